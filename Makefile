@@ -1,0 +1,74 @@
+# Needs python3 (3.11 or newer, with venv), git and make; everything else is installed here.
+PYTHON ?= python3
+PYTEST_ARGS ?=
+
+# Python 3.11 has its own pins (jax 0.10 is its last); all newer ones share the newest jax.
+CONSTRAINTS = constraints/$(shell $(PYTHON) -c \
+	"import sys; print('py311' if sys.version_info < (3, 12) else 'py313')").txt
+
+# The suite simulates its devices, so it runs on the CPU whatever the machine has.
+CPU = JAX_PLATFORMS=cpu
+
+# The vendors' compilers: they run without an accelerator, and without CUDA's libraries.
+COMPILERS = jax-cuda13-plugin jax-cuda13-pjrt
+
+STAMPS = .venv/.stamp .venv-compilers/.stamp .venv-newest/.stamp
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo format lint test test-compilers test-newest bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: .venv/.stamp ## create .venv with the package and its tools
+
+$(STAMPS): extras = dev
+.venv-compilers/.stamp .venv-newest/.stamp: extras = dev,tpu
+.venv-compilers/.stamp .venv-newest/.stamp: more = $(COMPILERS)
+$(STAMPS): pyproject.toml $(wildcard constraints/*.txt)
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
+		{ echo "meshwright needs Python 3.11 or newer; choose one with PYTHON=..."; exit 1; }
+	@echo "==> $(@D): creating it with $$($(PYTHON) --version)"
+	@rm -f $@
+	@$(PYTHON) -m venv $(@D)
+	@echo "==> $(@D): installing meshwright[$(extras)] with $(CONSTRAINTS)"
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint $(CONSTRAINTS) --editable ".[$(extras)]" $(more)
+	@echo "==> $(@D): ready"
+	@touch $@
+
+demo: venv ## run examples/demo.py
+	@.venv/bin/python examples/demo.py
+
+format: venv ## format the code and apply safe fixes
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+lint: venv ## check format, lint and types
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy src
+
+test: lint ## lint, then the whole suite but what needs the vendors' compilers
+	$(CPU) .venv/bin/python -m pytest -n 2 -m "not compilers" $(PYTEST_ARGS)
+
+test-compilers: .venv-compilers/.stamp ## the tests against libtpu and the CUDA compiler
+	$(CPU) .venv-compilers/bin/python -m pytest -n 2 -m compilers $(PYTEST_ARGS)
+
+test-newest: ## everything on the newest Python and jax to be found
+	@newest=$$($(PYTHON) tools/newest_python.py) || exit 1; \
+	if [ -z "$$newest" ]; then \
+		echo "test-newest: NOT RUN, found no newer Python than $$($(PYTHON) --version) here"; \
+	else \
+		$(MAKE) --no-print-directory .venv-newest/.stamp PYTHON="$$newest" && \
+		$(CPU) .venv-newest/bin/python -m pytest -n 2 $(PYTEST_ARGS); \
+	fi
+
+bench: venv ## run every script of benchmarks/
+	@for script in benchmarks/[!_]*.py; do \
+		echo "==> $$script"; .venv/bin/python "$$script" || exit 1; \
+	done
+
+clean: ## remove the virtual environments, caches and builds
+	rm -rf .venv .venv-compilers .venv-newest build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests examples benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} + || true

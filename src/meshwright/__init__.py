@@ -1,0 +1,99 @@
+"""The mesh layer for JAX: say what parallelism you want, on what hardware, and get the mesh.
+
+import meshwright as mw
+
+mesh = mw.mesh("dp:2, fsdp:-1, tp:4")             # on the devices that are here
+mesh = mw.mesh("fsdp:-1, tp:8", on="v5p:8x8x8")   # on hardware that is not
+print(mw.explain(mesh))                           # per axis: links, bandwidth, cost
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from meshwright._version import __version__
+
+if TYPE_CHECKING:
+    from meshwright.axes import Role as Role
+    from meshwright.axes import role as role
+    from meshwright.errors import IdleDevicesWarning as IdleDevicesWarning
+    from meshwright.errors import MeshError as MeshError
+    from meshwright.errors import MeshOrderWarning as MeshOrderWarning
+    from meshwright.errors import MeshwrightError as MeshwrightError
+    from meshwright.errors import PlacementError as PlacementError
+    from meshwright.errors import SpecError as SpecError
+    from meshwright.errors import TopologyError as TopologyError
+    from meshwright.hardware import Chip as Chip
+    from meshwright.hardware import Topology as Topology
+    from meshwright.hardware import topology as topology
+    from meshwright.meshes import DeviceMeshManager as DeviceMeshManager
+    from meshwright.meshes import abstract_mesh as abstract_mesh
+    from meshwright.meshes import calculate_host_mesh_shape as calculate_host_mesh_shape
+    from meshwright.meshes import check_same_order as check_same_order
+    from meshwright.meshes import cpu_context as cpu_context
+    from meshwright.meshes import create_cpu_mesh as create_cpu_mesh
+    from meshwright.meshes import create_mesh as create_mesh
+    from meshwright.meshes import explain as explain
+    from meshwright.meshes import force_cpu as force_cpu
+    from meshwright.meshes import merge_axes as merge_axes
+    from meshwright.meshes import mesh as mesh
+    from meshwright.meshes import parse_mesh_from_string as parse_mesh_from_string
+    from meshwright.meshes import rename_axes as rename_axes
+    from meshwright.meshes import split_axis as split_axis
+    from meshwright.placement import AxisPlan as AxisPlan
+    from meshwright.placement import Placement as Placement
+    from meshwright.placement import place as place
+    from meshwright.spec import AxisSpec as AxisSpec
+    from meshwright.spec import MeshSpec as MeshSpec
+
+# What is public, and the room it lives in. Rooms are loaded on first use, so that
+# `import meshwright` costs next to nothing.
+_ROOMS = {
+    "axes": ("Role", "role"),
+    "errors": (
+        "IdleDevicesWarning",
+        "MeshError",
+        "MeshOrderWarning",
+        "MeshwrightError",
+        "PlacementError",
+        "SpecError",
+        "TopologyError",
+    ),
+    "hardware": ("Chip", "Topology", "topology"),
+    "meshes": (
+        "DeviceMeshManager",
+        "abstract_mesh",
+        "calculate_host_mesh_shape",
+        "check_same_order",
+        "cpu_context",
+        "create_cpu_mesh",
+        "create_mesh",
+        "explain",
+        "force_cpu",
+        "merge_axes",
+        "mesh",
+        "parse_mesh_from_string",
+        "rename_axes",
+        "split_axis",
+    ),
+    "placement": ("AxisPlan", "Placement", "place"),
+    "spec": ("AxisSpec", "MeshSpec"),
+}
+_HOME = {name: room for room, names in _ROOMS.items() for name in names}
+
+__all__ = ["__version__", *sorted(_HOME)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        from meshwright.errors import near
+
+        raise AttributeError(f"module 'meshwright' has no attribute {name!r}.{near(name, _HOME)}")
+    value = getattr(importlib.import_module(f"meshwright.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,86 @@
+"""Every error and warning of the library, and the helpers that keep messages short."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+LONGEST_MESSAGE = 1500
+
+
+class MeshwrightError(ValueError):
+    """Base of all errors raised here. Says where, what sizes, and the fix.
+
+    >>> import meshwright as mw
+    >>> mw.MeshSpec.parse("dp:0")
+    Traceback (most recent call last):
+    ...
+    meshwright.errors.SpecError: axis 'dp': size 0 is not allowed. Use a positive integer, or -1...
+    """
+
+    def __init__(self, message: str):
+        if len(message) > LONGEST_MESSAGE:
+            message = message[: LONGEST_MESSAGE - 4] + " ..."
+        super().__init__(message)
+
+
+class SpecError(MeshwrightError):
+    """The request itself is wrong: its text, names, sizes or types."""
+
+
+class TopologyError(MeshwrightError):
+    """The hardware is unknown, impossible, or its devices do not belong together."""
+
+
+class PlacementError(MeshwrightError):
+    """The request and the hardware do not fit each other."""
+
+
+class MeshError(MeshwrightError):
+    """A mesh cannot be built, viewed or compared as asked."""
+
+
+class IdleDevicesWarning(UserWarning):
+    """A mesh uses a part of the devices; the text says which part stays idle."""
+
+
+class MeshOrderWarning(UserWarning):
+    """Two meshes hold the same devices in a different order."""
+
+
+def short(value: object, limit: int = 60) -> str:
+    """`repr(value)`, cut so that no message grows with its input.
+
+    >>> short("x" * 100, limit=12)
+    "'xxxxxxx ..."
+    """
+    try:
+        if isinstance(value, (str, bytes)) and len(value) > limit:
+            value = value[:limit]
+            return repr(value)[: limit - 4] + " ..."
+        text = repr(value)
+    except Exception as error:  # a hostile __repr__ must not hide the real message
+        return f"<{type(value).__name__} whose repr raised {type(error).__name__}>"
+    return text if len(text) <= limit else text[: limit - 4] + " ..."
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """A `Did you mean ...?` for a misspelt word, or nothing.
+
+    >>> near("v5pp", ["v5p", "v4"])
+    " Did you mean 'v5p'?"
+    """
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def listing(words: Iterable[object], limit: int = 8) -> str:
+    """A comma-separated list that says how many it left out.
+
+    >>> listing(range(20), limit=3)
+    '0, 1, 2 and 17 more'
+    """
+    items = [str(word) for word in words]
+    if len(items) <= limit:
+        return ", ".join(items)
+    return f"{', '.join(items[:limit])} and {len(items) - limit} more"

@@ -1,0 +1,202 @@
+"""The chips we know, with their speeds. Numbers are nominal and one-way unless said.
+
+Sources: "cloud docs" are the vendor's public pages for each TPU version (per-chip tables);
+"datasheet" is the vendor's product sheet of the GPU. A caller who measured better numbers
+passes them: `topology("v5p:4x4x4", speeds={"link": 90})`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One kind of accelerator. GB/s are 1e9 bytes a second, one way.
+
+    `link`: per torus link of a TPU; per device into its NVLink switch on a GPU.
+    `network`: per chip out of its slice, NVLink domain or host. `core`: between the devices
+    that share a chip. `torus`: how many dimensions the interconnect has (0: a switch).
+    """
+
+    name: str
+    family: Literal["tpu", "gpu", "cpu"]
+    kinds: tuple[str, ...]
+    tflops: float
+    memory_gb: float
+    memory_tbps: float
+    link: float
+    network: float
+    torus: int = 0
+    cores: int = 1
+    core: float = 0.0
+    host: tuple[int, ...] = ()
+    domain: int = 0
+    pod: int = 0
+    gathers_planes: bool = False
+
+
+CHIPS: Mapping[str, Chip] = {
+    chip.name: chip
+    for chip in (
+        Chip(
+            "v4",
+            "tpu",
+            ("TPU v4",),
+            tflops=275,  # cloud docs, TPU v4: bf16 peak per chip
+            memory_gb=32,  # cloud docs, TPU v4: HBM2 capacity
+            memory_tbps=1.2,  # cloud docs, TPU v4: HBM2 bandwidth 1,200 GB/s
+            link=50,  # cloud docs, TPU v4: 6 links, 300 GB/s a chip one way
+            network=25 / 4,  # 25 GB/s a host, 4 chips a host
+            torus=3,
+            host=(2, 2, 1),
+            pod=4096,  # cloud docs, TPU v4: pod size
+            gathers_planes=True,
+        ),
+        Chip(
+            "v5e",
+            "tpu",
+            ("TPU v5 lite", "TPU v5e", "TPU v5litepod"),
+            tflops=197,  # cloud docs, TPU v5e: bf16 peak per chip
+            memory_gb=16,  # cloud docs, TPU v5e: HBM2 capacity
+            memory_tbps=0.82,  # cloud docs, TPU v5e: 819 GB/s
+            link=50,  # cloud docs, TPU v5e: 400 GB/s both ways over 4 links
+            network=25 / 8,  # cloud docs, TPU v5e: 6.4 Tb/s for a pod of 256
+            torus=2,
+            host=(2, 2),
+            pod=256,  # cloud docs, TPU v5e: pod size
+        ),
+        Chip(
+            "v5p",
+            "tpu",
+            ("TPU v5", "TPU v5p"),
+            tflops=459,  # cloud docs, TPU v5p: bf16 peak per chip
+            memory_gb=95,  # cloud docs, TPU v5p: HBM2e capacity
+            memory_tbps=2.765,  # cloud docs, TPU v5p: 2,765 GB/s
+            link=100,  # cloud docs, TPU v5p: 1,200 GB/s both ways over 6 links
+            network=25 / 4,  # cloud docs, TPU v5p: 50 Gb/s a chip
+            torus=3,
+            host=(2, 2, 1),
+            pod=8960,  # cloud docs, TPU v5p: 16x20x28
+            gathers_planes=True,
+        ),
+        Chip(
+            "v6e",
+            "tpu",
+            ("TPU v6 lite", "TPU v6e"),
+            tflops=918,  # cloud docs, TPU v6e: bf16 peak per chip
+            memory_gb=32,  # cloud docs, TPU v6e: HBM capacity
+            memory_tbps=1.6,  # cloud docs, TPU v6e: 1,600 GB/s
+            link=100,  # cloud docs, TPU v6e: 800 GB/s both ways over 4 links
+            network=100 / 8,  # cloud docs, TPU v6e: 100 Gb/s a chip
+            torus=2,
+            host=(2, 2),
+            pod=256,  # cloud docs, TPU v6e: pod size
+        ),
+        Chip(
+            "tpu7x",
+            "tpu",
+            ("TPU7x", "TPU v7x", "TPU v7"),
+            tflops=2307,  # cloud docs, TPU7x: bf16 peak per chip
+            memory_gb=192,  # cloud docs, TPU7x: HBM capacity
+            memory_tbps=7.38,  # cloud docs, TPU7x: 7,380 GB/s
+            link=100,  # cloud docs, TPU7x: 1,200 GB/s both ways over 6 links
+            network=50 / 4,  # cloud docs, TPU7x: 100 Gb/s a chip
+            torus=3,
+            cores=2,  # cloud docs, TPU7x: two chiplets, each a device to JAX
+            core=600,  # cloud docs, TPU7x: die to die about six times a link
+            host=(2, 2, 1),
+            pod=9216,  # cloud docs, TPU7x: pod size
+            gathers_planes=True,
+        ),
+        Chip(
+            "a100",
+            "gpu",
+            ("NVIDIA A100",),
+            tflops=312,  # datasheet: bf16 dense
+            memory_gb=80,  # datasheet, 80 GB version
+            memory_tbps=2.0,  # datasheet: 2,039 GB/s
+            link=300,  # datasheet: NVLink 3, 600 GB/s both ways
+            network=200 / 8,  # HGX with eight 200 Gb/s adapters
+            host=(8,),
+            domain=8,
+        ),
+        Chip(
+            "h100",
+            "gpu",
+            ("NVIDIA H100",),
+            tflops=990,  # datasheet, SXM: bf16 dense
+            memory_gb=80,  # datasheet, SXM
+            memory_tbps=3.35,  # datasheet, SXM
+            link=450,  # datasheet: NVLink 4, 900 GB/s both ways
+            network=400 / 8,  # HGX with eight 400 Gb/s adapters
+            host=(8,),
+            domain=8,
+        ),
+        Chip(
+            "h200",
+            "gpu",
+            ("NVIDIA H200",),
+            tflops=990,  # datasheet, SXM: bf16 dense
+            memory_gb=141,  # datasheet, SXM
+            memory_tbps=4.8,  # datasheet, SXM
+            link=450,  # datasheet: NVLink 4, 900 GB/s both ways
+            network=400 / 8,  # HGX with eight 400 Gb/s adapters
+            host=(8,),
+            domain=8,
+        ),
+        Chip(
+            "b200",
+            "gpu",
+            ("NVIDIA B200",),
+            tflops=2250,  # datasheet, HGX: bf16 dense
+            memory_gb=192,  # datasheet, HGX
+            memory_tbps=8.0,  # datasheet, HGX
+            link=900,  # datasheet: NVLink 5, 1,800 GB/s both ways
+            network=400 / 8,  # HGX with eight 400 Gb/s adapters
+            host=(8,),
+            domain=8,
+        ),
+        Chip(
+            "gb200",
+            "gpu",
+            ("NVIDIA GB200",),
+            tflops=2500,  # datasheet, NVL72: bf16 dense
+            memory_gb=186,  # datasheet, NVL72
+            memory_tbps=8.0,  # datasheet, NVL72
+            link=900,  # datasheet: NVLink 5, 1,800 GB/s both ways
+            network=3600 / 72,  # 3,600 GB/s out of a domain of 72
+            host=(4,),  # datasheet: a compute tray holds four GPUs
+            domain=72,
+        ),
+        Chip(
+            "cpu",
+            "cpu",
+            ("cpu",),
+            tflops=0.1,  # an assumption: one core of a server, order of magnitude only
+            memory_gb=4,  # an assumption
+            memory_tbps=0.02,  # an assumption
+            link=10,  # an assumption: copies through shared memory
+            network=1,  # an assumption: 10 Gb/s Ethernet
+        ),
+    )
+}
+
+
+def chip_of_kind(kind: str, platform: str) -> Chip | None:
+    """The chip behind a JAX `device_kind`, or `None`.
+
+    >>> chip_of_kind("TPU v5 lite", "tpu").name
+    'v5e'
+    >>> chip_of_kind("NVIDIA H100 80GB HBM3", "gpu").name
+    'h100'
+    """
+    for chip in CHIPS.values():
+        if kind in chip.kinds:
+            return chip
+    for chip in CHIPS.values():
+        if chip.family == "gpu" and any(kind.startswith(known) for known in chip.kinds):
+            return chip
+    return CHIPS["cpu"] if platform == "cpu" else None

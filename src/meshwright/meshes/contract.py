@@ -1,0 +1,139 @@
+"""`create_mesh` and `parse_mesh_from_string`: the interface of an older library, kept exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from meshwright import _compat
+from meshwright.errors import MeshError, SpecError, listing, near, short
+from meshwright.meshes.build import AXIS_TYPES, from_placement, placement_of, prepare, warn_idle
+from meshwright.meshes.targets import target
+from meshwright.spec import MeshSpec
+
+DEFAULT_DIMS = (1, -1, 1, 1, 1)
+DEFAULT_NAMES = ("dp", "fsdp", "ep", "tp", "sp")
+BACKENDS = ("cpu", "gpu", "tpu")
+
+_meshes: dict[Any, Mesh] = {}
+
+
+def create_mesh(
+    axis_dims: Sequence[int] = DEFAULT_DIMS,
+    axis_names: Sequence[str] = DEFAULT_NAMES,
+    dcn_mesh_dims: Sequence[int] | None = None,
+    should_sort_granules_by_key: bool = True,
+    allow_split_physical_axes: bool = True,
+    backend: str | None = None,
+    use_jax: bool = False,
+    axis_types: Any = None,
+) -> Mesh:
+    """A mesh over all devices of a backend; the same request gives the same mesh object.
+
+    -1 takes the devices that are left. `dcn_mesh_dims` says how each axis is spread over the
+    slow network (worked out when missing), `use_jax` builds single-slice meshes with
+    `jax.make_mesh`. `mesh(...)` is the modern spelling.
+
+    >>> import meshwright as mw
+    >>> dict(mw.create_mesh((2, -1), ("dp", "tp")).shape)
+    {'dp': 2, 'tp': 4}
+    """
+    try:
+        key = (
+            _compat.client_of(backend),
+            tuple(axis_dims),
+            tuple(axis_names),
+            None if dcn_mesh_dims is None else tuple(dcn_mesh_dims),
+            should_sort_granules_by_key,
+            allow_split_physical_axes,
+            use_jax,
+            tuple(axis_types) if isinstance(axis_types, list) else axis_types,
+        )
+        found = _meshes.get(key)
+    except (TypeError, RuntimeError, ValueError):  # unhashable or unknown: the checks below say
+        key, found = None, None
+    if found is not None and _exactly_ints(axis_dims, dcn_mesh_dims):
+        return found
+    spec = MeshSpec.parse(_listed("axis_dims", axis_dims), names=_listed("axis_names", axis_names))
+    spec = spec.with_types(axis_types)
+    dcn = None if dcn_mesh_dims is None else _listed("dcn_mesh_dims", dcn_mesh_dims)
+    hardware = target(None, _devices(backend), 1, should_sort_granules_by_key)
+    if use_jax and hardware.num_slices == 1:
+        resolved, _ = prepare(spec, hardware, dcn)
+        built = _with_jax(resolved, list(hardware.devices or ()))
+    else:
+        placed = placement_of(spec, hardware, dcn, allow_split=allow_split_physical_axes)
+        warn_idle(placed, hardware)
+        built = from_placement(placed)
+    if key is not None:
+        _meshes[key] = built
+    return built
+
+
+def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
+    """A mesh from `"dp:2,tp:4"` (named) or `"2,4"` (positional, in the order of `names`).
+
+    >>> import meshwright as mw
+    >>> mw.parse_mesh_from_string("2,4", ["data", "model"]).axis_names
+    ('data', 'model')
+    """
+    if not isinstance(axis_dims, str):
+        raise SpecError(f"axis_dims: {short(axis_dims)} is not a string such as '2,4'.")
+    names = _listed("names", names)
+    if ":" in axis_dims or "=" in axis_dims:
+        spec = MeshSpec.parse(axis_dims)
+        for name in spec.names:
+            if name not in names:
+                known = listing(short(n, 20) for n in names)
+                raise SpecError(
+                    f"unknown axis {name!r} in {short(axis_dims)}: names are {known}."
+                    f"{near(name, [str(n) for n in names])}"
+                )
+        missing = [name for name in names if name not in spec.names]
+        if missing:
+            raise SpecError(
+                f"{short(axis_dims)} lacks {listing(short(n, 20) for n in missing)}. "
+                "Give every name a size."
+            )
+    else:
+        spec = MeshSpec.parse(axis_dims, names=names)
+    return create_mesh(spec.sizes, spec.names, axis_types=spec.types)
+
+
+def _exactly_ints(*values: Sequence[Any] | None) -> bool:
+    """`True == 1 == 1.0` as a cache key; only integers may use it."""
+    return all(type(size) is int for sizes in values if sizes is not None for size in sizes)
+
+
+def _listed(what: str, value: Any) -> list[Any]:
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__"):
+        raise SpecError(f"{what}: {short(value)} is not a list or tuple.")
+    return list(value)
+
+
+def _devices(backend: str | None) -> list[Any]:
+    if backend is not None and backend not in BACKENDS:
+        hint = near(backend, BACKENDS) if isinstance(backend, str) else ""
+        raise MeshError(f"backend: {short(backend)} is not one of {', '.join(BACKENDS)}.{hint}")
+    try:
+        return list(jax.devices(backend))
+    except RuntimeError as error:
+        reason = str(error).split("\n")[0][:200]
+        raise MeshError(
+            f"backend {backend!r} has no devices here ({reason}). Leave backend out, or use 'cpu'."
+        ) from error
+
+
+def _with_jax(spec: MeshSpec, devices: list[Any]) -> Mesh:
+    types = tuple(AXIS_TYPES[kind] for kind in spec.types)
+    try:
+        return _compat.make_mesh(spec.sizes, spec.names, types, devices[: spec.size])
+    except Exception as error:
+        reason = str(error).split("\n")[0][:200]
+        raise MeshError(
+            f"jax.make_mesh cannot build '{spec}' ({type(error).__name__}: {reason}). "
+            "Leave use_jax out to place it here."
+        ) from error

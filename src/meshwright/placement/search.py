@@ -1,0 +1,178 @@
+"""The search: choose a piece of the machine for every axis, together covering all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from meshwright.hardware import Topology
+from meshwright.placement.factors import Part, Parts, combinations, nestings, primes, runs, shares
+from meshwright.placement.model import axis_cost
+
+_SAME = 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One way to lay out every axis, with its weighted cost."""
+
+    cost: float
+    parts: tuple[Parts, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Option:
+    """One way to lay out one axis. `use` packs what it takes of the machine into an integer."""
+
+    cost: float
+    use: int
+    parts: Parts
+
+
+class _Ledger:
+    """What is left of the machine, packed: one field per prime factor that can be taken.
+
+    A torus prime has a field of its own, since its place matters; the equal primes of a
+    switch or network share one. The top bit of each field is a guard: it falls when more is
+    taken than there is, so one subtraction checks every field at once.
+    """
+
+    def __init__(self, topology: Topology, nesting: Sequence[Sequence[int]]):
+        self._fields: dict[tuple[int, int], int] = {}
+        self.all = self.guard = shift = 0
+        for dim, order in enumerate(nesting):
+            torus = topology.axes[dim].kind == "torus"
+            keys = range(len(order)) if torus else sorted(set(order))
+            for key in keys:
+                amount = 1 if torus else order.count(key)
+                width = amount.bit_length()
+                self._fields[dim, key] = shift
+                self.all |= amount << shift
+                self.guard |= 1 << (shift + width)
+                shift += width + 1
+        self._topology, self._nesting = topology, nesting
+
+    def use(self, parts: Parts) -> int:
+        total = 0
+        for part in parts:
+            if self._topology.axes[part.dim].kind == "torus":
+                stride = 1
+                for place, prime in enumerate(self._nesting[part.dim]):
+                    if part.stride <= stride < part.stride * part.factor:
+                        total += 1 << self._fields[part.dim, place]
+                    stride *= prime
+            else:
+                for prime in primes(part.factor):
+                    total += 1 << self._fields[part.dim, prime]
+        return total
+
+
+def search(
+    topology: Topology,
+    sizes: Sequence[int],
+    weights: Sequence[float],
+    slow: Sequence[int | None],
+    allow_split: bool,
+) -> list[Choice]:
+    """The best choice and the next one of another cost, best first. Empty: none exists.
+
+    Complete: depth first over axes, heaviest first, each with its options in the order of
+    their cost; a branch is left when even the cheapest rest cannot beat the second best.
+    """
+    best: list[Choice] = []
+    for nesting in nestings(topology):
+        if not allow_split and any(
+            order != primes(axis.size) for order, axis in zip(nesting, topology.axes, strict=True)
+        ):
+            continue  # whole directions look alike in any order
+        _search_nesting(topology, nesting, sizes, weights, slow, allow_split, best)
+    return best
+
+
+def _search_nesting(
+    topology: Topology,
+    nesting: Sequence[tuple[int, ...]],
+    sizes: Sequence[int],
+    weights: Sequence[float],
+    slow: Sequence[int | None],
+    allow_split: bool,
+    best: list[Choice],
+) -> None:
+    ledger = _Ledger(topology, nesting)
+    pieces = [
+        runs(axis, dim, nesting[dim], whole=not allow_split)
+        if axis.kind == "torus"
+        else shares(axis, dim)
+        for dim, axis in enumerate(topology.axes)
+    ]
+    options = [
+        _options(topology, ledger, pieces, size, weight, part, place / max(1, len(sizes) - 1))
+        for place, (size, weight, part) in enumerate(zip(sizes, weights, slow, strict=True))
+    ]
+    if not all(options):
+        return
+    axes = sorted(range(len(sizes)), key=lambda i: (-options[i][-1].cost, len(options[i]), i))
+    cheapest = [options[i][0].cost for i in axes]
+    rest = [math.fsum(cheapest[k:]) for k in range(len(axes) + 1)]
+    chosen: list[_Option] = []
+
+    def descend(level: int, left: int, cost: float) -> None:
+        if level == len(axes):
+            if left == 0:
+                placed = dict(zip(axes, (option.parts for option in chosen), strict=True))
+                _keep(best, Choice(cost, tuple(placed[i] for i in range(len(axes)))))
+            return
+        for option in options[axes[level]]:
+            total = cost + option.cost
+            if not _can_improve(best, total + rest[level + 1]):
+                break
+            after = (left | ledger.guard) - option.use
+            if after & ledger.guard == ledger.guard:
+                chosen.append(option)
+                descend(level + 1, after ^ ledger.guard, total)
+                chosen.pop()
+
+    descend(0, ledger.all, 0.0)
+
+
+def _options(
+    topology: Topology,
+    ledger: _Ledger,
+    pieces: list[list[Part | None]],
+    size: int,
+    weight: float,
+    slow: int | None,
+    place: float,
+) -> list[_Option]:
+    """Every layout of one axis, cheapest first; among equals, the one nearest its own place."""
+    found = []
+    for parts in combinations(size, pieces):
+        if slow is not None and slow != math.prod(
+            p.factor for p in parts if topology.axes[p.dim].kind == "network"
+        ):
+            continue
+        cost = weight * axis_cost(topology, parts).all_gather
+        found.append(_Option(cost, ledger.use(parts), parts))
+    last = max(1, len(topology.axes) - 1)
+
+    def away(option: _Option) -> tuple[Any, ...]:
+        away = sum(abs(p.dim / last - place) for p in option.parts)
+        return (float(f"{option.cost:.9g}"), away, tuple((p.dim, p.stride) for p in option.parts))
+
+    return sorted(found, key=away)
+
+
+def _can_improve(best: list[Choice], cost: float) -> bool:
+    """Whether a layout of this cost could still become the best or the runner-up."""
+    if len(best) < 2:
+        return not best or abs(cost - best[0].cost) > _SAME * best[0].cost or cost < best[0].cost
+    return cost < best[1].cost * (1 - _SAME)
+
+
+def _keep(best: list[Choice], choice: Choice) -> None:
+    """Hold the two best of different cost; the first found wins among equals."""
+    if all(abs(choice.cost - other.cost) > _SAME * other.cost for other in best):
+        best[:] = heapq.nsmallest(2, [*best, choice], key=lambda c: c.cost)

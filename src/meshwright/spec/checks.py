@@ -1,0 +1,70 @@
+"""Checks of the smallest parts of a request: one name, one size, one type."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+from meshwright.errors import SpecError, near, short
+
+LARGEST = 2**31 - 1
+RESERVED = ":=,*"
+TYPE_WORDS = ("auto", "explicit", "manual")
+
+
+def check_name(name: object) -> str:
+    """An axis name that prints, and that a spec's text can hold."""
+    if not isinstance(name, str):
+        raise SpecError(f"axis name {short(name)} is a {type(name).__name__}, not a string.")
+    if not name:
+        raise SpecError("an axis name is empty. Give every axis a name, e.g. 'dp'.")
+    if len(name) > 100:
+        raise SpecError(f"axis name {short(name)} has {len(name)} characters; at most 100.")
+    if not name.isprintable() or any(c.isspace() or c in RESERVED for c in name):
+        raise SpecError(
+            f"axis name {short(name)} has a character that does not print, a space, or one of "
+            f"{' '.join(RESERVED)}. Use letters, digits and _ , e.g. 'dp' or 'my_axis'."
+        )
+    return name
+
+
+def check_size(name: str, size: object) -> int:
+    """A positive integer, or -1 for what is left."""
+    if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+        raise SpecError(
+            f"axis {name!r}: size {short(size)} is a {type(size).__name__}, not an integer. "
+            "Use a positive integer, or -1 for what is left."
+        )
+    value = int(size)
+    if value == 0 or value < -1:
+        raise SpecError(
+            f"axis {name!r}: size {short(value)} is not allowed. "
+            "Use a positive integer, or -1 for what is left."
+        )
+    if value > LARGEST:
+        raise SpecError(f"axis {name!r}: size {short(value)} is more than {LARGEST}.")
+    return value
+
+
+def check_type(name: str, value: object) -> str | None:
+    """`None`, one of the words, or anything whose `.name` is one (`jax.sharding.AxisType`)."""
+    if value is None:
+        return None
+    word: Any = value if isinstance(value, str) else getattr(value, "name", None)
+    if isinstance(word, str) and word.lower() in TYPE_WORDS:
+        return word.lower()
+    hint = near(word.lower(), TYPE_WORDS) if isinstance(word, str) else ""
+    raise SpecError(
+        f"axis {name!r}: type {short(value)} is not an AxisType or one of "
+        f"{', '.join(TYPE_WORDS)}.{hint}"
+    )
+
+
+def check_distinct(names: Sequence[str]) -> None:
+    """No axis twice."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise SpecError(f"axis {name!r} appears twice. Give every axis a name of its own.")
+        seen.add(name)
