@@ -64,9 +64,9 @@ test-newest: ## everything on the newest Python and jax to be found
 		$(CPU) .venv-newest/bin/python -m pytest -n 2 $(PYTEST_ARGS); \
 	fi
 
-bench: venv ## run every script of benchmarks/
+bench: .venv-compilers/.stamp ## run every script of benchmarks/
 	@for script in benchmarks/[!_]*.py; do \
-		echo "==> $$script"; .venv/bin/python "$$script" || exit 1; \
+		echo "==> $$script"; .venv-compilers/bin/python "$$script" || exit 1; \
 	done
 
 clean: ## remove the virtual environments, caches and builds

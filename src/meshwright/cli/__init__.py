@@ -1,4 +1,5 @@
-"""The command line."""
+"""The command line. In: words. Out: text for a person, or JSON for a script."""
 
+from meshwright.cli.entrance import main
 
-def main() -> None: ...
+__all__ = ["main"]

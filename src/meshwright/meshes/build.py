@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from meshwright.errors import IdleDevicesWarning, MeshError
+from meshwright.errors import IdleDevicesWarning, MeshError, SpecError, short
 from meshwright.hardware import Topology, compact_part
+from meshwright.meshes.memory import remember
 from meshwright.meshes.targets import target
 from meshwright.placement import Placement, place
 from meshwright.placement.order import Order
@@ -49,11 +50,14 @@ def mesh(
     compact, host-aligned part and warns about what stays idle.
 
     >>> import meshwright as mw
-    >>> mw.mesh("dp:2, tp:-1")
+    >>> print(mw.mesh("dp:2, tp:-1"))
     Mesh('dp': 2, 'tp': 4, axis_types=(Auto, Auto))
     """
     asked = MeshSpec.parse(spec, names).with_types(axis_types)
-    return _build(asked, target(on, devices, slices), dcn, intensity, allow_split, order)
+    hardware = target(on, devices, slices)
+    placed = placement_of(asked, hardware, dcn, intensity, allow_split, order)
+    warn_idle(placed.spec, placed.topology, hardware)
+    return _build(placed)
 
 
 def abstract_mesh(
@@ -76,8 +80,9 @@ def abstract_mesh(
 
     asked = MeshSpec.parse(spec, names).with_types(axis_types)
     if on is not None:
-        hardware = read_topology(on, slices=slices)
-        asked = asked.resolve(asked.size or hardware.num_devices, hardware.num_slices)
+        asked, _ = prepare(asked, read_topology(on, slices=slices))
+    elif slices != 1:
+        raise MeshError("slices goes with a hardware name: say on='v5p:8x8x8'.")
     elif asked.size is None:
         raise MeshError(f"'{asked}' is open: say on what hardware, on='v5p:8x8x8', or its size.")
     return _abstract(asked)
@@ -88,8 +93,11 @@ def prepare(asked: MeshSpec, hardware: Topology, dcn: Any = None) -> tuple[MeshS
     asked = asked.with_slow(dcn, hardware.num_slices)
     size = asked.size
     if size is not None and size < hardware.num_devices:
-        hardware = compact_part(hardware, size)
+        hardware = _part(hardware, size)
     return asked.resolve(hardware.num_devices, hardware.num_slices), hardware
+
+
+_part = functools.lru_cache(maxsize=128)(compact_part)
 
 
 def placement_of(
@@ -102,7 +110,13 @@ def placement_of(
 ) -> Placement:
     """`place`, after the parts of the hardware have been chosen."""
     spec, part = prepare(asked, hardware, dcn)
+    if intensity is not None and not isinstance(intensity, Mapping):
+        raise SpecError(f"intensity: {short(intensity)} is not a dict such as {{'tp': 12}}.")
     frozen = None if intensity is None else tuple(intensity.items())
+    try:
+        hash((frozen, allow_split, order))
+    except TypeError:  # nothing good is unhashable; the checks of `place` say what it is
+        return place(spec, part, intensity=intensity, allow_split=allow_split, order=order)
     return _placed(spec, part, frozen, allow_split, order)
 
 
@@ -123,21 +137,15 @@ def _placed(
     )
 
 
-def _build(
-    asked: MeshSpec,
-    hardware: Topology,
-    dcn: Any,
-    intensity: Mapping[str, float] | None,
-    allow_split: bool,
-    order: Order,
-) -> Mesh | AbstractMesh:
-    placed = placement_of(asked, hardware, dcn, intensity, allow_split, order)
-    warn_idle(placed, hardware, stacklevel=4)
-    if placed.topology.devices is None:
-        return _abstract(placed.spec)
-    return from_placement(placed)
+def _build(placed: Placement) -> Mesh | AbstractMesh:
+    if placed.topology.devices is not None:
+        return from_placement(placed)
+    abstract = _abstract(placed.spec)
+    remember(abstract, placed)
+    return abstract
 
 
+@functools.lru_cache(maxsize=128)
 def from_placement(placed: Placement) -> Mesh:
     """The mesh a placement describes, checked against the request."""
     devices = np.empty(len(placed.topology.devices or ()), object)
@@ -150,18 +158,18 @@ def from_placement(placed: Placement) -> Mesh:
     return built
 
 
-def warn_idle(placed: Placement, hardware: Topology, stacklevel: int = 3) -> None:
-    """Say what stays idle; `stacklevel` points at the caller's caller unless told otherwise."""
-    idle = hardware.num_devices - placed.topology.num_devices
+def warn_idle(spec: MeshSpec, part: Topology, hardware: Topology) -> None:
+    """Say what stays idle, pointing at the line that called our caller."""
+    idle = hardware.num_devices - part.num_devices
     if not idle:
         return
-    hosts = hardware.num_hosts - placed.topology.num_hosts
+    hosts = hardware.num_hosts - part.num_hosts
     whole = f", {hosts} whole host{'s' if hosts > 1 else ''} among them" if hosts else ""
     warnings.warn(
-        f"'{placed.spec}' uses {placed.topology.num_devices} of {hardware.num_devices} devices; "
+        f"'{spec}' uses {part.num_devices} of {hardware.num_devices} devices; "
         f"{idle} stay idle{whole}. Put -1 on an axis to use all.",
         IdleDevicesWarning,
-        stacklevel=stacklevel,
+        stacklevel=3,
     )
 
 

@@ -10,9 +10,16 @@ from jax.sharding import Mesh
 
 from meshwright import _compat
 from meshwright.errors import MeshError, SpecError, listing, near, short
-from meshwright.meshes.build import AXIS_TYPES, from_placement, placement_of, prepare, warn_idle
+from meshwright.meshes.build import (
+    AXIS_TYPES,
+    from_placement,
+    placement_of,
+    prepare,
+    warn_idle,
+)
 from meshwright.meshes.targets import target
 from meshwright.spec import MeshSpec
+from meshwright.spec.checks import check_distinct, check_list, check_name
 
 DEFAULT_DIMS = (1, -1, 1, 1, 1)
 DEFAULT_NAMES = ("dp", "fsdp", "ep", "tp", "sp")
@@ -34,19 +41,22 @@ def create_mesh(
     """A mesh over all devices of a backend; the same request gives the same mesh object.
 
     -1 takes the devices that are left. `dcn_mesh_dims` says how each axis is spread over the
-    slow network (worked out when missing), `use_jax` builds single-slice meshes with
+    slow network (worked out when missing), `use_jax` builds the meshes of a single host with
     `jax.make_mesh`. `mesh(...)` is the modern spelling.
 
     >>> import meshwright as mw
     >>> dict(mw.create_mesh((2, -1), ("dp", "tp")).shape)
     {'dp': 2, 'tp': 4}
     """
+    _check_backend(backend)
+    dims, names = check_list("axis_dims", axis_dims), check_list("axis_names", axis_names)
+    dcn = None if dcn_mesh_dims is None else check_list("dcn_mesh_dims", dcn_mesh_dims)
     try:
         key = (
             _compat.client_of(backend),
-            tuple(axis_dims),
-            tuple(axis_names),
-            None if dcn_mesh_dims is None else tuple(dcn_mesh_dims),
+            tuple(dims),
+            tuple(names),
+            None if dcn is None else tuple(dcn),
             should_sort_granules_by_key,
             allow_split_physical_axes,
             use_jax,
@@ -55,18 +65,18 @@ def create_mesh(
         found = _meshes.get(key)
     except (TypeError, RuntimeError, ValueError):  # unhashable or unknown: the checks below say
         key, found = None, None
-    if found is not None and _exactly_ints(axis_dims, dcn_mesh_dims):
+    if found is not None and _exactly_ints(dims, dcn):
         return found
-    spec = MeshSpec.parse(_listed("axis_dims", axis_dims), names=_listed("axis_names", axis_names))
-    spec = spec.with_types(axis_types)
-    dcn = None if dcn_mesh_dims is None else _listed("dcn_mesh_dims", dcn_mesh_dims)
+    spec = MeshSpec.parse(dims, names=names).with_types(axis_types)
     hardware = target(None, _devices(backend), 1, should_sort_granules_by_key)
-    if use_jax and hardware.num_slices == 1:
-        resolved, _ = prepare(spec, hardware, dcn)
-        built = _with_jax(resolved, list(hardware.devices or ()))
+    if use_jax and hardware.num_slices == 1 and hardware.num_hosts == 1:
+        resolved, part = prepare(spec, hardware, dcn)
+        warn_idle(resolved, part, hardware)
+        devices = hardware.devices or ()
+        built = _with_jax(resolved, [devices[i] for i in sorted(part.index.flat)])
     else:
         placed = placement_of(spec, hardware, dcn, allow_split=allow_split_physical_axes)
-        warn_idle(placed, hardware)
+        warn_idle(placed.spec, placed.topology, hardware)
         built = from_placement(placed)
     if key is not None:
         _meshes[key] = built
@@ -82,7 +92,8 @@ def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
     """
     if not isinstance(axis_dims, str):
         raise SpecError(f"axis_dims: {short(axis_dims)} is not a string such as '2,4'.")
-    names = _listed("names", names)
+    names = [check_name(name) for name in check_list("names", names)]
+    check_distinct(names)
     if ":" in axis_dims or "=" in axis_dims:
         spec = MeshSpec.parse(axis_dims)
         for name in spec.names:
@@ -90,7 +101,7 @@ def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
                 known = listing(short(n, 20) for n in names)
                 raise SpecError(
                     f"unknown axis {name!r} in {short(axis_dims)}: names are {known}."
-                    f"{near(name, [str(n) for n in names])}"
+                    f"{near(name, names)}"
                 )
         missing = [name for name in names if name not in spec.names]
         if missing:
@@ -100,7 +111,8 @@ def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
             )
     else:
         spec = MeshSpec.parse(axis_dims, names=names)
-    return create_mesh(spec.sizes, spec.names, axis_types=spec.types)
+    dims: list[Any] = [a.fast if a.slow is None else (a.slow, a.fast) for a in spec.axes]
+    return create_mesh(dims, spec.names, axis_types=spec.types)
 
 
 def _exactly_ints(*values: Sequence[Any] | None) -> bool:
@@ -108,16 +120,13 @@ def _exactly_ints(*values: Sequence[Any] | None) -> bool:
     return all(type(size) is int for sizes in values if sizes is not None for size in sizes)
 
 
-def _listed(what: str, value: Any) -> list[Any]:
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__"):
-        raise SpecError(f"{what}: {short(value)} is not a list or tuple.")
-    return list(value)
-
-
-def _devices(backend: str | None) -> list[Any]:
+def _check_backend(backend: object) -> None:
     if backend is not None and backend not in BACKENDS:
         hint = near(backend, BACKENDS) if isinstance(backend, str) else ""
         raise MeshError(f"backend: {short(backend)} is not one of {', '.join(BACKENDS)}.{hint}")
+
+
+def _devices(backend: str | None) -> list[Any]:
     try:
         return list(jax.devices(backend))
     except RuntimeError as error:
@@ -130,7 +139,7 @@ def _devices(backend: str | None) -> list[Any]:
 def _with_jax(spec: MeshSpec, devices: list[Any]) -> Mesh:
     types = tuple(AXIS_TYPES[kind] for kind in spec.types)
     try:
-        return _compat.make_mesh(spec.sizes, spec.names, types, devices[: spec.size])
+        return _compat.make_mesh(spec.sizes, spec.names, types, devices)
     except Exception as error:
         reason = str(error).split("\n")[0][:200]
         raise MeshError(

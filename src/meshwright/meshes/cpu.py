@@ -9,10 +9,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from meshwright.errors import MeshError
 from meshwright.meshes.build import from_placement, placement_of, warn_idle
 from meshwright.meshes.contract import DEFAULT_DIMS, DEFAULT_NAMES
 from meshwright.meshes.targets import target
 from meshwright.spec import MeshSpec
+from meshwright.spec.checks import check_list
 
 
 def create_cpu_mesh(
@@ -24,10 +26,11 @@ def create_cpu_mesh(
     >>> mw.create_cpu_mesh().shape["fsdp"]
     8
     """
-    spec = MeshSpec.parse(tuple(axis_dims), names=tuple(axis_names))
-    hardware = target(None, jax.local_devices(backend="cpu"), 1)
+    dims, names = check_list("axis_dims", axis_dims), check_list("axis_names", axis_names)
+    spec = MeshSpec.parse(dims, names=names)
+    hardware = target(None, _cpu_devices(), 1)
     placed = placement_of(spec, hardware)
-    warn_idle(placed, hardware)
+    warn_idle(placed.spec, placed.topology, hardware)
     return from_placement(placed)
 
 
@@ -40,7 +43,7 @@ def force_cpu() -> Iterator[Any]:
     ...     device.platform
     'cpu'
     """
-    device = jax.local_devices(backend="cpu")[0]
+    device = _cpu_devices()[0]
     with jax.default_device(device):
         yield device
 
@@ -49,6 +52,8 @@ def force_cpu() -> Iterator[Any]:
 def cpu_context() -> Iterator[Mesh]:
     """`force_cpu` with the CPU mesh as the current mesh; yields the mesh.
 
+    Enter it around jitted calls: inside one, JAX no longer lets the mesh change.
+
     >>> import jax
     >>> import meshwright as mw
     >>> with mw.cpu_context() as mesh:
@@ -56,5 +61,23 @@ def cpu_context() -> Iterator[Mesh]:
     ('dp', 'fsdp', 'ep', 'tp', 'sp')
     """
     built = create_cpu_mesh()
-    with force_cpu(), jax.set_mesh(built):
-        yield built
+    with force_cpu():
+        try:
+            current = jax.set_mesh(built)
+        except ValueError as error:
+            raise MeshError(
+                f"cpu_context cannot make its mesh the current one here ({error}) "
+                "Enter it around the jitted call."
+            ) from error
+        with current:
+            yield built
+
+
+def _cpu_devices() -> list[Any]:
+    try:
+        return list(jax.local_devices(backend="cpu"))
+    except RuntimeError as error:
+        raise MeshError(
+            "JAX runs without its CPU backend here. Add cpu to JAX_PLATFORMS, e.g. 'tpu,cpu', "
+            "or leave it unset."
+        ) from error

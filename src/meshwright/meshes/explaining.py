@@ -13,6 +13,7 @@ from meshwright.errors import MeshError, short
 from meshwright.hardware import Topology
 from meshwright.hardware import topology as read_topology
 from meshwright.meshes.build import prepare
+from meshwright.meshes.memory import recall
 from meshwright.meshes.targets import attach
 from meshwright.placement import Placement, measure, place
 from meshwright.spec import MeshSpec, SpecLike
@@ -27,8 +28,9 @@ def explain(
 ) -> Placement:
     """Per axis: the links it uses, their bandwidth, modelled times, what crosses the network.
 
-    Takes any `jax.sharding.Mesh`. A spec or an `AbstractMesh` has no devices: say `on` what
-    hardware. The result prints itself, draws itself in a notebook, and has `to_json()`.
+    Takes any `jax.sharding.Mesh`, and an `AbstractMesh` that `mesh` made for named hardware. A
+    spec, or an `AbstractMesh` from elsewhere, has no devices: say `on` what hardware. The result
+    prints itself, draws itself in a notebook, and has `to_json()`.
 
     >>> import meshwright as mw
     >>> print(mw.explain("fsdp:-1, tp:4", on="v5e:16x16").axes[1].cost.shape)
@@ -38,6 +40,8 @@ def explain(
         return mesh
     if isinstance(mesh, Mesh):
         return _explain_mesh(mesh, on, slices, intensity)
+    if on is None and isinstance(mesh, AbstractMesh):
+        return recall(mesh)
     if on is None:
         raise MeshError(
             f"{short(mesh)} has no devices: say on what hardware, explain(..., on='v5p:8x8x8')."

@@ -9,7 +9,7 @@ import jax
 
 from meshwright.errors import MeshError
 from meshwright.spec import MeshSpec
-from meshwright.spec.resolving import check_positive
+from meshwright.spec.checks import check_list, check_positive
 
 
 def calculate_host_mesh_shape(
@@ -26,8 +26,8 @@ def calculate_host_mesh_shape(
     >>> calculate_host_mesh_shape((3, 4), total_devices=6, num_processes=2)
     (3, 2)
     """
-    names = [f"dim{d}" for d in range(len(list(global_mesh_shape)))]
-    sizes = MeshSpec.parse(list(global_mesh_shape), names=names).sizes
+    shape = check_list("global_mesh_shape", global_mesh_shape)
+    sizes = MeshSpec.parse(shape, names=[f"dim{d}" for d in range(len(shape))]).sizes
     local = jax.local_device_count() if total_devices is None else total_devices
     processes = jax.process_count() if num_processes is None else num_processes
     local = check_positive("total_devices", local)

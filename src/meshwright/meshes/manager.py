@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from meshwright.errors import MeshError, short
 from meshwright.meshes.build import from_placement, placement_of
 from meshwright.meshes.targets import target
 from meshwright.spec import MeshSpec
+from meshwright.spec.checks import check_list
 
 
 class DeviceMeshManager:
@@ -25,7 +26,8 @@ class DeviceMeshManager:
     """
 
     def __init__(self, devices: Sequence[Any] | None = None):
-        self.devices: list[Any] = list(jax.devices() if devices is None else devices)
+        given = jax.devices() if devices is None else check_list("devices", devices)
+        self.devices: list[Any] = list(given)
         target(None, self.devices, 1)  # refuse bad devices here, not at the first mesh
 
     @property
@@ -41,7 +43,7 @@ class DeviceMeshManager:
         if isinstance(mesh_shape, str) or not isinstance(mesh_shape, (Mapping, list, tuple)):
             raise MeshError(f"mesh_shape: {short(mesh_shape)} is not a dict or a list of pairs.")
         spec = MeshSpec.parse(mesh_shape)
-        chosen = self.devices if devices is None else list(devices)
+        chosen = self.devices if devices is None else check_list("devices", devices)
         hardware = target(None, chosen, 1)
         if spec.size is not None and spec.size > hardware.num_devices:
             raise MeshError(
@@ -81,4 +83,6 @@ class DeviceMeshManager:
 
     def get_mesh_info(self, mesh: Mesh) -> dict[str, Any]:
         """`{"total_devices": n, "axes": {name: size}}`."""
+        if not isinstance(mesh, (Mesh, AbstractMesh)):
+            raise MeshError(f"{short(mesh)} is not a mesh.")
         return {"total_devices": mesh.size, "axes": dict(mesh.shape)}

@@ -13,6 +13,8 @@ from meshwright import _compat
 from meshwright.errors import MeshError
 from meshwright.hardware import Topology
 from meshwright.hardware import topology as read_topology
+from meshwright.hardware.live import check_devices
+from meshwright.hardware.named import check_count
 from meshwright.meshes.gpu_targets import target_config
 
 
@@ -22,13 +24,17 @@ def target(on: Any, devices: Any, slices: int, sort_slices: bool = True) -> Topo
         raise MeshError("pass the devices once: either on=... or devices=..., not both.")
     on = devices if on is None else on
     if isinstance(on, str):
-        return _named(on, slices)
+        return _named(on, check_count("slices", slices))
     if isinstance(on, Topology):
+        if slices != 1:
+            raise MeshError(f"{on.name} says its slices itself: topology(name, slices=...).")
+        check_current(on.devices or ())
         return on if on.devices is not None else _with_compiler(on)
     if slices != 1:
         raise MeshError("slices goes with a hardware name; devices know their slices themselves.")
     found = list(jax.devices() if on is None else on) if _iterable(on) else on
     if isinstance(found, list):
+        check_devices(found)
         check_current(found)
         return _live(tuple(found), sort_slices)
     return read_topology(found)
@@ -43,11 +49,18 @@ def check_current(devices: Sequence[Any]) -> None:
     first = devices[0] if devices else None
     if first is None or not hasattr(first, "client") or _compat.is_compile_only(first):
         return
-    if first.client is not _compat.client_of(first.platform):
+    if first.client is not _current_client(first.platform):
         raise MeshError(
             f"these {len(devices)} {first.platform} devices belong to a backend that was reset. "
             "Ask jax.devices() again and build the mesh from those."
         )
+
+
+def _current_client(platform: str) -> Any:
+    try:
+        return _compat.client_of(platform)
+    except RuntimeError:  # the platform itself is gone
+        return None
 
 
 @functools.lru_cache(maxsize=64)

@@ -10,14 +10,18 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from meshwright.errors import MeshError, MeshOrderWarning, listing, near
+from meshwright.errors import MeshError, MeshOrderWarning, listing, near, short
+from meshwright.meshes.build import AXIS_TYPES
 from meshwright.spec import MeshSpec, SpecLike
+from meshwright.spec.checks import check_list
 
 AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh)
 
 
 def split_axis(mesh: AnyMesh, axis: str, into: SpecLike) -> AnyMesh:
     """One axis as several; at most one of the new sizes may be -1.
+
+    They have its axis type, unless `into` says another.
 
     >>> import meshwright as mw
     >>> dict(mw.split_axis(mw.mesh("fsdp:8"), "fsdp", "outer:2, inner:-1").shape)
@@ -26,6 +30,8 @@ def split_axis(mesh: AnyMesh, axis: str, into: SpecLike) -> AnyMesh:
     place = _index(mesh, axis)
     names, sizes, types = _axes(mesh)
     parts = MeshSpec.parse(into)
+    if any(part.slow is not None for part in parts.axes):
+        raise MeshError(f"'{parts}': a view keeps the devices where they are; leave slow* out.")
     known = math.prod(size for size in parts.sizes if size != -1)
     if sizes[place] % known or (parts.size is not None and parts.size != sizes[place]):
         raise MeshError(
@@ -35,7 +41,7 @@ def split_axis(mesh: AnyMesh, axis: str, into: SpecLike) -> AnyMesh:
     parts = parts.resolve(sizes[place])
     around = slice(place, place + 1)
     names[around], sizes[around] = list(parts.names), list(parts.sizes)
-    types[around] = [types[place]] * len(parts.names)
+    types[around] = [AXIS_TYPES[kind] if kind else types[place] for kind in parts.types]
     return _view(mesh, names, sizes, types)
 
 
@@ -46,7 +52,8 @@ def merge_axes(mesh: AnyMesh, axes: Sequence[str], name: str) -> AnyMesh:
     >>> dict(mw.merge_axes(mw.mesh("dp:2, fsdp:4"), ["dp", "fsdp"], "data").shape)
     {'data': 8}
     """
-    if isinstance(axes, str) or len(axes) < 1:
+    axes = check_list("axes", axes)
+    if not axes:
         raise MeshError("merge_axes takes a list of at least one axis name.")
     places = [_index(mesh, axis) for axis in axes]
     if places != list(range(places[0], places[0] + len(places))):
@@ -70,6 +77,8 @@ def rename_axes(mesh: AnyMesh, names: Mapping[str, str]) -> AnyMesh:
     >>> mw.rename_axes(mw.mesh("dp:8"), {"dp": "data"}).axis_names
     ('data',)
     """
+    if not isinstance(names, Mapping):
+        raise MeshError(f"names: {short(names)} is not a dict such as {{'dp': 'data'}}.")
     for old in names:
         _index(mesh, old)
     old_names, sizes, types = _axes(mesh)
@@ -89,6 +98,9 @@ def check_same_order(
     """
     if on_mismatch not in ("error", "warn"):
         raise MeshError(f"on_mismatch: {on_mismatch!r} is not 'error' or 'warn'.")
+    for given in (first, second):
+        if not isinstance(given, Mesh):
+            raise MeshError(f"{short(given)} is not a mesh with devices.")
     ours, theirs = list(first.devices.flat), list(second.devices.flat)
     if ours == theirs:
         return True
@@ -114,13 +126,20 @@ def check_same_order(
 
 
 def _index(mesh: Mesh | AbstractMesh, axis: str) -> int:
+    _check_mesh(mesh)
     if axis not in mesh.axis_names:
         hint = near(axis, mesh.axis_names) if isinstance(axis, str) else ""
         raise MeshError(f"no axis {axis!r} in this mesh: {listing(mesh.axis_names)}.{hint}")
     return mesh.axis_names.index(axis)
 
 
+def _check_mesh(mesh: object) -> None:
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise MeshError(f"{short(mesh)} is not a mesh.")
+
+
 def _axes(mesh: Mesh | AbstractMesh) -> tuple[list[str], list[int], list[Any]]:
+    _check_mesh(mesh)
     return list(mesh.axis_names), list(mesh.shape.values()), list(mesh.axis_types)
 
 

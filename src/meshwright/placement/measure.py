@@ -28,7 +28,8 @@ def measure(
 
     `positions` holds places in the topology's device list, one per mesh position.
     """
-    point_of = np.empty(topology.num_devices, np.int64)
+    # The index of a part of a topology points into the whole one's devices.
+    point_of = np.empty(int(topology.index.max()) + 1, np.int64)
     point_of[topology.index.ravel()] = np.arange(topology.num_devices)
     points = point_of[positions]
     axes = tuple(

@@ -32,7 +32,7 @@ from meshwright.hardware import Topology
 from meshwright.placement.factors import Parts
 
 PAYLOAD = 2**30
-_LATENCY = {"torus": 1e-6, "switch": 2e-6, "network": 20e-6, "core": 0.5e-6}
+LATENCY = {"torus": 1e-6, "switch": 2e-6, "network": 20e-6, "core": 0.5e-6}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ def axis_cost(topology: Topology, parts: Parts) -> AxisCost:
     slices = math.prod(p.factor for p in levels["network"])
     core_speed = _speed(topology, levels["core"])
     network_speed = _speed(topology, levels["network"])
-    seconds = sum(_LATENCY[topology.axes[p.dim].kind] * (p.factor - 1) for p in parts)
+    seconds = sum(LATENCY[topology.axes[p.dim].kind] * (p.factor - 1) for p in parts)
     # Devices that share a chip share its links, unless they are in the group together.
     per_device = bandwidth / topology.chip.cores * cores
     for members, speed in (

@@ -45,10 +45,13 @@ def picture(placement: Placement, dim: int) -> str:
     panels, left_out = _panels(topology)
     cells, width, height = [], 0, 0
     size = placement.axes[dim].size
+    tall, wide = panels[0].shape  # the last ones may be cut
     for number, points in enumerate(panels):
-        column = number % 4 * (points.shape[1] * _CELL + _GAP)
-        row = number // 4 * (points.shape[0] * _CELL + _GAP)
+        column = number % 4 * (wide * _CELL + _GAP)
+        row = number // 4 * (tall * _CELL + _GAP)
         for (i, j), point in np.ndenumerate(points):
+            if point < 0:
+                continue
             hue = 300 * int(along[point]) // max(1, size - 1)
             edge = ' stroke="#000" stroke-width="2"' if first_group[point] else ""
             x, y = column + j * _CELL + 1, row + i * _CELL + 1
@@ -77,7 +80,7 @@ def _along(placement: Placement, dim: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _panels(topology: Topology) -> tuple[list[np.ndarray], int]:
-    """Grid points in planes: the last two torus directions, or rows of a host or domain."""
+    """Grid points in planes: two torus directions, or rows of a host or domain; -1 is empty."""
     points = np.arange(topology.num_devices)
     torus = [d for d, axis in enumerate(topology.axes) if axis.kind == "torus"]
     if len(torus) >= 2:
@@ -86,12 +89,13 @@ def _panels(topology: Topology) -> tuple[list[np.ndarray], int]:
     else:
         wide = topology.shape[-1] if len(topology.shape) > 1 else min(16, topology.num_devices)
         rows = -(-points.size // wide)
-        planes = np.resize(points, (1, rows, wide))
+        planes = np.full((1, rows, wide), -1)
+        planes.flat[: points.size] = points
     shown, used = [], 0
     for plane in planes:
         plane = plane[: max(1, (MOST_CELLS - used) // plane.shape[1]), :MOST_CELLS]
         shown.append(plane)
-        used += plane.size
+        used += int((plane >= 0).sum())
         if used >= MOST_CELLS:
             break
     return shown, max(0, topology.num_devices - used)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.hardware import Topology
-from meshwright.placement.model import PAYLOAD, AxisCost
+from meshwright.placement.model import LATENCY, PAYLOAD, AxisCost
 
 
 def scattered_cost(topology: Topology, coords: np.ndarray) -> AxisCost:
-    """A ring in the given order, both ways, held up by its busiest link or its slowest network.
+    """A ring in the given order, both ways, held up by its busiest link and by the slow network.
 
     `coords`: `(groups, members, directions)`. Messages travel direction by direction, the
     shorter way round where a direction wraps.
@@ -19,21 +19,30 @@ def scattered_cost(topology: Topology, coords: np.ndarray) -> AxisCost:
     kinds = [axis.kind for axis in topology.axes]
     links = [dim for dim, kind in enumerate(kinds) if kind == "torus"]
     load = max((busiest_link(topology, coords, dim) for dim in links), default=0)
-    bandwidth, shape = 0.0, "scattered"
+    outside = _neighbours_outside(topology, coords)
+    bandwidth = network = 0.0
     if load:
         bandwidth = 2 * topology.axes[links[0]].speed / load
-    elif "switch" in kinds:
+    elif "switch" in kinds and (outside < 2).any():
         bandwidth = topology.axes[kinds.index("switch")].speed
-    network = 0.0
     seconds = share / bandwidth if bandwidth else 0.0
-    for dim, axis in enumerate(topology.axes):
-        if axis.kind != "network":
-            continue
-        crossings = (np.diff(coords[..., dim], axis=1, append=coords[:, :1, dim]) != 0).any(axis=1)
-        if crossings.any():
-            network = axis.speed
-            seconds = max(seconds, share / (2 * network))
-    return AxisCost(bandwidth, network, longest_hop(topology, coords), shape, seconds)
+    slowest = "torus" if load else kinds[-1]
+    if outside.any():
+        network, slowest = topology.axes[kinds.index("network")].speed, "network"
+        # Half of the data goes each way round, all of it through the one adapter of a device
+        # whose neighbours are both outside.
+        seconds += share * int(outside.max()) / 2 / network
+    seconds += LATENCY[slowest] * (members - 1)
+    return AxisCost(bandwidth, network, longest_hop(topology, coords), "scattered", seconds)
+
+
+def _neighbours_outside(topology: Topology, coords: np.ndarray) -> np.ndarray:
+    """How many of each member's two neighbours on the ring are behind the slow network."""
+    network = [dim for dim, axis in enumerate(topology.axes) if axis.kind == "network"]
+    there = coords[..., network]
+    crossing = (np.roll(there, -1, axis=1) != there).any(axis=-1)
+    outside: np.ndarray = crossing.astype(np.int64) + np.roll(crossing, 1, axis=1)
+    return outside
 
 
 def steps(topology: Topology, coords: np.ndarray, dim: int) -> np.ndarray:
@@ -53,33 +62,30 @@ def longest_hop(topology: Topology, coords: np.ndarray) -> int:
 
 
 def busiest_link(topology: Topology, coords: np.ndarray, dim: int) -> int:
-    """How many messages cross the busiest link of a direction, in one sense, per ring step."""
+    """How many messages share the busiest link of a direction, per step of the rings.
+
+    The data go round in both senses, half each: a link that the ring uses once, either way,
+    counts 1; one it uses there and back counts 2.
+    """
     axis = topology.axes[dim]
     hops = steps(topology, coords, dim)
-    worst = 0
+    moving = hops != 0
+    if not moving.any():
+        return 0
     # A message first moves along the directions before `dim`, so it runs on the line where
     # those already have their new value and the later ones still the old.
     lines = coords.copy()
     for before in range(dim):
         lines[..., before] = np.roll(coords[..., before], -1, axis=1)
     lines[..., dim] = 0
-    shape = tuple(a.size for a in topology.axes)
-    line = np.ravel_multi_index(tuple(np.moveaxis(lines, -1, 0)), shape)
-    # Cores of a chip share its links.
-    if topology.axes[-1].kind == "core":
+    line = np.ravel_multi_index(tuple(np.moveaxis(lines, -1, 0)), topology.shape)
+    if topology.axes[-1].kind == "core":  # cores of a chip share its links
         line = line // topology.axes[-1].size
-    for sense in (1, -1):
-        moving = hops * sense > 0
-        if not moving.any():
-            continue
-        start = coords[..., dim][moving]
-        length = np.abs(hops[moving])
-        low = start if sense > 0 else start - length
-        _, where = np.unique(line[moving], return_inverse=True)
-        load = np.zeros((where.max() + 1, 2 * axis.size + 1), np.int64)
-        np.add.at(load, (where, low % axis.size), 1)
-        np.add.at(load, (where, low % axis.size + length), -1)
-        along = np.cumsum(load, axis=1)
-        along = along[:, : axis.size] + along[:, axis.size : 2 * axis.size]
-        worst = max(worst, int(along.max()))
-    return worst
+    _, where = np.unique(line[moving], return_inverse=True)
+    length = np.abs(hops[moving])
+    low = (coords[..., dim][moving] + np.minimum(hops[moving], 0)) % axis.size
+    load = np.zeros((where.max() + 1, 2 * axis.size + 1), np.int64)
+    np.add.at(load, (where, low), 1)
+    np.add.at(load, (where, low + length), -1)
+    along = np.cumsum(load, axis=1)
+    return int((along[:, : axis.size] + along[:, axis.size : 2 * axis.size]).max())

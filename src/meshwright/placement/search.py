@@ -80,7 +80,8 @@ def search(
     """The best choice and the next one of another cost, best first. Empty: none exists.
 
     Complete: depth first over axes, heaviest first, each with its options in the order of
-    their cost; a branch is left when even the cheapest rest cannot beat the second best.
+    their cost; a branch is left when even the cheapest rest cannot beat the second best, or
+    when all of it costs the same as the best.
     """
     best: list[Choice] = []
     for nesting in nestings(topology):
@@ -115,8 +116,8 @@ def _search_nesting(
     if not all(options):
         return
     axes = sorted(range(len(sizes)), key=lambda i: (-options[i][-1].cost, len(options[i]), i))
-    cheapest = [options[i][0].cost for i in axes]
-    rest = [math.fsum(cheapest[k:]) for k in range(len(axes) + 1)]
+    rest = [math.fsum(options[i][0].cost for i in axes[k:]) for k in range(len(axes) + 1)]
+    most = [math.fsum(options[i][-1].cost for i in axes[k:]) for k in range(len(axes) + 1)]
     chosen: list[_Option] = []
 
     def descend(level: int, left: int, cost: float) -> None:
@@ -127,8 +128,10 @@ def _search_nesting(
             return
         for option in options[axes[level]]:
             total = cost + option.cost
-            if not _can_improve(best, total + rest[level + 1]):
+            if _too_dear(best, total + rest[level + 1]):
                 break
+            if _all_alike(best, total + rest[level + 1], total + most[level + 1]):
+                continue
             after = (left | ledger.guard) - option.use
             if after & ledger.guard == ledger.guard:
                 chosen.append(option)
@@ -165,11 +168,16 @@ def _options(
     return sorted(found, key=away)
 
 
-def _can_improve(best: list[Choice], cost: float) -> bool:
-    """Whether a layout of this cost could still become the best or the runner-up."""
-    if len(best) < 2:
-        return not best or abs(cost - best[0].cost) > _SAME * best[0].cost or cost < best[0].cost
-    return cost < best[1].cost * (1 - _SAME)
+def _too_dear(best: list[Choice], least: float) -> bool:
+    """Whether nothing of this cost or more can become the best or the runner-up."""
+    return len(best) == 2 and least >= best[1].cost * (1 - _SAME)
+
+
+def _all_alike(best: list[Choice], least: float, most: float) -> bool:
+    """Whether everything between these costs is as good as the only one found so far."""
+    if len(best) != 1:
+        return False
+    return best[0].cost * (1 - _SAME) <= least and most <= best[0].cost * (1 + _SAME)
 
 
 def _keep(best: list[Choice], choice: Choice) -> None:

@@ -152,7 +152,7 @@ def drawing(placement: Placement, columns: int = 32, rows: int = 16) -> str:
     dim = busiest(placement)
     labels = group_of_point(placement, dim)
     plane, where = _plane(placement.topology, labels, placement.axes[dim])
-    letters = string.ascii_lowercase + string.ascii_uppercase + string.digits
+    letters = string.ascii_letters + string.digits + "#$%&*+=?@!<>^~"
     shown = plane[:rows, :columns]
     lines = [" ".join(letters[group % len(letters)] for group in row) for row in shown]
     cut = " (its corner)" if shown.size < plane.size else ""

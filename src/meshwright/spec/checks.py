@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.errors import SpecError, near, short
 
 LARGEST = 2**31 - 1
+MOST_AXES = 64  # what an array may have
 RESERVED = ":=,*"
 TYPE_WORDS = ("auto", "explicit", "manual")
 
@@ -45,6 +46,22 @@ def check_size(name: str, size: object) -> int:
     if value > LARGEST:
         raise SpecError(f"axis {name!r}: size {short(value)} is more than {LARGEST}.")
     return value
+
+
+def check_positive(what: str, value: object) -> int:
+    """A number of devices, slices or processes."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < 1:
+        raise SpecError(f"{what}: {short(value)} is not a positive integer.")
+    if int(value) > LARGEST:
+        raise SpecError(f"{what}: {short(value)} is more than {LARGEST}.")
+    return int(value)
+
+
+def check_list(what: str, value: Any) -> list[Any]:
+    """Several things in an order; a string, a dict or a set is none."""
+    if isinstance(value, (str, bytes, Mapping, set, frozenset)) or not hasattr(value, "__iter__"):
+        raise SpecError(f"{what}: {short(value)} is not a list or tuple.")
+    return list(value)
 
 
 def check_type(name: str, value: object) -> str | None:

@@ -8,7 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from meshwright.errors import SpecError, listing, near, short
-from meshwright.spec.checks import LARGEST, check_distinct, check_name, check_size, check_type
+from meshwright.spec.checks import (
+    LARGEST,
+    MOST_AXES,
+    check_distinct,
+    check_name,
+    check_positive,
+    check_size,
+    check_type,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +69,17 @@ class MeshSpec:
     axes: tuple[AxisSpec, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.axes, (list, tuple)) or not all(
+            isinstance(axis, AxisSpec) for axis in self.axes
+        ):
+            raise SpecError(
+                f"{short(self.axes)} is not a tuple of AxisSpec. Use MeshSpec.parse('dp:2, tp:4')."
+            )
+        object.__setattr__(self, "axes", tuple(self.axes))
         if not self.axes:
             raise SpecError("the spec has no axes. Name at least one, e.g. 'dp:-1'.")
+        if len(self.axes) > MOST_AXES:
+            raise SpecError(f"{len(self.axes)} axes; at most {MOST_AXES}.")
         check_distinct(self.names)
         for level, parts in (
             ("fast network", [(a.name, a.fast) for a in self.axes]),
@@ -158,7 +175,10 @@ class MeshSpec:
         if dcn is None:
             return self
         if isinstance(dcn, str):
-            dcn = {axis.name: axis.size for axis in MeshSpec.parse(dcn).axes}
+            parsed = MeshSpec.parse(dcn)
+            if any(axis.slow is not None or axis.type is not None for axis in parsed.axes):
+                raise SpecError(f"dcn: {short(dcn)} says more than name:size, e.g. 'dp:2'.")
+            dcn = {axis.name: axis.size for axis in parsed.axes}
         if isinstance(dcn, Mapping):
             self._check_known("dcn", dcn)
             parts = [dcn.get(axis.name, 1) for axis in self.axes]
@@ -169,7 +189,7 @@ class MeshSpec:
             raise SpecError(f"dcn: {short(dcn)} is not a dict, a sequence or a string like 'dp:2'.")
         sizes = [check_size(a.name, part) for a, part in zip(self.axes, parts, strict=True)]
         if slices is not None:
-            sizes = _fill(sizes, slices)
+            sizes = _fill(sizes, check_positive("slices", slices))
         return MeshSpec(tuple(_spread(a, size) for a, size in zip(self.axes, sizes, strict=True)))
 
     def _check_known(self, what: str, given: Mapping[Any, Any]) -> None:

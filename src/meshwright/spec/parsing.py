@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.errors import SpecError, listing, short
-from meshwright.spec.checks import TYPE_WORDS
+from meshwright.spec.checks import MOST_AXES, TYPE_WORDS
 from meshwright.spec.meshspec import AxisSpec, MeshSpec
 
 _NUMBER = re.compile(r"-?[0-9]+", re.ASCII)
+LONGEST_TEXT = 10_000  # more than any spec can need
 EXAMPLE = "Write e.g. 'dp:2, fsdp:-1, tp:4'."
 
 
@@ -43,10 +44,10 @@ def _items(value: object) -> list[Any]:
             items = list(value)  # type: ignore[call-overload]
         except TypeError:
             items = None
-        if items is not None and len(items) <= 64:
+        if items is not None and len(items) <= MOST_AXES:
             return list(items)
         if items is not None:
-            raise SpecError(f"{len(items)} axes; at most 64.")
+            raise SpecError(f"{len(items)} axes; at most {MOST_AXES}.")
     raise SpecError(f"cannot read a mesh spec from {short(value)}. {EXAMPLE}")
 
 
@@ -75,16 +76,18 @@ def _from_sizes(sizes: list[Any], names: object) -> MeshSpec:
 
 
 def _from_string(text: str, names: Sequence[str] | None) -> MeshSpec:
-    if len(text) > 4000:
-        raise SpecError(f"the spec has {len(text)} characters; at most 4000. {EXAMPLE}")
+    if len(text) > LONGEST_TEXT:
+        raise SpecError(f"the spec has {len(text)} characters; at most {LONGEST_TEXT}. {EXAMPLE}")
     if not text.strip():
         raise SpecError(f"the spec is empty. {EXAMPLE}")
     parts = [part.strip() for part in text.split(",")]
-    if len(parts) > 64:
-        raise SpecError(f"{len(parts)} axes; at most 64.")
+    if len(parts) > MOST_AXES:
+        raise SpecError(f"{len(parts)} axes; at most {MOST_AXES}.")
     if "" in parts:
         raise SpecError(f"an entry of {short(text)} is empty (a comma too many?). {EXAMPLE}")
-    if names is not None and not any(":" in part or "=" in part for part in parts):
+    if names is not None:
+        if any(":" in part or "=" in part for part in parts):
+            raise SpecError(f"names were given beside {short(text)}, which has names of its own.")
         return _from_sizes([_number(part, part) for part in parts], names)
     return MeshSpec(tuple(_axis_from_string(part) for part in parts))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 
-from meshwright.errors import SpecError, short
+from meshwright.errors import SpecError
+from meshwright.spec.checks import check_positive
 from meshwright.spec.meshspec import AxisSpec, MeshSpec
 
 
@@ -62,12 +62,6 @@ def _fill_slow(spec: MeshSpec, devices: int, slices: int | None) -> tuple[AxisSp
 
 def _known(axis: AxisSpec) -> int:
     return (axis.slow or 1) * (1 if axis.fast == -1 else axis.fast)
-
-
-def check_positive(what: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < 1:
-        raise SpecError(f"{what}: {short(value)} is not a positive integer.")
-    return int(value)
 
 
 def _mismatch(spec: MeshSpec, known: int, devices: int) -> str:

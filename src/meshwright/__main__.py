@@ -1,0 +1,7 @@
+"""`python -m meshwright`."""
+
+import sys
+
+from meshwright.cli import main
+
+sys.exit(main())
