@@ -15,7 +15,7 @@ COMPILERS = jax-cuda13-plugin jax-cuda13-pjrt
 STAMPS = .venv/.stamp .venv-compilers/.stamp .venv-newest/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo format lint test test-compilers test-newest bench clean
+.PHONY: help venv demo format lint test test-compilers test-newest test-gpu bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,7 +50,7 @@ lint: venv ## check format, lint and types
 	.venv/bin/mypy src
 
 test: lint ## lint, then the whole suite but what needs the vendors' compilers
-	$(CPU) .venv/bin/python -m pytest -n 2 -m "not compilers" $(PYTEST_ARGS)
+	$(CPU) .venv/bin/python -m pytest -n 2 -m "not compilers and not gpu" $(PYTEST_ARGS)
 
 test-compilers: .venv-compilers/.stamp ## the tests against libtpu and the CUDA compiler
 	$(CPU) .venv-compilers/bin/python -m pytest -n 2 -m compilers $(PYTEST_ARGS)
@@ -61,8 +61,11 @@ test-newest: ## everything on the newest Python and jax to be found
 		echo "test-newest: NOT RUN, found no newer Python than $$($(PYTHON) --version) here"; \
 	else \
 		$(MAKE) --no-print-directory .venv-newest/.stamp PYTHON="$$newest" && \
-		$(CPU) .venv-newest/bin/python -m pytest -n 2 $(PYTEST_ARGS); \
+		$(CPU) .venv-newest/bin/python -m pytest -n 2 -m "not gpu" $(PYTEST_ARGS); \
 	fi
+
+test-gpu: ## the tests for a machine with a GPU, with the jax it has (PYTHON=...)
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
 bench: .venv-compilers/.stamp ## run every script of benchmarks/
 	@for script in benchmarks/[!_]*.py; do \

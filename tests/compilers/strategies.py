@@ -1,4 +1,9 @@
-"""Reading the TPU compiler's choice of collective algorithm off its compiled text."""
+"""Reading the TPU compiler's choice of collective algorithm off its compiled text.
+
+Run as a script it prints the table of docs/model.md:
+
+    python tests/compilers/strategies.py
+"""
 
 from __future__ import annotations
 
@@ -18,6 +23,18 @@ from meshwright.placement.order import choose_order, offsets
 from meshwright.spec import MeshSpec
 
 ELEMENTS = 1 << 26
+
+X, Y, Z = 0, 1, 2
+# (hardware, the layouts of one axis, all of one size): every pair of them is compared.
+LAYOUTS = [
+    ("v5e:16x16", [[(X, 4, 1)], [(X, 2, 1), (Y, 2, 1)], [(X, 4, 4)]]),
+    ("v5e:16x16", [[(X, 16, 1)], [(X, 4, 1), (Y, 4, 1)], [(X, 8, 2), (Y, 2, 1)]]),
+    ("v5p:4x4x4", [[(X, 4, 1)], [(X, 2, 1), (Y, 2, 1)], [(X, 2, 2), (Z, 2, 1)]]),
+    ("v5p:4x4x4", [[(X, 4, 1), (Y, 4, 1)], [(X, 2, 1), (Y, 2, 1), (Z, 4, 1)]]),
+    ("v5p:8x8x8", [[(X, 8, 1), (Y, 8, 1)], [(X, 4, 1), (Y, 4, 1), (Z, 4, 1)]]),
+    ("v5p:4x4x8", [[(X, 4, 1), (Z, 8, 1)], [(X, 4, 1), (Y, 4, 1), (Z, 2, 1)]]),
+    ("v6e:8x16", [[(Y, 16, 1)], [(X, 4, 1), (Y, 4, 1)], [(X, 8, 1), (Y, 2, 1)]]),
+]
 
 
 def compiled_text(mesh: Mesh, axis: str, kind: str) -> str:
@@ -71,3 +88,30 @@ def laid_out_by_hand(topology: Topology, layout: list[tuple[int, int, int]]) -> 
     points = np.add.outer(along, np.array(starts))
     spec = MeshSpec.parse([("axis", along.size), ("rest", len(starts))])
     return measure(spec, topology, topology.index.ravel()[points])
+
+
+def main() -> None:
+    """Our bandwidth beside the compiler's choice, for every layout."""
+    from meshwright.meshes.build import from_placement
+    from meshwright.meshes.targets import target
+    from meshwright.placement.show import made_of
+
+    print(
+        "| hardware | axis made of | order | model, GB/s | all-reduce | links driven | all-gather |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for name, layouts in LAYOUTS:
+        for layout in layouts:
+            placed = laid_out_by_hand(target(name, None, 1), layout)
+            mesh, axis = from_placement(placed), placed.axes[0]
+            _, reduce, _ = strategy(mesh, "axis", "all_reduce")
+            gather, _, _ = strategy(mesh, "axis", "all_gather")
+            made = made_of(placed.topology, axis)
+            print(
+                f"| {name} | {made} | {axis.order} | {axis.cost.bandwidth:g} | {reduce} | "
+                f"{lanes(mesh, 'axis')} | {gather} |"
+            )
+
+
+if __name__ == "__main__":
+    main()

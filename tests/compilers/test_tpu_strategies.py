@@ -3,25 +3,13 @@
 import itertools
 
 import pytest
-from strategies import gathered_directions, laid_out_by_hand, lanes, strategy
+from strategies import LAYOUTS, X, Y, Z, gathered_directions, laid_out_by_hand, lanes, strategy
 
 import meshwright as mw
 from meshwright.meshes.build import from_placement
 from meshwright.meshes.targets import target
 
 pytestmark = pytest.mark.compilers
-
-X, Y, Z = 0, 1, 2
-# (hardware, the layouts of one axis, all of one size): every pair of them is compared.
-LAYOUTS = [
-    ("v5e:16x16", [[(X, 4, 1)], [(X, 2, 1), (Y, 2, 1)], [(X, 4, 4)]]),
-    ("v5e:16x16", [[(X, 16, 1)], [(X, 4, 1), (Y, 4, 1)], [(X, 8, 2), (Y, 2, 1)]]),
-    ("v5p:4x4x4", [[(X, 4, 1)], [(X, 2, 1), (Y, 2, 1)], [(X, 2, 2), (Z, 2, 1)]]),
-    ("v5p:4x4x4", [[(X, 4, 1), (Y, 4, 1)], [(X, 2, 1), (Y, 2, 1), (Z, 4, 1)]]),
-    ("v5p:8x8x8", [[(X, 8, 1), (Y, 8, 1)], [(X, 4, 1), (Y, 4, 1), (Z, 4, 1)]]),
-    ("v5p:4x4x8", [[(X, 4, 1), (Z, 8, 1)], [(X, 4, 1), (Y, 4, 1), (Z, 2, 1)]]),
-    ("v6e:8x16", [[(Y, 16, 1)], [(X, 4, 1), (Y, 4, 1)], [(X, 8, 1), (Y, 2, 1)]]),
-]
 
 
 def _mesh(name, layout):

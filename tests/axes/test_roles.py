@@ -1,0 +1,107 @@
+"""What an axis name means, and how much it weighs."""
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+import meshwright as mw
+from meshwright.axes import ROLES, intensities, weights
+
+
+def test_the_five_contract_names_have_their_roles() -> None:
+    said = {name: mw.role(name).says for name in ("dp", "fsdp", "ep", "tp", "sp")}
+    assert said == {
+        "dp": "model replicated, data split",
+        "fsdp": "model and data both split",
+        "ep": "experts split",
+        "tp": "tensors split",
+        "sp": "sequence split",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [
+        ("data", "dp"),
+        ("batch", "dp"),
+        ("model", "tp"),
+        ("tensor", "tp"),
+        ("expert", "ep"),
+        ("seq", "sp"),
+        ("context", "cp"),
+        ("stage", "pp"),
+        ("mpmd", "pp"),
+        ("shard", "fsdp"),
+    ],
+)
+def test_other_words_for_the_same_axis_mean_the_same(name: str, same: str) -> None:
+    assert mw.role(name) is mw.role(same)
+
+
+def test_names_of_your_own_are_custom() -> None:
+    assert mw.role("banana").name == "custom"
+    assert mw.role("TP").name == "custom"
+
+
+def test_tensors_talk_most_and_pipelines_least() -> None:
+    ranked = sorted(("pp", "dp", "fsdp", "ep", "tp"), key=lambda name: mw.role(name).intensity)
+    assert ranked == ["pp", "dp", "fsdp", "ep", "tp"]
+
+
+def test_pipelines_and_ring_attention_alone_talk_to_neighbours() -> None:
+    assert {role.name for role in ROLES.values() if role.neighbours} == {"pipeline", "context"}
+
+
+def test_a_role_is_a_frozen_value() -> None:
+    assert hash(mw.role("dp")) == hash(mw.role("data"))
+    with pytest.raises(AttributeError, match="cannot assign to field"):
+        mw.role("dp").intensity = 5.0  # type: ignore[misc]
+
+
+def test_unknown_names_double_from_left_to_right() -> None:
+    assert intensities(["a", "b", "tp", "c"]) == (1.0, 2.0, 12.0, 4.0)
+
+
+def test_unknown_names_stop_doubling() -> None:
+    many = intensities([f"x{i}" for i in range(64)])
+    assert many[-1] == many[8] == 256.0
+
+
+def test_an_intensity_of_your_own_counts() -> None:
+    assert intensities(["dp", "tp"], {"dp": 5}) == (5.0, 12.0)
+    assert intensities(["dp", "tp"], {"tp": Fraction(1, 2)}) == (1.0, 0.5)
+    assert intensities(["dp"], {"dp": np.float32(2)}) == (2.0,)
+    assert intensities(["dp"], {"dp": 0}) == (0.0,)
+    assert intensities(["dp"], {}) == intensities(["dp"], None) == (1.0,)
+
+
+@pytest.mark.parametrize("bad", [-1, math.nan, math.inf, "12", None, True, 1j, [1]])
+def test_a_bad_intensity_names_the_axis(bad: Any) -> None:
+    with pytest.raises(mw.SpecError, match=r"intensity of axis 'dp': .* is not a finite number"):
+        intensities(["dp"], {"dp": bad})
+
+
+def test_an_intensity_for_an_unknown_axis_names_the_near_one() -> None:
+    with pytest.raises(
+        mw.SpecError, match=r"intensity: no axis 'ttp' in dp, tp\. Did you mean 'tp'\?"
+    ):
+        intensities(["dp", "tp"], {"ttp": 1})
+
+
+def test_gradients_shrink_with_the_axes_that_cut_weights() -> None:
+    assert weights(["dp", "fsdp", "tp"], [2, 8, 4]) == (1 / 32, 3 / 4, 12.0)
+
+
+def test_activations_do_not_shrink() -> None:
+    assert weights(["tp", "fsdp"], [4, 1])[0] == weights(["tp", "fsdp"], [4, 64])[0] == 12.0
+
+
+def test_an_axis_does_not_cut_its_own_weights() -> None:
+    assert weights(["fsdp"], [64]) == (3.0,)
+
+
+def test_sequence_axes_do_not_cut_weights() -> None:
+    assert weights(["dp", "sp"], [2, 64])[0] == weights(["dp"], [2])[0]

@@ -1,0 +1,178 @@
+"""Data flows one way: a room imports only rooms above it, and private JAX has one door."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import meshwright as mw
+
+ROOMS = (
+    "axes",
+    "spec",
+    "hardware",
+    "placement",
+    "meshes",
+    "partitioning",
+    "mpmd",
+    "rehearsal",
+    "planning",
+    "report",
+    "cli",
+)
+LEAVES = ("errors", "_compat", "_tables", "_version")
+# The package's own front door and `python -m meshwright` see everything.
+FRONT = ("__init__", "__main__")
+PRIVATE = ("jax._src", "jax.experimental", "jax.extend", "jax.interpreters")
+
+SOURCE = Path(mw.__file__).parent
+FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
+
+
+def room_of(path: str) -> str:
+    """The room, leaf or front file a path inside the package belongs to."""
+    return path.split("/")[0].removesuffix(".py")
+
+
+def imported_modules(source: str, path: str) -> set[str]:
+    """Absolute names of everything a file imports, wherever in the file it does so."""
+    package = ["meshwright", *path.split("/")[:-1]]
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            found |= {f"{module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def layering_faults(source: str, path: str) -> list[str]:
+    """What a file imports that it must not."""
+    here = room_of(path)
+    if here in FRONT:
+        return []
+    faults = []
+    for module in sorted(imported_modules(source, path)):
+        top, _, rest = module.partition(".")
+        if top != "meshwright":
+            continue
+        there = rest.split(".")[0]
+        if there == here:
+            allowed = True
+        elif there in LEAVES:
+            allowed = here in ROOMS or there == "errors"
+        elif there in ROOMS:
+            allowed = here in ROOMS and ROOMS.index(there) < ROOMS.index(here)
+        else:  # the front door, which leads to every room
+            allowed = here == "cli"
+        if not allowed:
+            faults.append(f"{path} imports {module}")
+    return faults
+
+
+def private_faults(source: str, path: str) -> list[str]:
+    """Private or experimental JAX, imported, reached by attribute, or named for importlib."""
+    if path == "_compat.py":
+        return []
+    tree = ast.parse(source)
+    names = imported_modules(source, path)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            names.add(ast.unparse(node))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if re.fullmatch(r"[\w.]+", node.value):
+                names.add(node.value)
+    return sorted(
+        f"{path} uses {name}"
+        for name in names
+        if any(name == door or name.startswith(f"{door}.") for door in PRIVATE)
+    )
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_file_imports_only_rooms_above_it(path):
+    assert layering_faults((SOURCE / path).read_text(), path) == []
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_private_jax_stays_behind_compat(path):
+    assert private_faults((SOURCE / path).read_text(), path) == []
+
+
+def test_every_file_belongs_to_a_known_room():
+    assert {room_of(path) for path in FILES} <= {*ROOMS, *LEAVES, *FRONT}
+
+
+def test_every_room_says_what_it_is_for():
+    missing = [
+        path
+        for path in FILES
+        if path.endswith("/__init__.py")
+        and not ast.get_docstring(ast.parse((SOURCE / path).read_text()))
+    ]
+    assert missing == []
+
+
+def test_no_room_or_module_hides_a_public_name():
+    assert {room_of(path) for path in FILES} & set(mw.__all__) == set()
+    assert set(ROOMS) & set(mw.__all__) == set()
+
+
+@pytest.mark.parametrize(
+    ("source", "path", "fault"),
+    [
+        ("import meshwright.meshes", "spec/a.py", "meshwright.meshes"),
+        ("from meshwright.placement import place", "hardware/a.py", "meshwright.placement.place"),
+        ("from meshwright import meshes", "placement/a.py", "meshwright.meshes"),
+        ("from meshwright import place", "axes/a.py", "meshwright.place"),
+        ("import meshwright", "axes/a.py", "meshwright"),
+        ("from ..meshes import build", "spec/a.py", "meshwright.meshes.build"),
+        ("from . import spec", "errors.py", "meshwright.spec"),
+        ("def f():\n    from meshwright.cli import main", "report/a.py", "meshwright.cli.main"),
+        ("from meshwright.spec import MeshSpec", "_tables.py", "meshwright.spec.MeshSpec"),
+        ("from meshwright import _compat", "errors.py", "meshwright._compat"),
+    ],
+)
+def test_check_sees_an_import_of_a_room_below(source, path, fault):
+    assert layering_faults(source, path) == [f"{path} imports {fault}"]
+
+
+@pytest.mark.parametrize(
+    ("source", "path"),
+    [
+        ("from meshwright.spec import MeshSpec", "hardware/a.py"),
+        ("from meshwright import _compat", "meshes/a.py"),
+        ("from meshwright.errors import SpecError", "axes/a.py"),
+        ("from meshwright.axes import role", "cli/a.py"),
+        ("from .other import thing", "spec/a.py"),
+        ("from meshwright.cli import main", "__main__.py"),
+        ("import numpy", "axes/a.py"),
+    ],
+)
+def test_check_lets_an_import_of_a_room_above_pass(source, path):
+    assert layering_faults(source, path) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import jax._src.mesh",
+        "from jax._src import mesh",
+        "from jax import experimental",
+        "from jax.experimental import topologies",
+        "from jax.interpreters import pxla",
+        "def f():\n    import jax.extend.backend",
+        "import jax\njax.experimental.enable_x64()",
+        "import importlib\nimportlib.import_module('jax._src.xla_bridge')",
+    ],
+)
+def test_check_sees_private_jax(source):
+    assert private_faults(source, "meshes/a.py")
+    assert private_faults(source, "_compat.py") == []
+
+
+def test_check_lets_public_jax_pass():
+    assert private_faults("from jax.sharding import Mesh\nimport jax.numpy", "meshes/a.py") == []
