@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from meshwright.errors import MeshError as MeshError
     from meshwright.errors import MeshOrderWarning as MeshOrderWarning
     from meshwright.errors import MeshwrightError as MeshwrightError
+    from meshwright.errors import PartitionError as PartitionError
     from meshwright.errors import PlacementError as PlacementError
     from meshwright.errors import SpecError as SpecError
     from meshwright.errors import TopologyError as TopologyError
@@ -41,6 +42,18 @@ if TYPE_CHECKING:
     from meshwright.meshes import parse_mesh_from_string as parse_mesh_from_string
     from meshwright.meshes import rename_axes as rename_axes
     from meshwright.meshes import split_axis as split_axis
+    from meshwright.partitioning import DataShard as DataShard
+    from meshwright.partitioning import FromCallback as FromCallback
+    from meshwright.partitioning import MeshPartitionHelper as MeshPartitionHelper
+    from meshwright.partitioning import PartitionReport as PartitionReport
+    from meshwright.partitioning import data_shard as data_shard
+    from meshwright.partitioning import describe as describe
+    from meshwright.partitioning import init as init
+    from meshwright.partitioning import partition as partition
+    from meshwright.partitioning import partition_like as partition_like
+    from meshwright.partitioning import shard as shard
+    from meshwright.partitioning import shard_like as shard_like
+    from meshwright.partitioning import shardings as shardings
     from meshwright.placement import AxisPlan as AxisPlan
     from meshwright.placement import Placement as Placement
     from meshwright.placement import place as place
@@ -56,6 +69,7 @@ _ROOMS = {
         "MeshError",
         "MeshOrderWarning",
         "MeshwrightError",
+        "PartitionError",
         "PlacementError",
         "SpecError",
         "TopologyError",
@@ -76,6 +90,20 @@ _ROOMS = {
         "parse_mesh_from_string",
         "rename_axes",
         "split_axis",
+    ),
+    "partitioning": (
+        "DataShard",
+        "FromCallback",
+        "MeshPartitionHelper",
+        "PartitionReport",
+        "data_shard",
+        "describe",
+        "init",
+        "partition",
+        "partition_like",
+        "shard",
+        "shard_like",
+        "shardings",
     ),
     "placement": ("AxisPlan", "Placement", "place"),
     "spec": ("AxisSpec", "MeshSpec"),

@@ -40,6 +40,10 @@ class MeshError(MeshwrightError):
     """A mesh cannot be built, viewed or compared as asked."""
 
 
+class PartitionError(MeshwrightError):
+    """A tree, its specs and a mesh do not fit; the text names every leaf that is wrong."""
+
+
 class IdleDevicesWarning(UserWarning):
     """A mesh uses a part of the devices; the text says which part stays idle."""
 

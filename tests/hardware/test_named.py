@@ -356,6 +356,26 @@ def test_slices_are_a_count(slices):
         mw.topology("v5e:4x4", slices=slices)
 
 
+@pytest.mark.parametrize(("name", "slices"), [("v5e:16x16", 100_000), ("h100:8", 4_000_000)])
+def test_more_devices_than_any_machine_has_are_refused(name, slices):
+    with pytest.raises(mw.TopologyError, match=r"devices; at most \d+ are supported"):
+        mw.topology(name, slices=slices)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"twisted": "yes"}, "^twisted: 'yes' is not True, False or None"),
+        ({"speeds": [("link", 90)]}, r"^speeds: .* is not a dict such as {'link': 90}"),
+        ({"chips_per_host": "2x2"}, "^chips_per_host: '2x2' is not a list such as"),
+        ({"chips_per_host": 4}, "^chips_per_host: 4 is not a list such as"),
+    ],
+)
+def test_an_option_of_another_type_is_refused(options, message):
+    with pytest.raises(mw.TopologyError, match=message):
+        mw.topology("v5p:4x4x8", **options)
+
+
 def test_a_ready_topology_passes_through_but_takes_no_options():
     pod = mw.topology("v5e:4x4")
     assert mw.topology(pod) is pod

@@ -132,6 +132,31 @@ def test_devices_that_fill_no_box_come_host_by_host_at_the_slowest_speed(name, c
     assert part.axes[0].speed == min(axis.speed for axis in whole.axes)
 
 
+@pytest.mark.parametrize(
+    ("name", "slices", "count", "asked", "shape"),
+    [
+        ("cpu:4x2", 1, 4, 2, (2, 2)),
+        ("cpu:4x2", 1, 2, 2, (2, 1)),
+        ("h100:8x4", 1, 8, 4, (4, 2)),
+        ("h100:8x4", 1, 8, 1, (8,)),
+        ("v5e:4x4", 4, 8, 4, (4, 1, 2)),
+        ("v5e:4x4", 4, 8, 2, (2, 2, 2)),
+    ],
+)
+def test_a_part_spans_as_many_slices_as_asked_for(name, slices, count, asked, shape):
+    part = compact_part(mw.topology(name, slices=slices), count, asked)
+    assert part.num_slices == asked
+    assert part.num_devices == count
+    assert tuple(s for s in part.shape if s > 1) == tuple(s for s in shape if s > 1)
+
+
+def test_slices_that_cannot_be_had_are_refused():
+    with pytest.raises(
+        mw.TopologyError, match="no part of h100:8x4 has 9 devices in 2 equal slices"
+    ):
+        compact_part(mw.topology("h100:8x4"), 9, 2)
+
+
 def test_all_devices_are_the_topology_itself():
     whole = mw.topology("v5e:16x16")
     assert compact_part(whole, 256) is whole

@@ -353,6 +353,16 @@ def test_an_unknown_backend_is_refused(backend: Any, message: str) -> None:
         mw.create_mesh((8,), ("dp",), backend=backend)
 
 
+@pytest.mark.parametrize(
+    "option", ["should_sort_granules_by_key", "allow_split_physical_axes", "use_jax"]
+)
+def test_switches_are_true_or_false(option: str) -> None:
+    assert mw.create_mesh((2, 4), ("dp", "tp"), **{option: np.True_}).size == 8
+    for bad in (None, 1, "yes", []):
+        with pytest.raises(mw.SpecError, match=rf"{option}: .* is not True or False"):
+            mw.create_mesh((2, 4), ("dp", "tp"), **{option: bad})
+
+
 def test_use_jax_gives_what_jax_gives() -> None:
     ours = mw.create_mesh((2, 4), ("dp", "tp"), use_jax=True)
     theirs = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)

@@ -11,7 +11,6 @@ import meshwright as mw
 from meshwright.hardware import compact_part
 from meshwright.placement import measure
 from meshwright.placement.factors import primes
-from meshwright.placement.placing import place
 
 checked = settings(derandomize=True, deadline=None, max_examples=150)
 
@@ -21,11 +20,13 @@ MACHINES = [
     *(("tpu7x:2x2x1", 1), ("tpu7x:4x4x4", 2)),
     *(("h100:8x4", 1), ("gb200:72x4", 1), ("cpu:8", 1), ("cpu:4x2", 1), ("cpu:6x5", 1)),
 ]
+# On a handful of chips an irregular layout can beat the best regular one by chance.
+NOT_TINY = [case for case in MACHINES if case not in (("v5e:2x4", 1), ("tpu7x:2x2x1", 1))]
 
 
 @st.composite
-def requests(draw, least=1):
-    name, slices = draw(st.sampled_from(MACHINES))
+def requests(draw, least=1, machines=MACHINES):
+    name, slices = draw(st.sampled_from(machines))
     pod = mw.topology(name, slices=slices)
     axes = draw(st.integers(least, 4))
     sizes = [1] * axes
@@ -39,7 +40,7 @@ def requests(draw, least=1):
 @given(requests(), st.sampled_from(["auto", "ring", "grid"]))
 def test_our_own_placement_is_recognised(request_, order):
     pod, spec = request_
-    placed = place(spec, pod, order=order)
+    placed = mw.place(spec, pod, order=order)
     seen = measure(spec, pod, placed.positions)
     assert seen.cost == pytest.approx(placed.cost, rel=1e-12)
     assert [a.parts for a in seen.axes] == [a.parts for a in placed.axes]
@@ -54,26 +55,26 @@ def test_our_own_placement_is_recognised(request_, order):
 def test_our_own_placement_on_a_part_is_recognised(request_):
     whole, _ = request_
     part = compact_part(whole, max(1, whole.num_devices // 2))
-    placed = place("dp:-1", part)
+    placed = mw.place("dp:-1", part)
     seen = measure(placed.spec, part, placed.positions)
     assert seen.cost == pytest.approx(placed.cost, rel=1e-12)
     assert [a.parts for a in seen.axes] == [a.parts for a in placed.axes]
 
 
 @checked
-@given(requests(), st.integers(0, 2**32 - 1))
+@given(requests(machines=NOT_TINY), st.integers(0, 2**32 - 1))
 def test_a_random_arrangement_is_never_cheaper_than_the_best(request_, seed):
     pod, spec = request_
     mixed = np.random.default_rng(seed).permutation(pod.num_devices).reshape(spec.sizes)
-    best = place(spec, pod)
+    best = mw.place(spec, pod)
     assert measure(spec, pod, mixed).cost >= best.cost * (1 - 1e-9)
 
 
 @checked
-@given(requests(least=2), st.integers(0, 2**32 - 1))
+@given(requests(least=2, machines=NOT_TINY), st.integers(0, 2**32 - 1))
 def test_our_placement_with_a_few_devices_swapped_is_never_cheaper(request_, seed):
     pod, spec = request_
-    best = place(spec, pod)
+    best = mw.place(spec, pod)
     swapped = best.positions.copy().ravel()
     rng = np.random.default_rng(seed)
     for _ in range(rng.integers(1, 4)):
@@ -83,14 +84,14 @@ def test_our_placement_with_a_few_devices_swapped_is_never_cheaper(request_, see
 
 
 @checked
-@given(requests(least=2), st.integers(0, 2**32 - 1))
+@given(requests(least=2, machines=NOT_TINY), st.integers(0, 2**32 - 1))
 def test_rows_dealt_in_any_order_are_never_cheaper(request_, seed):
     """Row-major layouts with the devices of each host mixed up, as a careless launcher does."""
     pod, spec = request_
     rng = np.random.default_rng(seed)
     rows = pod.index.reshape(pod.num_slices, -1)
     mixed = np.concatenate([rng.permutation(row) for row in rows]).reshape(spec.sizes)
-    assert measure(spec, pod, mixed).cost >= place(spec, pod).cost * (1 - 1e-9)
+    assert measure(spec, pod, mixed).cost >= mw.place(spec, pod).cost * (1 - 1e-9)
 
 
 @checked
@@ -102,7 +103,7 @@ def test_a_random_arrangement_is_scattered(seed):
     assert [(a.parts, a.order, a.cost.shape) for a in seen.axes] == [
         (None, "scattered", "scattered")
     ] * 2
-    assert seen.cost > 2 * place(spec, pod).cost
+    assert seen.cost > 2 * mw.place(spec, pod).cost
     assert "scattered devices" in str(seen)
 
 
@@ -165,7 +166,7 @@ def test_row_major_over_slices_in_the_wrong_order_costs_dearly():
     seen = measure(spec, pod, np.arange(32).reshape(4, 8))
     assert (seen.axes[0].slow, seen.axes[1].slow) == (4, 1)
     assert seen.axes[0].cost.network == 50
-    assert seen.cost > 5 * place(spec, pod).cost
+    assert seen.cost > 5 * mw.place(spec, pod).cost
 
 
 def test_a_box_in_an_order_of_its_own_keeps_its_parts():
@@ -185,11 +186,20 @@ def test_groups_that_lie_in_unlike_directions_are_scattered():
     assert seen.axes[1].cost.bandwidth == 50  # a line there and back, not a ring
 
 
+def test_every_group_must_lie_like_the_first():
+    """Pairs two apart in the first row, three and one apart in the second."""
+    pod, spec = mw.topology("v5e:2x4"), mw.MeshSpec.parse("dp:4, tp:2")
+    regular = measure(spec, pod, np.array([[0, 2], [1, 3], [4, 6], [5, 7]]))
+    irregular = measure(spec, pod, np.array([[0, 2], [1, 3], [4, 7], [5, 6]]))
+    assert [(p.factor, p.stride) for p in regular.axes[1].parts] == [(2, 2)]
+    assert irregular.axes[1].parts is None
+
+
 def test_a_scattered_axis_counts_the_slices_it_spans():
     pod, spec = mw.topology("cpu:4x2"), mw.MeshSpec.parse("dp:2, tp:4")
     seen = measure(spec, pod, np.array([[0, 1, 2, 3], [5, 4, 7, 6]]))
     assert (seen.axes[0].parts, seen.axes[0].slow) == (None, 2)
-    assert seen.cost == pytest.approx(place(spec, pod).cost, rel=1e-3)
+    assert seen.cost == pytest.approx(mw.place(spec, pod).cost, rel=1e-3)
 
 
 def test_intensity_weighs_a_measured_axis_too():
@@ -234,7 +244,7 @@ def test_positions_may_be_any_view(request_):
     """Transposed, so not contiguous in memory."""
     pod, spec = request_
     assume(len(spec.names) > 1)
-    placed = place(spec, pod)
+    placed = mw.place(spec, pod)
     turned = mw.MeshSpec(spec.axes[::-1])
     seen = measure(turned, pod, placed.positions.T)
     assert seen.cost == pytest.approx(measure(spec, pod, placed.positions).cost, rel=1e-12)

@@ -63,7 +63,7 @@ def role(name: str) -> Role:
     >>> role("banana").name
     'custom'
     """
-    return ROLES.get(name, CUSTOM)
+    return ROLES.get(name, CUSTOM) if isinstance(name, str) else CUSTOM
 
 
 def intensities(
@@ -76,6 +76,8 @@ def intensities(
     >>> intensities(["a", "b", "c"])
     (1.0, 2.0, 4.0)
     """
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise SpecError(f"intensity: {short(overrides)} is not a dict such as {{'tp': 12}}.")
     overrides = overrides or {}
     for name, value in overrides.items():
         if name not in names:
@@ -119,7 +121,7 @@ def weights(
 
 def _check_intensity(name: str, value: object) -> None:
     ok = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not ok or not (0 <= float(value) < math.inf):  # type: ignore[arg-type]
+    if not ok or not 0 <= value < 1e30:  # type: ignore[operator]
         raise SpecError(
             f"intensity of axis {name!r}: {short(value)} is not a finite number >= 0. "
             "Use e.g. 12 for tensor parallelism, 1 for data parallelism."

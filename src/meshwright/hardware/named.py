@@ -19,7 +19,8 @@ from meshwright.hardware.shapes import check_shape, may_twist, text, wraparound
 _NAME = re.compile(r"([a-z0-9]+):([0-9]+(?:x[0-9]+)*)(_twisted|_untwisted)?", re.ASCII)
 _ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "v6lite": "v6e", "v7x": "tpu7x", "v7": "tpu7x"}
 _ALIASES |= {"tpu7": "tpu7x", "ironwood": "tpu7x", "trillium": "v6e"}
-LARGEST = 2**31 - 1
+# Enough for any machine; every device costs a few bytes here.
+LARGEST = 2**22
 
 
 def from_name(
@@ -69,12 +70,14 @@ def parse_name(name: str) -> tuple[Chip, tuple[int, ...], bool | None]:
 
 def with_speeds(chip: Chip, speeds: Mapping[str, float] | None) -> Chip:
     """The chip with speeds of the caller's own."""
+    if speeds is not None and not isinstance(speeds, Mapping):
+        raise TopologyError(f"speeds: {short(speeds)} is not a dict such as {{'link': 90}}.")
     known = ("link", "network", "core", "tflops", "memory_gb", "memory_tbps")
     for key, value in (speeds or {}).items():
         if key not in known:
             raise TopologyError(f"speeds: no {short(key)}.{near(str(key), known)} Known: {known}.")
         bad = isinstance(value, bool) or not isinstance(value, numbers.Real)
-        if bad or not 0 < float(value) < math.inf:
+        if bad or not 0 < value < 1e30:
             raise TopologyError(f"speeds: {key} = {short(value)} is not a number above 0.")
     return dataclasses.replace(chip, **cast(dict[str, float], dict(speeds or {})))  # type: ignore[arg-type]
 
@@ -85,6 +88,11 @@ def check_count(what: str, value: object) -> int:
     if int(value) > LARGEST:
         raise TopologyError(f"{what}: {short(value)} is more than {LARGEST}.")
     return int(value)
+
+
+def check_total(name: str, devices: int) -> None:
+    if devices > LARGEST:
+        raise TopologyError(f"{name}: {devices} devices; at most {LARGEST} are supported.")
 
 
 def torus_axes(
@@ -129,6 +137,7 @@ def _tpu(
     if chip.cores > 1:
         axes = (*axes, PhysicalAxis("core", chip.cores, "core", chip.core))
     name = f"{chip.name}:{text(shape)}" + ("_twisted" if twisted else "")
+    check_total(name, math.prod(axis.size for axis in axes))
     host = _hosts(shape, host_shape)
     per_slice = int(host.max()) + 1
     host = (
@@ -143,7 +152,7 @@ def _tpu(
 def build(
     name: str, chip: Chip, axes: tuple[PhysicalAxis, ...], host: np.ndarray, slices: int = 1
 ) -> Topology:
-    """A topology without devices; refused when it is absurdly large."""
+    """A topology without devices."""
     devices = math.prod(axis.size for axis in axes)
     return Topology(
         name=name + (f" x {slices} slices" if slices > 1 and chip.family == "tpu" else ""),
@@ -160,6 +169,8 @@ def _host_shape(chip: Chip, shape: tuple[int, ...], asked: Sequence[int] | None)
         if chip.torus == 2 and math.prod(shape) <= 8:
             return shape
         return tuple(min(side, per_host) for side, per_host in zip(shape, chip.host, strict=True))
+    if isinstance(asked, str) or not isinstance(asked, (list, tuple)):
+        raise TopologyError(f"chips_per_host: {short(asked)} is not a list such as (2, 2, 1).")
     sides = tuple(check_count("chips_per_host", side) for side in asked)
     sides += (1,) * (len(shape) - len(sides))
     if len(sides) != len(shape) and set(sides[len(shape) :]) == {1}:
@@ -212,6 +223,7 @@ def _switched(chip: Chip, shape: tuple[int, ...], slices: int) -> Topology:
     axes: tuple[PhysicalAxis, ...] = (local,)
     if domains > 1:
         axes = (network_axis(chip, domains, word), local)
+    check_total(chip.name, inside * domains)
     host = np.arange(inside * domains, dtype=np.int32) // min(per_host, inside)
     name = f"{chip.name}:{inside}" + (f"x{domains}" if domains > 1 else "")
     return build(name, chip, axes, host.reshape(tuple(a.size for a in axes)))

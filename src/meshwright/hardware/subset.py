@@ -13,12 +13,12 @@ from meshwright.errors import TopologyError
 from meshwright.hardware.grid import PhysicalAxis, Topology
 
 
-def compact_part(topology: Topology, devices: int) -> Topology:
+def compact_part(topology: Topology, devices: int, slices: int | None = None) -> Topology:
     """The part with `devices` devices that touches the fewest slices, then the fewest hosts.
 
     Among those, the box with the shortest sides; where every box is spread over too many
-    hosts, simply host after host. A ring stays one only where the part covers a whole side.
-    `index` still points into the whole topology's devices.
+    hosts, simply host after host. `slices` asks for a number of slices. A ring stays one only
+    where the part covers a whole side. `index` still points into the whole topology's devices.
 
     >>> import meshwright as mw
     >>> print(compact_part(mw.topology("v5e:16x16"), 8).shape)
@@ -31,13 +31,22 @@ def compact_part(topology: Topology, devices: int) -> Topology:
             f"Not enough devices: {devices} asked for, {topology.name} has {topology.num_devices}."
         )
     best = min(
-        _boxes(topology.shape, devices),
+        (
+            box
+            for box in _boxes(topology.shape, devices)
+            if slices in (None, _slices(topology, box))
+        ),
         key=lambda box: _badness(topology, box),
         default=None,
     )
-    host_by_host = _first(topology, devices)
-    if best is None or _badness(topology, best)[1] > 1.5 * host_by_host.num_hosts:
-        return host_by_host
+    if slices in (None, 1):
+        host_by_host = _first(topology, devices)
+        if best is None or _badness(topology, best)[1] > 1.5 * host_by_host.num_hosts:
+            return host_by_host
+    elif best is None:
+        raise TopologyError(
+            f"no part of {topology.name} has {devices} devices in {slices} equal slices."
+        )
     where = tuple(slice(0, side) for side in best)
     axes = tuple(
         dataclasses.replace(axis, size=side, wraps=axis.wraps and side == axis.size)
@@ -64,10 +73,12 @@ def _boxes(shape: tuple[int, ...], volume: int) -> Iterator[tuple[int, ...]]:
             yield (*box, last)
 
 
+def _slices(topology: Topology, box: tuple[int, ...]) -> int:
+    return math.prod(s for s, a in zip(box, topology.axes, strict=True) if a.kind == "network")
+
+
 def _badness(topology: Topology, box: tuple[int, ...]) -> tuple[float, ...]:
-    slices = math.prod(
-        side for side, axis in zip(box, topology.axes, strict=True) if axis.kind == "network"
-    )
+    slices = _slices(topology, box)
     hosts = np.unique(topology.host[tuple(slice(0, side) for side in box)]).size
     torus = [s for s, a in zip(box, topology.axes, strict=True) if a.kind == "torus"]
     spread = sum(torus) if torus else 0

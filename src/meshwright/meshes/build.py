@@ -14,10 +14,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from meshwright.errors import IdleDevicesWarning, MeshError, SpecError, short
 from meshwright.hardware import Topology, compact_part
 from meshwright.meshes.memory import remember
-from meshwright.meshes.targets import target
+from meshwright.meshes.targets import one_slice, target
 from meshwright.placement import Placement, place
 from meshwright.placement.order import Order
 from meshwright.spec import MeshSpec, SpecLike
+from meshwright.spec.checks import check_flag
 
 AXIS_TYPES = {
     None: AxisType.Auto,
@@ -81,7 +82,7 @@ def abstract_mesh(
     asked = MeshSpec.parse(spec, names).with_types(axis_types)
     if on is not None:
         asked, _ = prepare(asked, read_topology(on, slices=slices))
-    elif slices != 1:
+    elif not one_slice(slices):
         raise MeshError("slices goes with a hardware name: say on='v5p:8x8x8'.")
     elif asked.size is None:
         raise MeshError(f"'{asked}' is open: say on what hardware, on='v5p:8x8x8', or its size.")
@@ -93,7 +94,9 @@ def prepare(asked: MeshSpec, hardware: Topology, dcn: Any = None) -> tuple[MeshS
     asked = asked.with_slow(dcn, hardware.num_slices)
     size = asked.size
     if size is not None and size < hardware.num_devices:
-        hardware = _part(hardware, size)
+        slow = [axis.slow for axis in asked.axes]
+        spans = math.prod(part for part in slow if part is not None)
+        hardware = _part(hardware, size, spans if spans > 1 else None)
     return asked.resolve(hardware.num_devices, hardware.num_slices), hardware
 
 
@@ -110,11 +113,12 @@ def placement_of(
 ) -> Placement:
     """`place`, after the parts of the hardware have been chosen."""
     spec, part = prepare(asked, hardware, dcn)
+    allow_split = check_flag("allow_split", allow_split)
     if intensity is not None and not isinstance(intensity, Mapping):
         raise SpecError(f"intensity: {short(intensity)} is not a dict such as {{'tp': 12}}.")
     frozen = None if intensity is None else tuple(intensity.items())
     try:
-        hash((frozen, allow_split, order))
+        hash((frozen, order))
     except TypeError:  # nothing good is unhashable; the checks of `place` say what it is
         return place(spec, part, intensity=intensity, allow_split=allow_split, order=order)
     return _placed(spec, part, frozen, allow_split, order)

@@ -19,7 +19,7 @@ from meshwright.meshes.build import (
 )
 from meshwright.meshes.targets import target
 from meshwright.spec import MeshSpec
-from meshwright.spec.checks import check_distinct, check_list, check_name
+from meshwright.spec.checks import check_distinct, check_flag, check_list, check_name
 
 DEFAULT_DIMS = (1, -1, 1, 1, 1)
 DEFAULT_NAMES = ("dp", "fsdp", "ep", "tp", "sp")
@@ -49,6 +49,9 @@ def create_mesh(
     {'dp': 2, 'tp': 4}
     """
     _check_backend(backend)
+    sort_slices = check_flag("should_sort_granules_by_key", should_sort_granules_by_key)
+    allow_split = check_flag("allow_split_physical_axes", allow_split_physical_axes)
+    use_jax = check_flag("use_jax", use_jax)
     dims, names = check_list("axis_dims", axis_dims), check_list("axis_names", axis_names)
     dcn = None if dcn_mesh_dims is None else check_list("dcn_mesh_dims", dcn_mesh_dims)
     try:
@@ -57,8 +60,8 @@ def create_mesh(
             tuple(dims),
             tuple(names),
             None if dcn is None else tuple(dcn),
-            should_sort_granules_by_key,
-            allow_split_physical_axes,
+            sort_slices,
+            allow_split,
             use_jax,
             tuple(axis_types) if isinstance(axis_types, list) else axis_types,
         )
@@ -68,14 +71,14 @@ def create_mesh(
     if found is not None and _exactly_ints(dims, dcn):
         return found
     spec = MeshSpec.parse(dims, names=names).with_types(axis_types)
-    hardware = target(None, _devices(backend), 1, should_sort_granules_by_key)
+    hardware = target(None, _devices(backend), 1, sort_slices)
     if use_jax and hardware.num_slices == 1 and hardware.num_hosts == 1:
         resolved, part = prepare(spec, hardware, dcn)
         warn_idle(resolved, part, hardware)
         devices = hardware.devices or ()
         built = _with_jax(resolved, [devices[i] for i in sorted(part.index.flat)])
     else:
-        placed = placement_of(spec, hardware, dcn, allow_split=allow_split_physical_axes)
+        placed = placement_of(spec, hardware, dcn, allow_split=allow_split)
         warn_idle(placed.spec, placed.topology, hardware)
         built = from_placement(placed)
     if key is not None:
@@ -121,7 +124,7 @@ def _exactly_ints(*values: Sequence[Any] | None) -> bool:
 
 
 def _check_backend(backend: object) -> None:
-    if backend is not None and backend not in BACKENDS:
+    if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
         hint = near(backend, BACKENDS) if isinstance(backend, str) else ""
         raise MeshError(f"backend: {short(backend)} is not one of {', '.join(BACKENDS)}.{hint}")
 

@@ -41,7 +41,10 @@ def explain(
     if isinstance(mesh, Mesh):
         return _explain_mesh(mesh, on, slices, intensity)
     if on is None and isinstance(mesh, AbstractMesh):
-        return recall(mesh)
+        found = recall(mesh)
+        if intensity is None:
+            return found
+        return place(found.spec, found.topology, intensity=intensity)
     if on is None:
         raise MeshError(
             f"{short(mesh)} has no devices: say on what hardware, explain(..., on='v5p:8x8x8')."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 from jax.sharding import AbstractMesh
 
@@ -10,11 +11,12 @@ from meshwright.errors import MeshError, listing
 from meshwright.placement import Placement
 
 # JAX hands out one object for equal abstract meshes, so one mesh may stand for several machines.
-_built: weakref.WeakKeyDictionary[AbstractMesh, dict[str, Placement]] = weakref.WeakKeyDictionary()
+_built: weakref.WeakKeyDictionary[AbstractMesh, dict[Any, Placement]] = weakref.WeakKeyDictionary()
 
 
 def remember(mesh: AbstractMesh, placement: Placement) -> None:
-    _built.setdefault(mesh, {})[placement.topology.name] = placement
+    hardware = placement.topology
+    _built.setdefault(mesh, {})[hardware.name, hardware.axes] = placement
 
 
 def recall(mesh: AbstractMesh) -> Placement:
@@ -24,7 +26,9 @@ def recall(mesh: AbstractMesh) -> Placement:
         return next(iter(found.values()))
     problem = "has no devices"
     if found:
-        problem = f"was built on {listing(found)}, and does not say which is meant"
+        problem = (
+            f"was built on {listing(name for name, _ in found)}, and does not say which is meant"
+        )
     raise MeshError(
         f"this AbstractMesh {problem}: say on what hardware, explain(mesh, on='v5p:8x8x8')."
     )

@@ -16,6 +16,7 @@ from meshwright.hardware import topology as read_topology
 from meshwright.hardware.live import check_devices
 from meshwright.hardware.named import check_count
 from meshwright.meshes.gpu_targets import target_config
+from meshwright.spec.checks import check_list
 
 
 def target(on: Any, devices: Any, slices: int, sort_slices: bool = True) -> Topology:
@@ -26,18 +27,23 @@ def target(on: Any, devices: Any, slices: int, sort_slices: bool = True) -> Topo
     if isinstance(on, str):
         return _named(on, check_count("slices", slices))
     if isinstance(on, Topology):
-        if slices != 1:
+        if not one_slice(slices):
             raise MeshError(f"{on.name} says its slices itself: topology(name, slices=...).")
         check_current(on.devices or ())
         return on if on.devices is not None else _with_compiler(on)
-    if slices != 1:
+    if not one_slice(slices):
         raise MeshError("slices goes with a hardware name; devices know their slices themselves.")
-    found = list(jax.devices() if on is None else on) if _iterable(on) else on
-    if isinstance(found, list):
+    found = jax.devices() if on is None else on
+    if _iterable(on):
+        found = check_list("devices", found)
         check_devices(found)
         check_current(found)
         return _live(tuple(found), sort_slices)
     return read_topology(found)
+
+
+def one_slice(slices: object) -> bool:
+    return isinstance(slices, int) and slices == 1
 
 
 def _iterable(on: Any) -> bool:

@@ -96,8 +96,8 @@ def check_same_order(
     >>> mw.check_same_order(mw.mesh("dp:8"), mw.mesh("a:2, b:4"))
     True
     """
-    if on_mismatch not in ("error", "warn"):
-        raise MeshError(f"on_mismatch: {on_mismatch!r} is not 'error' or 'warn'.")
+    if not isinstance(on_mismatch, str) or on_mismatch not in ("error", "warn"):
+        raise MeshError(f"on_mismatch: {short(on_mismatch)} is not 'error' or 'warn'.")
     for given in (first, second):
         if not isinstance(given, Mesh):
             raise MeshError(f"{short(given)} is not a mesh with devices.")
@@ -127,9 +127,9 @@ def check_same_order(
 
 def _index(mesh: Mesh | AbstractMesh, axis: str) -> int:
     _check_mesh(mesh)
-    if axis not in mesh.axis_names:
+    if not isinstance(axis, str) or axis not in mesh.axis_names:
         hint = near(axis, mesh.axis_names) if isinstance(axis, str) else ""
-        raise MeshError(f"no axis {axis!r} in this mesh: {listing(mesh.axis_names)}.{hint}")
+        raise MeshError(f"no axis {short(axis)} in this mesh: {listing(mesh.axis_names)}.{hint}")
     return mesh.axis_names.index(axis)
 
 

@@ -41,7 +41,9 @@ def place(
     """
     topology = read_topology(topology)
     asked = MeshSpec.parse(spec).resolve(topology.num_devices, topology.num_slices)
-    if order not in ("auto", "ring", "grid"):
+    if not isinstance(allow_split, bool):
+        raise PlacementError(f"allow_split: {short(allow_split)} is not True or False.")
+    if not isinstance(order, str) or order not in ("auto", "ring", "grid"):
         raise PlacementError(f"order: {short(order)} is not one of auto, ring, grid.")
     weight = weights(asked.names, asked.sizes, intensity)
     slow = tuple(axis.slow for axis in asked.axes)

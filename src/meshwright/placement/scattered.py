@@ -47,9 +47,9 @@ def _neighbours_outside(topology: Topology, coords: np.ndarray) -> np.ndarray:
 
 def steps(topology: Topology, coords: np.ndarray, dim: int) -> np.ndarray:
     """Signed hops along one direction from each member to the next, around the ring."""
-    size = topology.axes[dim].size
+    axis, size = topology.axes[dim], topology.axes[dim].size
     there: np.ndarray = np.roll(coords[..., dim], -1, axis=1) - coords[..., dim]
-    if topology.axes[dim].wraps:
+    if axis.wraps and not axis.twisted:  # a twisted side's wraparound leads elsewhere
         there = (there + size // 2) % size - size // 2
     return there
 

@@ -80,8 +80,8 @@ def search(
     """The best choice and the next one of another cost, best first. Empty: none exists.
 
     Complete: depth first over axes, heaviest first, each with its options in the order of
-    their cost; a branch is left when even the cheapest rest cannot beat the second best, or
-    when all of it costs the same as the best.
+    their cost. A branch is left when even the cheapest rest cannot beat the second best, or when
+    the same part of the machine was left over before at two lower costs, or at the same one.
     """
     best: list[Choice] = []
     for nesting in nestings(topology):
@@ -117,8 +117,8 @@ def _search_nesting(
         return
     axes = sorted(range(len(sizes)), key=lambda i: (-options[i][-1].cost, len(options[i]), i))
     rest = [math.fsum(options[i][0].cost for i in axes[k:]) for k in range(len(axes) + 1)]
-    most = [math.fsum(options[i][-1].cost for i in axes[k:]) for k in range(len(axes) + 1)]
     chosen: list[_Option] = []
+    reached: dict[tuple[int, int], list[float]] = {}
 
     def descend(level: int, left: int, cost: float) -> None:
         if level == len(axes):
@@ -126,12 +126,12 @@ def _search_nesting(
                 placed = dict(zip(axes, (option.parts for option in chosen), strict=True))
                 _keep(best, Choice(cost, tuple(placed[i] for i in range(len(axes)))))
             return
+        if not _is_news(reached.setdefault((level, left), []), cost):
+            return
         for option in options[axes[level]]:
             total = cost + option.cost
             if _too_dear(best, total + rest[level + 1]):
                 break
-            if _all_alike(best, total + rest[level + 1], total + most[level + 1]):
-                continue
             after = (left | ledger.guard) - option.use
             if after & ledger.guard == ledger.guard:
                 chosen.append(option)
@@ -168,16 +168,19 @@ def _options(
     return sorted(found, key=away)
 
 
+def _is_news(before: list[float], cost: float) -> bool:
+    """Whether `cost` is among the two lowest so far and unlike them; notes it if so."""
+    if any(abs(cost - other) <= _SAME * other for other in before):
+        return False
+    if len(before) == 2 and cost > before[1]:
+        return False
+    before[:] = sorted([*before, cost])[:2]
+    return True
+
+
 def _too_dear(best: list[Choice], least: float) -> bool:
     """Whether nothing of this cost or more can become the best or the runner-up."""
     return len(best) == 2 and least >= best[1].cost * (1 - _SAME)
-
-
-def _all_alike(best: list[Choice], least: float, most: float) -> bool:
-    """Whether everything between these costs is as good as the only one found so far."""
-    if len(best) != 1:
-        return False
-    return best[0].cost * (1 - _SAME) <= least and most <= best[0].cost * (1 + _SAME)
 
 
 def _keep(best: list[Choice], choice: Choice) -> None:

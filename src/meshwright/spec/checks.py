@@ -6,6 +6,8 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from meshwright.errors import SpecError, near, short
 
 LARGEST = 2**31 - 1
@@ -57,11 +59,21 @@ def check_positive(what: str, value: object) -> int:
     return int(value)
 
 
+def check_flag(what: str, value: object) -> bool:
+    """True or False, and nothing that merely behaves like one of them."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise SpecError(f"{what}: {short(value)} is not True or False.")
+    return bool(value)
+
+
 def check_list(what: str, value: Any) -> list[Any]:
     """Several things in an order; a string, a dict or a set is none."""
-    if isinstance(value, (str, bytes, Mapping, set, frozenset)) or not hasattr(value, "__iter__"):
-        raise SpecError(f"{what}: {short(value)} is not a list or tuple.")
-    return list(value)
+    if not isinstance(value, (str, bytes, Mapping, set, frozenset)):
+        try:
+            return list(value)
+        except TypeError:  # no iteration, or an array without dimensions
+            pass
+    raise SpecError(f"{what}: {short(value)} is not a list or tuple.")
 
 
 def check_type(name: str, value: object) -> str | None:

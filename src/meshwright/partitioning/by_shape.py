@@ -1,0 +1,108 @@
+"""A spec from a shape alone: a scored choice, the same for the same shape.
+
+Every way to put the weight axes on the dims is scored; axes that do not divide a dim and axes of
+size one are never used. In this order:
+
+1. the fewest bytes per device;
+2. the fewest bytes as the chip stores them, in tiles of 8 rows (of 32 bits) by 128 lanes: cutting
+   a dim below its tile saves nothing;
+3. axes that belong together (`fsdp` and `sp`) on one dim, others on dims of their own;
+4. each axis where it is wanted: tensor axes on the largest dim (the last among equals), expert
+   axes on the first, the others on the largest that is left.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+from jax.sharding import PartitionSpec
+
+from meshwright.axes import role
+from meshwright.partitioning.specs import make_spec
+
+# (axis name, size, group): axes of one group like to share a dim.
+Axis = tuple[str, int, int]
+
+
+def weight_axes(sizes: Mapping[str, int], asked: Sequence[str] | None = None) -> tuple[Axis, ...]:
+    """The mesh axes that may cut weights, largest effect first.
+
+    By default those whose role says so (`fsdp`, `tp`, `ep` and their like); all of them on a mesh
+    without any known name.
+    """
+    names = list(asked) if asked is not None else [n for n in sizes if _cuts(n)]
+    if asked is None and not any(role(name).name != "custom" for name in sizes):
+        names = list(sizes)
+    return tuple((n, sizes[n], place) for place, n in enumerate(names) if sizes[n] > 1)
+
+
+def _cuts(name: str) -> bool:
+    return role(name).cuts_weights and role(name).name != "pipeline"
+
+
+@functools.lru_cache(maxsize=65536)
+def choose(shape: tuple[int, ...], bits: int, axes: tuple[Axis, ...], first: int) -> PartitionSpec:
+    """The best spec for a shape; dims before `first` stay whole.
+
+    >>> choose((1024, 4096), 32, (("fsdp", 4, 0), ("tp", 2, 1)), 0)
+    P('fsdp', 'tp')
+    >>> choose((6, 4096), 32, (("fsdp", 4, 0), ("tp", 2, 1)), 0)
+    P(None, ('fsdp', 'tp'))
+    """
+    dims = [d for d in range(first, len(shape)) if shape[d] > 1]
+    best: tuple[tuple[float, ...], tuple[int | None, ...]] | None = None
+    for owners in itertools.product([*dims, None], repeat=len(axes)):
+        cuts = [1] * len(shape)
+        for (_, size, _), dim in zip(axes, owners, strict=True):
+            if dim is not None:
+                cuts[dim] *= size
+        if any(side % cut for side, cut in zip(shape, cuts, strict=True)):
+            continue
+        score = _score(shape, bits, axes, owners, cuts)
+        if best is None or score < best[0]:
+            best = (score, owners)
+    return _spec(axes, best[1], len(shape)) if best else make_spec()
+
+
+def _score(
+    shape: tuple[int, ...],
+    bits: int,
+    axes: tuple[Axis, ...],
+    owners: Sequence[int | None],
+    cuts: Sequence[int],
+) -> tuple[float, ...]:
+    local = [side // cut for side, cut in zip(shape, cuts, strict=True)]
+    placed = [(axis, dim) for axis, dim in zip(axes, owners, strict=True) if dim is not None]
+    together = {(axis[2], dim) for axis, dim in placed}
+    spread = len(together) - len({group for group, _ in together})
+    crowded = len(together) - len({dim for _, dim in together})
+    by_size = sorted(range(len(shape)), key=lambda d: (-shape[d], -d))
+    wanted = sum(
+        dim if role(axis[0]).name == "expert" else by_size.index(dim) * _eagerness(axis[0])
+        for axis, dim in placed
+    )
+    order = [-1 if dim is None else dim for dim in owners]
+    return (math.prod(local), _stored(local, bits), spread + crowded, wanted, *order)
+
+
+def _eagerness(name: str) -> int:
+    """Tensor axes choose first."""
+    return 4 if role(name).name == "tensor" else 1
+
+
+def _stored(local: Sequence[int], bits: int) -> int:
+    """Elements of a piece as stored: the last two dims are padded to whole tiles."""
+    rows = max(1, 8 * 32 // bits)
+    tiles = [1] * max(0, len(local) - 2) + [rows, 128][-len(local) :] if local else []
+    return math.prod(-(-side // tile) * tile for side, tile in zip(local, tiles, strict=True))
+
+
+def _spec(axes: tuple[Axis, ...], owners: Sequence[int | None], rank: int) -> PartitionSpec:
+    entries: list[str | tuple[str, ...] | None] = []
+    for dim in range(rank):
+        names = tuple(axis[0] for axis, owner in zip(axes, owners, strict=True) if owner == dim)
+        entries.append(names if len(names) > 1 else (names[0] if names else None))
+    return make_spec(entries)

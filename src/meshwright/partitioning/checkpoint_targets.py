@@ -1,0 +1,89 @@
+"""Does a target fit a checkpoint? Says everything that is wrong, before any data is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding
+
+from meshwright import _compat
+from meshwright.errors import near, short
+from meshwright.partitioning.checkpoint_index import PYTHON_TYPES, Entry, type_text
+from meshwright.partitioning.checkpoint_leaves import is_key, stored_form
+from meshwright.partitioning.leaves import is_array
+from meshwright.partitioning.specs import mesh_axes, problems
+
+FIX = (
+    "Pass jax.ShapeDtypeStruct(shape, dtype, sharding=...) or a placed array, with the sharding "
+    "from meshwright.shardings(tree, mesh)."
+)
+
+
+def target_problems(
+    saved: Mapping[tuple[str, ...], Entry], target: Sequence[tuple[tuple[str, ...], Any]]
+) -> Iterator[str]:
+    """Paths that only one side has, then shapes, types and shardings that do not fit."""
+    wanted = {words for words, _ in target}
+    names = {entry.path for entry in saved.values()}
+    missing = [entry for words, entry in saved.items() if words not in wanted]
+    yield from (f"{entry.path}: saved as {entry}, not in the target." for entry in missing)
+    for words, value in target:
+        path = "/".join(words)
+        entry = saved.get(words)
+        if entry is None:
+            yield f"{path}: in the target, not in the checkpoint.{near(path, names)}"
+        else:
+            yield from (f"{path or '(the tree)'}: {text}" for text in _faults(entry, value))
+
+
+def _faults(entry: Entry, value: Any) -> Iterator[str]:
+    if not is_array(value):
+        if not entry.is_python:
+            yield f"saved as {entry}, but the target holds {short(value)}. {FIX}"
+        elif type(value) is not PYTHON_TYPES[entry.dtype]:
+            yield (
+                f"saved as {entry}, but the target holds {short(value)}. "
+                f"Put any {entry.dtype} there, e.g. {PYTHON_TYPES[entry.dtype]()!r}."
+            )
+    elif entry.is_python:
+        yield (
+            f"saved as {entry}, but the target is {type_text(value.dtype, value.shape)}. "
+            f"Put any {entry.dtype} there, e.g. {PYTHON_TYPES[entry.dtype]()!r}."
+        )
+    else:
+        yield from _type_faults(entry, value)
+        yield from _sharding_faults(value)
+
+
+def _type_faults(entry: Entry, value: Any) -> Iterator[str]:
+    mine = (str(value.dtype), tuple(value.shape))
+    if mine != (entry.dtype, entry.shape) and entry.checksum:
+        yield f"saved as {entry}, but the target is {type_text(*mine)}. Make them the same."
+    elif not entry.checksum:  # what Orbax knows is the form on the disk
+        form = stored_form(jax.ShapeDtypeStruct(value.shape, value.dtype))
+        if (str(form.dtype), form.shape) != (entry.dtype, entry.shape):
+            yield f"stored as {entry}, but the target is {type_text(*mine)}. Make them the same."
+    if not is_key(value.dtype) and jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
+        yield (
+            f"type {value.dtype} needs 64 bits on the devices. "
+            "Call jax.config.update('jax_enable_x64', True) first."
+        )
+
+
+def _sharding_faults(value: Any) -> Iterator[str]:
+    sharding = getattr(value, "sharding", None)
+    if isinstance(value, (jax.core.Tracer, np.ndarray, np.generic)) or sharding is None:
+        yield f"has no sharding, so where it belongs is unknown. {FIX}"
+    elif isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+        yield "its sharding is on an AbstractMesh, which has no devices. Use meshwright.mesh(...)."
+    elif any(_compat.is_compile_only(device) for device in sharding.device_set):
+        yield "its devices exist for the compiler only. Use a mesh of devices that are here."
+    elif jax.process_count() > 1 and sharding.is_fully_addressable:
+        yield "its sharding is of one process alone, of several. Use a mesh of all of them."
+    elif isinstance(sharding, NamedSharding):
+        axes = mesh_axes(sharding.mesh)
+        for text in problems("", tuple(value.shape), sharding.spec, axes):
+            yield text.removeprefix("(the array): ")

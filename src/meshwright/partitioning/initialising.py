@@ -1,0 +1,52 @@
+"""`init(...)`: run an initialiser so that no array ever exists whole on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from meshwright.errors import PartitionError, short
+from meshwright.partitioning.decide import decide
+from meshwright.partitioning.leaves import is_array, refuse, walk
+from meshwright.partitioning.matching import match_specs
+from meshwright.partitioning.specs import mesh_axes, problems
+
+
+def init(fn: Callable[..., Any], *args: Any, mesh: Mesh, specs: Any = None, **options: Any) -> Any:
+    """`fn(*args)` computed straight into its shardings.
+
+    `specs`, or the options of `partition`, decide; the result's shapes are found without running
+    `fn`. Leaves that are no arrays come back as `fn` returns them.
+
+    >>> import jax, meshwright as mw
+    >>> normal = lambda key: {"w": jax.random.normal(key, (256, 256))}
+    >>> w = mw.init(normal, jax.random.key(0), mesh=mw.mesh("fsdp:8"))["w"]
+    >>> w.addressable_shards[0].data.shape
+    (32, 256)
+    """
+    if not callable(fn):
+        raise PartitionError(f"init: {short(fn)} is not a function.")
+    sizes = mesh_axes(mesh)
+    if not isinstance(mesh, Mesh):
+        raise PartitionError("init computes: it needs a Mesh of devices, not an AbstractMesh.")
+    shapes = jax.eval_shape(fn, *args)
+    found = walk(shapes)
+    if specs is None:
+        per_leaf = decide(found, mesh, tree=shapes, **options)
+    else:
+        per_leaf = match_specs(found, specs)
+        refuse(
+            "init",
+            [
+                problem
+                for leaf, spec in zip(found.arrays, per_leaf, strict=True)
+                for problem in problems(leaf.path, leaf.shape, spec, sizes)
+            ],
+        )
+    shardings = found.rebuild([NamedSharding(mesh, spec) for spec in per_leaf])
+    if not all(is_array(leaf) for leaf in found.leaves):
+        raise PartitionError("init: the function returns leaves that are no arrays; return arrays.")
+    return jax.jit(fn, out_shardings=shardings)(*args)

@@ -1,0 +1,95 @@
+"""Walking a tree: which leaves are arrays, where they stand, and what they weigh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshwright.errors import PartitionError, listing
+
+
+class Leaf(NamedTuple):
+    """An array of the tree, or the shape of one. `place` counts all leaves of the tree."""
+
+    path: str
+    place: int
+    shape: tuple[int, ...]
+    dtype: Any
+    value: Any
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return math.ceil(self.size * bits(self.dtype) / 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """A flattened tree: every leaf, and the arrays among them."""
+
+    leaves: tuple[Any, ...]
+    arrays: tuple[Leaf, ...]
+    treedef: Any
+
+    def rebuild(self, values: Sequence[Any]) -> Any:
+        """The tree with `values` in place of its arrays; other leaves pass through."""
+        leaves = list(self.leaves)
+        for leaf, value in zip(self.arrays, values, strict=True):
+            leaves[leaf.place] = value
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+def walk(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Walk:
+    """Flatten a tree once; paths are words joined by `/`."""
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    arrays = tuple(
+        Leaf(path_text(path), place, tuple(value.shape), value.dtype, value)
+        for place, (path, value) in enumerate(flat)
+        if is_array(value)
+    )
+    return Walk(tuple(value for _, value in flat), arrays, treedef)
+
+
+def is_array(value: Any) -> bool:
+    """Arrays of JAX or numpy, abstract ones, keys; not Python numbers, strings or functions."""
+    return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type)
+
+
+def path_text(path: Sequence[Any]) -> str:
+    """
+    >>> import jax
+    >>> path_text(jax.tree_util.tree_flatten_with_path({"a": [1]})[0][0][0])
+    'a/0'
+    """
+    return str(jax.tree_util.keystr(tuple(path), simple=True, separator="/"))
+
+
+@functools.cache
+def bits(dtype: Any) -> int:
+    """Bits per element, keys and 4-bit integers included."""
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return 8 * int(dtype.itemsize)
+    name = np.dtype(dtype).name
+    if name in ("int4", "uint4", "float4_e2m1fn"):
+        return 4
+    if name in ("int2", "uint2"):
+        return 2
+    return 8 * int(np.dtype(dtype).itemsize)
+
+
+def refuse(what: str, problems: Sequence[str]) -> None:
+    """Raise one error for all problems of a tree, or return when there are none."""
+    if problems:
+        shown = listing((f"\n  {problem}" for problem in problems), 6).replace(", \n", "\n")
+        count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+        raise PartitionError(f"{what}: {count}, nothing was placed.{shown}")

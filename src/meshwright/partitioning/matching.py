@@ -1,0 +1,49 @@
+"""A tree of specs against the tree it is meant for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from meshwright.errors import PartitionError, short
+from meshwright.partitioning.leaves import Walk, path_text
+
+
+def match_specs(found: Walk, specs: Any) -> list[PartitionSpec]:
+    """The spec of every array, from a tree like the arrays' own, or one spec for all."""
+    if isinstance(specs, PartitionSpec):
+        return [specs] * len(found.arrays)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(specs, is_leaf=_is_spec)
+    if treedef != found.treedef:
+        raise PartitionError(
+            f"specs: the tree differs from the arrays' tree. {_difference(found, flat)}"
+        )
+    values = [value for _, value in flat]
+    chosen = [values[leaf.place] for leaf in found.arrays]
+    for leaf, spec in zip(found.arrays, chosen, strict=True):
+        if not isinstance(spec, PartitionSpec):
+            raise PartitionError(
+                f"specs: {leaf.path}: {short(spec)} is not a PartitionSpec. "
+                "Use PartitionSpec() for an array that stays whole."
+            )
+    return chosen
+
+
+def _is_spec(value: Any) -> bool:
+    return value is None or isinstance(value, PartitionSpec)
+
+
+def _difference(found: Walk, flat: list[tuple[Any, Any]]) -> str:
+    """The first leaf that only one of the two trees has."""
+    whole, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(found.treedef, found.leaves))
+    ours = [path_text(path) for path, _ in whole]
+    theirs = [path_text(path) for path, _ in flat]
+    for path in ours:
+        if path not in set(theirs):
+            return f"First difference: {path!r} has no spec."
+    for path in theirs:
+        if path not in set(ours):
+            return f"First difference: {path!r} has a spec but is not in the tree."
+    return "They have the same leaves in containers of different kinds."

@@ -1,0 +1,162 @@
+"""`shard(...)`: a tree placed by its specs in one batched transfer, checked first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding
+
+from meshwright.errors import PartitionError, short
+from meshwright.partitioning.decide import decide
+from meshwright.partitioning.leaves import Leaf, Walk, refuse, walk
+from meshwright.partitioning.matching import match_specs
+from meshwright.partitioning.specs import AnyMesh, mesh_axes, problems
+
+Narrow = Literal["error", "convert"]
+
+
+@dataclasses.dataclass(frozen=True)
+class FromCallback:
+    """An array that is only made where it is needed: `fn(index)` gives the piece at `index`.
+
+    Stands in a tree like an array; `shard` calls `fn` for the pieces of this process alone.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    fn: Callable[..., Any]
+
+
+def shard(
+    tree: Any,
+    mesh: AnyMesh,
+    specs: Any = None,
+    *,
+    narrow: Narrow = "error",
+    local: bool = False,
+    **options: Any,
+) -> Any:
+    """The tree with every array placed on the mesh; other leaves pass through.
+
+    `specs` is a tree of `PartitionSpec`s as `partition` makes it, or one for all; without it
+    `partition(tree, mesh, **options)` decides. Leaves may be host or device arrays,
+    `FromCallback`s, or `ShapeDtypeStruct`s, which come back with their sharding. In several
+    processes host arrays must be the same everywhere, and each process copies only its own
+    pieces; `local=True` says that they are this process's part instead. 64-bit values that JAX
+    would narrow are refused, or converted with `narrow="convert"`.
+
+    >>> import numpy as np, meshwright as mw
+    >>> placed = mw.shard({"w": np.ones((512, 512), "float32")}, mw.mesh("fsdp:4, tp:2"))
+    >>> placed["w"].sharding.spec
+    P('fsdp', 'tp')
+    """
+    if narrow not in ("error", "convert"):
+        raise PartitionError(f"narrow: {short(narrow)} is not 'error' or 'convert'.")
+    found = walk(tree)
+    check_values(found.arrays, narrow)
+    per_leaf = _specs(found, tree, mesh, specs, options, local)
+    shardings = [NamedSharding(mesh, spec) for spec in per_leaf]
+    return found.rebuild(put(found.arrays, shardings, local))
+
+
+def _specs(
+    found: Walk, tree: Any, mesh: AnyMesh, specs: Any, options: dict[str, Any], local: bool
+) -> list[Any]:
+    sizes = mesh_axes(mesh)
+    if specs is None:
+        if local:
+            raise PartitionError("local=True needs specs: a part does not tell the whole shape.")
+        return decide(found, mesh, tree=tree, **options)
+    if options:
+        raise PartitionError(f"{', '.join(options)}: options of partition, but specs were given.")
+    per_leaf = match_specs(found, specs)
+    if not local:
+        refuse(
+            "shard",
+            [
+                problem
+                for leaf, spec in zip(found.arrays, per_leaf, strict=True)
+                for problem in problems(leaf.path, leaf.shape, spec, sizes)
+            ],
+        )
+    return per_leaf
+
+
+def check_values(leaves: Sequence[Leaf], narrow: Narrow) -> None:
+    """Refuse what cannot be placed: tracers, deleted arrays, values JAX would narrow."""
+    wrong = []
+    for leaf in leaves:
+        value = leaf.value
+        if isinstance(value, jax.core.Tracer):
+            wrong.append(
+                f"{leaf.path}: a tracer. Under jit use jax.lax.with_sharding_constraint with the "
+                "specs of partition, or jit's in_shardings."
+            )
+        elif isinstance(value, jax.Array):
+            if value.is_deleted():
+                wrong.append(
+                    f"{leaf.path}: the array was deleted or donated. Use the one it went into."
+                )
+        elif narrow == "error" and not isinstance(value, jax.ShapeDtypeStruct):
+            kept = jax.dtypes.canonicalize_dtype(leaf.dtype)
+            if kept != leaf.dtype:
+                wrong.append(
+                    f"{leaf.path}: {leaf.dtype} would become {kept}. Convert it, enable "
+                    "jax_enable_x64, or pass narrow='convert'."
+                )
+    refuse("shard", wrong)
+
+
+def put(
+    leaves: Sequence[Leaf], shardings: Sequence[NamedSharding], local: bool = False
+) -> list[Any]:
+    """Place checked leaves: one call for all that a single process holds."""
+    if shardings and isinstance(shardings[0].mesh, AbstractMesh):
+        return [_abstract(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
+    results: list[Any] = [None] * len(leaves)
+    together = []
+    for place, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
+        if isinstance(leaf.value, jax.ShapeDtypeStruct):
+            results[place] = _abstract(leaf, sharding)
+        elif isinstance(leaf.value, FromCallback):
+            results[place] = jax.make_array_from_callback(
+                leaf.shape, sharding, leaf.value.fn, dtype=leaf.dtype
+            )
+        elif local:
+            results[place] = jax.make_array_from_process_local_data(  # type: ignore[no-untyped-call]
+                sharding, leaf.value
+            )
+        elif not sharding.is_fully_addressable:
+            results[place] = _across(leaf, sharding)
+        else:
+            together.append(place)
+    placed = jax.device_put([leaves[i].value for i in together], [shardings[i] for i in together])
+    for place, value in zip(together, placed, strict=True):
+        results[place] = value
+    return results
+
+
+def _abstract(leaf: Leaf, sharding: NamedSharding) -> Any:
+    if isinstance(leaf.value, (jax.ShapeDtypeStruct, FromCallback)) or isinstance(
+        sharding.mesh, AbstractMesh
+    ):
+        return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+            leaf.shape, leaf.dtype, sharding=sharding
+        )
+    return leaf.value
+
+
+def _across(leaf: Leaf, sharding: NamedSharding) -> Any:
+    """A global array from one that every process has whole."""
+    value = leaf.value
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        from meshwright.partitioning.moving import reshard
+
+        return reshard(value, sharding.mesh, sharding.spec)
+    keys = isinstance(value, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    host = value if keys else np.asarray(value)
+    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: host[index])

@@ -1,0 +1,160 @@
+"""`describe(...)`: what a partitioning costs, leaf by leaf and in all."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from meshwright.partitioning.decide import decide
+from meshwright.partitioning.leaves import Leaf, bits, refuse, walk
+from meshwright.partitioning.matching import match_specs
+from meshwright.partitioning.specs import (
+    AnyMesh,
+    entry_axes,
+    mesh_axes,
+    problems,
+    shard_shape,
+    ways,
+)
+
+_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "bool"}
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafRow:
+    """One array: where it stands, how it is cut, and what a device holds of it."""
+
+    path: str
+    text: str
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+    spec: PartitionSpec
+    bytes: int
+    device_bytes: int
+    copies: int
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every device of the mesh holds all of it."""
+        return self.local == self.shape
+
+
+@dataclasses.dataclass(frozen=True)
+class PartitionReport:
+    """A tree on a mesh. Prints itself as a table; HTML in a notebook; `to_json()` for scripts.
+
+    `device_bytes` is what every device holds: pieces are equal, so no device holds more.
+    """
+
+    axes: dict[str, int]
+    rows: tuple[LeafRow, ...]
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.axes.values())
+
+    @property
+    def bytes(self) -> int:
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(row.device_bytes for row in self.rows)
+
+    @property
+    def replicated(self) -> tuple[LeafRow, ...]:
+        """Arrays that every device holds whole, largest first."""
+        whole = [row for row in self.rows if row.replicated]
+        return tuple(sorted(whole, key=lambda row: (-row.bytes, row.path)))
+
+    def __str__(self) -> str:
+        from meshwright.partitioning.show import as_text
+
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        from meshwright.partitioning.show import as_html
+
+        return as_html(self)
+
+    def to_json(self) -> dict[str, Any]:
+        from meshwright.partitioning.show import as_json
+
+        return as_json(self)
+
+
+def describe(tree: Any, mesh: AnyMesh, specs: Any = None, **options: Any) -> PartitionReport:
+    """What `partition(tree, mesh, **options)`, or the given specs, make of a tree.
+
+    >>> import jax, meshwright as mw
+    >>> tree = {"w": jax.ShapeDtypeStruct((1024, 4096), "float32")}
+    >>> print(mw.describe(tree, mw.mesh("fsdp:4, tp:2")))
+    1 array on fsdp:4, tp:2 (8 devices): 16 MiB, 2 MiB on each device
+    path  array                    bytes  on a device  copies
+    w     f32[1024@fsdp,4096@tp]  16 MiB        2 MiB       1
+    """
+    found = walk(tree)
+    sizes = mesh_axes(mesh)
+    if specs is None:
+        per_leaf = decide(found, mesh, tree=tree, **options)
+    else:
+        per_leaf = match_specs(found, specs)
+        wrong = [
+            problem
+            for leaf, spec in zip(found.arrays, per_leaf, strict=True)
+            for problem in problems(leaf.path, leaf.shape, spec, sizes)
+        ]
+        refuse("describe", wrong)
+    return PartitionReport(
+        sizes,
+        tuple(_row(leaf, spec, sizes) for leaf, spec in zip(found.arrays, per_leaf, strict=True)),
+    )
+
+
+def _row(leaf: Leaf, spec: PartitionSpec, sizes: dict[str, int]) -> LeafRow:
+    local = shard_shape(leaf.shape, spec, sizes)
+    held = math.ceil(math.prod(local) * bits(leaf.dtype) / 8)
+    cuts = math.prod(ways(entry, sizes) for entry in spec)
+    return LeafRow(
+        leaf.path,
+        typed(leaf.shape, leaf.dtype, spec),
+        leaf.shape,
+        local,
+        spec,
+        leaf.bytes,
+        held,
+        math.prod(sizes.values()) // cuts,
+    )
+
+
+def typed(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> str:
+    """An array in JAX's own notation.
+
+    >>> typed((8, 8), "float32", PartitionSpec("x"))
+    'f32[8@x,8]'
+    """
+    entries = (*spec, *[None] * (len(shape) - len(spec)))
+    dims = []
+    for side, entry in zip(shape, entries, strict=True):
+        axes = entry_axes(entry)
+        joined = axes[0] if len(axes) == 1 else f"({','.join(axes)})"
+        dims.append(f"{side}@{joined}" if axes else str(side))
+    return f"{short_dtype(dtype)}[{','.join(dims)}]"
+
+
+def short_dtype(dtype: Any) -> str:
+    """
+    >>> short_dtype("bfloat16"), short_dtype("uint8")
+    ('bf16', 'u8')
+    """
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return str(dtype)
+    name = np.dtype(dtype).name
+    head = name.rstrip("0123456789")
+    return _SHORT[head] + name[len(head) :] if head in _SHORT else name

@@ -1,0 +1,243 @@
+"""A placement prints itself, draws itself, and turns into plain data."""
+
+import dataclasses
+import html
+import json
+import re
+
+import numpy as np
+import pytest
+
+import meshwright as mw
+from meshwright.placement import measure
+from meshwright.placement.show import drawing
+
+
+def test_a_pod_in_text():
+    assert str(mw.place("fsdp:-1, tp:4", "v5e:16x16")).splitlines() == [
+        "fsdp:64, tp:4 on v5e:16x16 (256 devices, 64 hosts)",
+        "axis  size  made of                 forms  order  GB/s  hops  all-gather  all-reduce  "
+        "slow network  weight",
+        "fsdp    64  x 8 step 2, y 8 step 2  ring   ring     50     2     21.2 ms     42.3 ms  "
+        "no              0.75",
+        "tp       4  x 2, y 2                ring   ring    100     1     8.06 ms     16.1 ms  "
+        "no                12",
+        "cost 113 ms: all-gather of 1 GiB x weight, summed over the axes",
+        "runner-up 225 ms (2x): fsdp = x 16, y 4 step 4; tp = y 4",
+    ]
+
+
+def test_two_slices_in_text():
+    pod = mw.topology("v5e:16x16", slices=2)
+    assert str(mw.place("dp:2, fsdp:-1, tp:4", pod)).splitlines() == [
+        "dp:2, fsdp:64, tp:4 on v5e:16x16 x 2 slices (512 devices, 128 hosts, 2 slices)",
+        "axis  size  made of                 forms    order  GB/s  hops  all-gather  all-reduce  "
+        "slow network           weight",
+        "dp       2  slice 2                 network  line   3.12     -      172 ms      344 ms  "
+        "2 parts at 3.12 GB/s  0.00391",
+        "fsdp    64  x 8 step 2, y 8 step 2  ring     ring     50     2     21.2 ms     42.3 ms  "
+        "no                       0.75",
+        "tp       4  x 2, y 2                ring     ring    100     1     8.06 ms     16.1 ms  "
+        "no                         12",
+        "cost 113 ms: all-gather of 1 GiB x weight, summed over the axes",
+        "runner-up 116 ms (1.03x): dp = x 2 step 8; fsdp = slice 2, x 4 step 2, y 8 step 2; "
+        "tp = x 2, y 2",
+    ]
+
+
+def test_gpus_in_text():
+    assert str(mw.place("dp:-1, ep:1, tp:8", "h100:8x4")).splitlines() == [
+        "dp:4, ep:1, tp:8 on h100:8x4 (32 devices, 4 hosts)",
+        "axis  size  made of  forms    order  GB/s  hops  all-gather  all-reduce  "
+        "slow network        weight",
+        "dp       4  host 4   network  line     50     -     16.2 ms     32.3 ms  "
+        "4 parts at 50 GB/s   0.125",
+        "ep       1  -        -        -         -     -           -           -  "
+        "-                        6",
+        "tp       8  gpu 8    switch   line    450     1     2.10 ms     4.20 ms  "
+        "no                      12",
+        "cost 27.2 ms: all-gather of 1 GiB x weight, summed over the axes",
+        "runner-up 54.8 ms (2.01x): dp = host 2 step 2, gpu 2 step 4; tp = host 2, gpu 4",
+    ]
+
+
+def test_domains_are_counted_in_the_headline():
+    headline = str(mw.place("dp:-1, tp:8", "gb200:72x4")).splitlines()[0]
+    assert headline == "dp:36, tp:8 on gb200:72x4 (288 devices, 72 hosts, 4 domains)"
+
+
+def test_the_only_layout_has_no_runner_up():
+    text = str(mw.place("dp:8", "cpu:8"))
+    assert "runner-up" not in text
+    assert text.splitlines()[-1].startswith("cost 94.0 ms: ")
+
+
+def test_a_mesh_that_could_be_better_says_which_layout_is():
+    pod, spec = mw.topology("v5e:4x4"), mw.MeshSpec.parse("dp:4, tp:4")
+    seen = measure(spec, pod, np.arange(16).reshape(4, 4))
+    text = str(dataclasses.replace(seen, runner_up=mw.place(spec, pod).axes))
+    assert text.splitlines()[-1] == (
+        "a better layout 101 ms (0.51x): dp = x 2 step 2, y 2 step 2; tp = x 2, y 2"
+    )
+
+
+def test_blocks_as_letters():
+    assert drawing(mw.place("dp:4, tp:4", "v5e:4x4")).splitlines() == [
+        "groups of 'tp', a letter each, x down, y across:",
+        "  a a b b",
+        "  a a b b",
+        "  d d c c",
+        "  d d c c",
+    ]
+
+
+def test_hosts_as_letters():
+    assert drawing(mw.place("dp:-1, tp:4", "h100:8x2")).splitlines() == [
+        "groups of 'tp', a letter each, host down, gpu across:",
+        "  a a a a b b b b",
+        "  c c c c d d d d",
+    ]
+
+
+def test_one_host_is_one_row_of_letters():
+    assert drawing(mw.place("dp:2, tp:3", "cpu:6")).splitlines() == [
+        "groups of 'tp', a letter each, cpu across:",
+        "  a a a b b b",
+    ]
+
+
+def test_a_large_machine_shows_its_corner():
+    drawn = drawing(mw.place("dp:-1, tp:8", "gb200:72x36")).splitlines()
+    assert drawn[0] == "groups of 'tp', a letter each, domain down, gpu across (its corner):"
+    assert len(drawn) == 1 + 16
+    assert {len(line.split()) for line in drawn[1:]} == {32}
+
+
+def test_a_drawing_says_where_the_plane_lies():
+    drawn = drawing(mw.place("fsdp:-1, tp:8", mw.topology("tpu7x:4x4x4", slices=2)))
+    assert drawn.splitlines()[0].endswith("at slice = 0, y = 0, core = 0:")
+
+
+def test_a_scattered_mesh_can_be_drawn():
+    pod, spec = mw.topology("v5e:4x4"), mw.MeshSpec.parse("dp:4, tp:4")
+    mixed = np.random.default_rng(0).permutation(16).reshape(4, 4)
+    drawn = drawing(measure(spec, pod, mixed)).split()[-16:]
+    assert sorted(drawn) == sorted("abcd" * 4)
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "pictures"),
+    [
+        ("fsdp:-1, tp:4", "v5e:16x16", 2),
+        ("dp:2, fsdp:-1, ep:1, tp:8", "v5p:8x8x8", 3),
+        ("dp:-1, tp:8", "gb200:72x4", 2),
+        ("dp:1", "cpu:1", 0),
+    ],
+)
+def test_html_has_one_picture_per_axis_and_fetches_nothing(spec, name, pictures):
+    placed = mw.place(spec, name)
+    page = placed._repr_html_()
+    assert page.count("<svg") == page.count("</svg>") == pictures
+    assert page.count("http") == page.count("http://www.w3.org/2000/svg") == pictures
+    assert "<script" not in page
+    assert html.escape(str(placed).splitlines()[0]) in page
+    for tag in ("div", "table", "figure", "p", "tr", "td"):
+        assert len(re.findall(f"<{tag}[ >]", page)) == page.count(f"</{tag}>")
+
+
+def cells(page):
+    """`(x, y)` of every cell of every picture."""
+    return [
+        [tuple(map(int, at)) for at in re.findall(r'<rect x="(\d+)" y="(\d+)"', picture)]
+        for picture in page.split("<svg")[1:]
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["v5e:4x8", "v5p:4x4x8", "tpu7x:2x2x2", "h100:8x4", "cpu:20", "cpu:5"]
+)
+def test_every_device_of_a_small_machine_is_one_cell(name):
+    placed = mw.place("dp:-1", name)
+    (picture,) = cells(placed._repr_html_())
+    assert len(picture) == len(set(picture)) == placed.topology.num_devices
+    assert "not drawn" not in placed._repr_html_()
+
+
+def test_the_first_group_is_outlined():
+    placed = mw.place("dp:4, tp:4", "v5e:4x4")
+    dp, tp = placed._repr_html_().split("<svg")[1:]
+    assert dp.count("stroke=") == tp.count("stroke=") == 4
+    assert len(set(re.findall(r'fill="([^"]*)"', tp))) == 4
+
+
+@pytest.mark.parametrize("name", ["tpu7x:16x24x24", "v5p:12x12x12", "cpu:100000"])
+def test_a_large_machine_is_drawn_in_part_and_says_so(name):
+    placed = mw.place("dp:-1", name)
+    page = placed._repr_html_()
+    (picture,) = cells(page)
+    left_out = placed.topology.num_devices - len(picture)
+    assert f"{left_out:,} more devices not drawn" in page
+    assert len(set(picture)) == len(picture)  # no cell over another
+    assert len(picture) < 1200
+
+
+def test_html_of_9216_chips_is_small():
+    placed = mw.place("dp:2, fsdp:-1, tp:8", "tpu7x:16x24x24")
+    assert placed.topology.num_chips == 9216
+    assert len(placed._repr_html_().encode()) < 400_000
+
+
+def test_html_escapes_names():
+    placed = mw.place({"<b>": 4, "&": 4}, "v5e:4x4")
+    page = placed._repr_html_()
+    assert "<b>:" not in page
+    assert "&lt;b&gt;" in page
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "slices"),
+    [
+        ("fsdp:-1, tp:4", "v5e:16x16", 1),
+        ("dp:2, fsdp:-1, tp:4", "v5p:4x4x4", 2),
+        ("dp:8", "cpu:8", 1),
+        ("dp:-1, tp:8", "gb200:72x4", 1),
+    ],
+)
+def test_json_round_trips(spec, name, slices):
+    data = mw.place(spec, mw.topology(name, slices=slices)).to_json()
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+
+
+def test_json_holds_what_the_text_says():
+    placed = mw.place("fsdp:-1, tp:4", "v5e:16x16")
+    data = placed.to_json()
+    assert (data["spec"], data["cost_s"]) == ("fsdp:64, tp:4", placed.cost)
+    assert data["runner_up_cost_s"] == placed.runner_up_cost
+    assert data["topology"] == placed.topology.to_json()
+    assert data["axes"][1] == {
+        "name": "tp",
+        "size": 4,
+        "weight": 12.0,
+        "made_of": [
+            {"direction": "x", "factor": 2, "stride": 1},
+            {"direction": "y", "factor": 2, "stride": 1},
+        ],
+        "forms": "ring",
+        "order": "ring",
+        "gb_per_s": 100,
+        "network_gb_per_s": 0,
+        "hops": 1,
+        "slow": 1,
+        "all_gather_1gib_s": placed.axes[1].cost.all_gather,
+        "all_reduce_1gib_s": placed.axes[1].cost.all_reduce,
+    }
+    assert [axis["name"] for axis in data["runner_up"]] == ["fsdp", "tp"]
+
+
+def test_json_of_a_scattered_mesh_is_plain_too():
+    pod, spec = mw.topology("v5e:4x4"), mw.MeshSpec.parse("dp:4, tp:4")
+    mixed = np.random.default_rng(0).permutation(16).reshape(4, 4)
+    data = measure(spec, pod, mixed).to_json()
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+    assert data["axes"][0]["made_of"] == []
+    assert data["runner_up"] == []
