@@ -58,7 +58,8 @@ class MeshCommand:
         placed = placement_of(MeshSpec.parse(self.spec), hardware, self.dcn)
         warn_idle(placed.spec, placed.topology, hardware)
         if self.html is not None:
-            self.html.write_text(screen.page(placed), encoding="utf-8")
+            page = screen.page(str(placed.spec), placed._repr_html_())
+            self.html.write_text(page, encoding="utf-8")
         if self.json:
             print(json.dumps(placed.to_json(), indent=2))
         else:

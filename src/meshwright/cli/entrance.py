@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Union
 
 from meshwright.cli.commands import Devices, MeshCommand
+from meshwright.cli.partition_command import PartitionCommand
 from meshwright.errors import MeshwrightError
 
 
@@ -18,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = Union[  # noqa: UP007
         Annotated[Devices, tyro.conf.subcommand("devices", prefix_name=False)],
         Annotated[MeshCommand, tyro.conf.subcommand("mesh", prefix_name=False)],
+        Annotated[PartitionCommand, tyro.conf.subcommand("partition", prefix_name=False)],
     ]
     command: Any = tyro.cli(
         commands,

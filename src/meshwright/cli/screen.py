@@ -10,7 +10,6 @@ from rich.text import Text
 from meshwright.hardware import Topology
 from meshwright.hardware.show import as_text
 from meshwright.placement import Placement
-from meshwright.placement.page import as_html
 from meshwright.placement.show import drawing
 
 _COLOURS = ("red", "green", "yellow", "blue", "magenta", "cyan")
@@ -47,13 +46,13 @@ def show_placement(placement: Placement) -> None:
         _print(console, _coloured(line))
 
 
-def page(placement: Placement) -> str:
-    """A whole page around a placement's HTML: works offline, readable on a phone."""
+def page(title: str, body: str) -> str:
+    """A whole page around a value's HTML: works offline, readable on a phone."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(str(placement.spec))}</title></head>"
-        f'<body style="margin:16px">{as_html(placement)}</body></html>\n'
+        f"<title>{html.escape(title)}</title></head>"
+        f'<body style="margin:16px">{body}</body></html>\n'
     )
 
 

@@ -26,6 +26,8 @@ def compact_part(topology: Topology, devices: int, slices: int | None = None) ->
     """
     if devices == topology.num_devices:
         return topology
+    if devices < 1:
+        raise TopologyError(f"{devices} devices of {topology.name}: at least 1 is needed.")
     if devices > topology.num_devices:
         raise TopologyError(
             f"Not enough devices: {devices} asked for, {topology.name} has {topology.num_devices}."
@@ -49,7 +51,12 @@ def compact_part(topology: Topology, devices: int, slices: int | None = None) ->
         )
     where = tuple(slice(0, side) for side in best)
     axes = tuple(
-        dataclasses.replace(axis, size=side, wraps=axis.wraps and side == axis.size)
+        dataclasses.replace(
+            axis,
+            size=side,
+            wraps=axis.wraps and side == axis.size,
+            twisted=axis.twisted and best == topology.shape,
+        )
         for axis, side in zip(topology.axes, best, strict=True)
     )
     keep = [d for d, axis in enumerate(axes) if axis.size > 1 or axis.kind == "torus"]

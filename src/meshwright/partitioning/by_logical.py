@@ -54,6 +54,11 @@ def read_names(leaves: Sequence[Leaf], names: Any) -> list[Names | None]:
     extra = sorted(set(by_path) - {leaf.path for leaf in leaves})
     if extra:
         raise PartitionError(f"names: {listing(extra, 4)} is not in the tree of arrays.")
+    for path, value in by_path.items():
+        if not _is_names(value):
+            raise PartitionError(
+                f"names: {path}: {short(value)} is not a tuple such as ('embed', 'mlp')."
+            )
     return [by_path.get(leaf.path) for leaf in leaves]
 
 
@@ -80,18 +85,18 @@ def logical_problems(
     if names is None:
         if leaf.shape:
             yield (
-                f"{leaf.path}: {leaf.shape} has no logical names. Give them with names=..., or "
+                f"{leaf.where}: {leaf.shape} has no logical names. Give them with names=..., or "
                 "create it with metadata (nnx.with_partitioning, nn.with_logical_partitioning)."
             )
         return
     if len(names) != len(leaf.shape):
         yield (
-            f"{leaf.path}: {len(names)} names {tuple(names)} for {len(leaf.shape)} dims "
+            f"{leaf.where}: {len(names)} names {tuple(names)} for {len(leaf.shape)} dims "
             f"{leaf.shape}. Give one name, or None, per dim."
         )
     for dim, name in enumerate(names):
         if name is not None and name not in table:
             yield (
-                f"{leaf.path}: dim {dim}: no rule for logical axis {short(name)}."
+                f"{leaf.where}: dim {dim}: no rule for logical axis {short(name)}."
                 f"{near(str(name), table)} Add it to the table, with None to keep the dim whole."
             )

@@ -4,8 +4,8 @@ Every way to put the weight axes on the dims is scored; axes that do not divide 
 size one are never used. In this order:
 
 1. the fewest bytes per device;
-2. the fewest bytes as the chip stores them, in tiles of 8 rows (of 32 bits) by 128 lanes: cutting
-   a dim below its tile saves nothing;
+2. the least waste as the chip stores it, in tiles of 8 rows (of 32 bits) by 128 lanes: cutting a
+   dim below its tile saves nothing (up to a quarter of waste counts as none);
 3. axes that belong together (`fsdp` and `sp`) on one dim, others on dims of their own;
 4. each axis where it is wanted: tensor axes on the largest dim (the last among equals), expert
    axes on the first, the others on the largest that is left.
@@ -85,7 +85,7 @@ def _score(
         for axis, dim in placed
     )
     order = [-1 if dim is None else dim for dim in owners]
-    return (math.prod(local), _stored(local, bits), spread + crowded, wanted, *order)
+    return (math.prod(local), _waste(local, bits), spread + crowded, wanted, *order)
 
 
 def _eagerness(name: str) -> int:
@@ -93,11 +93,13 @@ def _eagerness(name: str) -> int:
     return 4 if role(name).name == "tensor" else 1
 
 
-def _stored(local: Sequence[int], bits: int) -> int:
-    """Elements of a piece as stored: the last two dims are padded to whole tiles."""
+def _waste(local: Sequence[int], bits: int) -> int:
+    """How much larger a piece is as stored, in doublings: its last two dims fill whole tiles."""
     rows = max(1, 8 * 32 // bits)
-    tiles = [1] * max(0, len(local) - 2) + [rows, 128][-len(local) :] if local else []
-    return math.prod(-(-side // tile) * tile for side, tile in zip(local, tiles, strict=True))
+    tiles = [1] * max(0, len(local) - 2) + [rows, 128][max(0, 2 - len(local)) :]
+    stored = math.prod(-(-side // tile) * tile for side, tile in zip(local, tiles, strict=True))
+    ratio = stored / max(1, math.prod(local))
+    return 0 if ratio < 1.25 else math.ceil(math.log2(ratio))
 
 
 def _spec(axes: tuple[Axis, ...], owners: Sequence[int | None], rank: int) -> PartitionSpec:

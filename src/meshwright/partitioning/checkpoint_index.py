@@ -37,8 +37,9 @@ class Entry:
         return self.text is not None
 
     @property
-    def is_empty(self) -> bool:
-        return not self.is_python and 0 in self.shape
+    def is_on_disk(self) -> bool:
+        """Whether Orbax holds it: Python values and arrays without elements are not there."""
+        return not self.is_python and 0 not in self.shape
 
     @property
     def value(self) -> Any:
@@ -89,7 +90,7 @@ def read_index(folder: Path) -> list[Entry] | None:
         ) from error
     if not known:
         raise PartitionError(
-            f"{file}: format {short(content['format'])} is not {FORMAT}, the one this version reads. "
+            f"{file}: has format {short(content['format'])}, this version reads {FORMAT}. "
             "Restore with the version that wrote it."
         )
     return [_entry(leaf) for leaf in leaves]

@@ -6,7 +6,8 @@ less than a byte as bytes; the type of the target brings them back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -33,12 +34,18 @@ _WIDENED = {
     "float8_e8m0fnu": ("uint8", "uint8"),
 }
 
+Words = tuple[str, ...]
+
 
 def is_key(dtype: Any) -> bool:
-    return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def flatten(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
+def shape_of(shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # type: ignore[no-untyped-call]
+
+
+def flatten(tree: Any) -> list[tuple[Words, Any]]:
     """Every leaf with the words of its path."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [(tuple(path_text((key,)) for key in path), value) for path, value in flat]
@@ -57,27 +64,34 @@ def to_stored(value: Any) -> Any:
 
 def stored_form(target: Any) -> jax.ShapeDtypeStruct:
     """Shape, type and sharding under which the disk's form of a leaf is read."""
-    form = jax.ShapeDtypeStruct(target.shape, target.dtype)
+    form = shape_of(target.shape, target.dtype)
     if is_key(target.dtype) or target.dtype.name in _WIDENED:
         form = jax.eval_shape(_encode, form)
-    return jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=target.sharding)
+    return shape_of(form.shape, form.dtype, target.sharding)
 
 
 def from_stored(stored: jax.Array, target: Any) -> jax.Array:
     """The leaf again, with the type and sharding of the target."""
+    rebuild: Callable[[Any], Any]
     if is_key(target.dtype):
-        impl = _key_impl(target)
-        rebuild = jax.jit(
-            lambda data: jax.random.wrap_key_data(data, impl=impl), out_shardings=target.sharding
-        )
-        return rebuild(stored)
-    if target.dtype.name not in _WIDENED:
+        rebuild = functools.partial(jax.random.wrap_key_data, impl=_key_impl(target.dtype))
+    elif target.dtype.name in _WIDENED:
+        rebuild = functools.partial(_decode, dtype=target.dtype)
+    else:
         return stored
-    _, bits = _WIDENED[target.dtype.name]
-    return jax.jit(lambda x: _decode(x, target.dtype, bits), out_shardings=target.sharding)(stored)
+    placed: jax.Array = jax.jit(rebuild, out_shardings=target.sharding)(stored)
+    return placed
 
 
-def leaf_problems(leaves: Sequence[tuple[tuple[str, ...], Any]]) -> Iterator[str]:
+def empty(target: Any) -> jax.Array:
+    """The form on the disk of an array without elements, which Orbax does not store."""
+    form = stored_form(target)
+    make = functools.partial(jnp.zeros, form.shape, form.dtype)
+    placed: jax.Array = jax.jit(make, out_shardings=form.sharding)()
+    return placed
+
+
+def leaf_problems(leaves: Sequence[tuple[Words, Any]]) -> Iterator[str]:
     """Everything about a tree that keeps it from being saved."""
     if not leaves:
         yield "the tree has no leaves."
@@ -85,7 +99,7 @@ def leaf_problems(leaves: Sequence[tuple[tuple[str, ...], Any]]) -> Iterator[str
     for words, value in leaves:
         path, name = "/".join(words), ".".join(words)
         if path in seen or name in seen:
-            yield f"{path}: a second leaf of this name ({seen.get(name, path)}). Rename one of them."
+            yield f"{path}: has the same name as {seen.get(name, path)}. Rename one of them."
         seen[path] = seen[name] = path
         problem = _value_problem(value)
         if problem:
@@ -98,7 +112,7 @@ def _value_problem(value: Any) -> str:
     if isinstance(value, jax.ShapeDtypeStruct):
         return "is the shape of an array, without values. Save the arrays themselves."
     if not is_array(value):
-        known = type(value).__name__ in PYTHON_TYPES and type(value) in PYTHON_TYPES.values()
+        known = type(value) in PYTHON_TYPES.values()
         return (
             ""
             if known
@@ -136,15 +150,15 @@ def _encode(value: Any) -> Any:
     return value.astype(wide)
 
 
-def _decode(value: Any, dtype: Any, bits: str) -> Any:
+def _decode(value: Any, dtype: Any) -> Any:
+    _, bits = _WIDENED[dtype.name]
     if bits:
         return jax.lax.bitcast_convert_type(value.astype(bits), dtype)
     return value.astype(dtype)
 
 
-def _key_impl(target: Any) -> Any:
+def _key_impl(dtype: Any) -> Any:
     """The generator of a key type, which JAX tells of arrays only: of a traced one, here."""
     found: list[Any] = []
-    shape = jax.ShapeDtypeStruct((), target.dtype)
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)) or key, shape)
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), shape_of((), dtype))
     return found[0]

@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
 from meshwright.errors import LONGEST_MESSAGE, PartitionError
 from meshwright.partitioning.checksums import WORD
+from meshwright.partitioning.specs import make_spec
 
 _LIMBS = (0, 16, 32, 48)  # a sum of 16-bit parts fits 32 bits on up to 65,536 processes
 
@@ -52,8 +53,10 @@ def _over_processes(mine: NDArray[Any], combine: Callable[[Any], Any]) -> NDArra
     """What `combine` makes of the arrays of all processes, stacked; all have the same shape."""
     heads = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([heads[process] for process in sorted(heads)]), ("process",))
-    cut, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["process"], []))
-    stacked = jax.make_array_from_process_local_data(cut, mine[None])
+    cut, whole = (NamedSharding(mesh, make_spec(axes)) for axes in (["process"], []))
+    stacked = jax.make_array_from_process_local_data(  # type: ignore[no-untyped-call]
+        cut, mine[None]
+    )
     return np.asarray(jax.jit(combine, out_shardings=whole)(stacked).addressable_data(0))
 
 

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from meshwright import _compat
 from meshwright.errors import near, short
 from meshwright.partitioning.checkpoint_index import PYTHON_TYPES, Entry, type_text
-from meshwright.partitioning.checkpoint_leaves import is_key, stored_form
+from meshwright.partitioning.checkpoint_leaves import Words, is_key, shape_of, stored_form
 from meshwright.partitioning.leaves import is_array
 from meshwright.partitioning.specs import mesh_axes, problems
 
@@ -23,7 +23,7 @@ FIX = (
 
 
 def target_problems(
-    saved: Mapping[tuple[str, ...], Entry], target: Sequence[tuple[tuple[str, ...], Any]]
+    saved: Mapping[Words, Entry], target: Sequence[tuple[Words, Any]]
 ) -> Iterator[str]:
     """Paths that only one side has, then shapes, types and shardings that do not fit."""
     wanted = {words for words, _ in target}
@@ -63,7 +63,7 @@ def _type_faults(entry: Entry, value: Any) -> Iterator[str]:
     if mine != (entry.dtype, entry.shape) and entry.checksum:
         yield f"saved as {entry}, but the target is {type_text(*mine)}. Make them the same."
     elif not entry.checksum:  # what Orbax knows is the form on the disk
-        form = stored_form(jax.ShapeDtypeStruct(value.shape, value.dtype))
+        form = stored_form(shape_of(value.shape, value.dtype))
         if (str(form.dtype), form.shape) != (entry.dtype, entry.shape):
             yield f"stored as {entry}, but the target is {type_text(*mine)}. Make them the same."
     if not is_key(value.dtype) and jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:

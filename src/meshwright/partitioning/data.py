@@ -93,16 +93,13 @@ def _parts_of(devices: np.ndarray) -> dict[int, list[int]]:
 def _equal_part(
     loaded: dict[int, list[int]], parts: int, process: int, axes: list[str]
 ) -> DataShard:
-    mine = loaded[process]
-    size = len(mine)
-    aligned = all(
-        len(held) == size and held == list(range(held[0], held[0] + size)) and held[0] % size == 0
-        for held in loaded.values()
-    )
-    if not aligned or parts % size:
-        raise PartitionError(
-            f"the batch over {', '.join(axes)} is not cut into equal, contiguous parts per process "
-            f"(process {process} holds {size} of {parts}, out of line). Put the data axes first in "
-            "the mesh, or let them cross the processes."
-        )
-    return DataShard(mine[0] // size, parts // size)
+    # The same for every process, and so is what is said when it does not work out.
+    size = min(len(held) for held in loaded.values())
+    for other, held in sorted(loaded.items()):
+        if parts % size or held[0] % size or held != list(range(held[0], held[0] + size)):
+            raise PartitionError(
+                f"the batch over {', '.join(axes)} is not cut into equal, contiguous parts per "
+                f"process (process {other} holds {listing(held)} of {parts}). Put the data axes "
+                "first in the mesh, or let them cross the processes."
+            )
+    return DataShard(loaded[process][0] // size, parts // size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.errors import PartitionError, listing, near, short
@@ -139,19 +140,18 @@ def _checked(
     uneven: Uneven,
     wrong: list[str],
 ) -> list[PartitionSpec]:
-    seen: dict[Any, PartitionSpec | None] = {}
+    seen: dict[Any, PartitionSpec] = {}
     for place, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
         key = (leaf.shape, spec)
         if key not in seen:
             if uneven == "replicate":
                 spec = without_uneven(leaf.shape, spec, sizes)
-            bad = next(problems(leaf.path, leaf.shape, spec, sizes), None)
-            seen[key] = None if bad else spec
-        good = seen[key]
-        if good is None:
-            wrong.extend(problems(leaf.path, leaf.shape, spec, sizes))
-        else:
-            specs[place] = good
+            bad = list(problems(leaf.path, leaf.shape, spec, sizes))
+            wrong.extend(bad)
+            if bad:
+                continue
+            seen[key] = spec
+        specs[place] = seen[key]
     refuse("partition", wrong)
     return specs
 
@@ -175,7 +175,7 @@ def _by_rules(
     for leaf, spec in zip(leaves, specs, strict=True):
         if spec is None and unmatched == "error" and leaf.shape:
             wrong.append(
-                f"{leaf.path}: {leaf.shape} matches no rule. Add one, e.g. ('**', None), or pass "
+                f"{leaf.where}: {leaf.shape} matches no rule. Add one, e.g. ('**', None), or pass "
                 "unmatched='replicate' or 'shape'."
             )
         if spec is None:
@@ -200,10 +200,16 @@ def _by_logical(
 def _by_shape(
     sizes: dict[str, int], axes: Sequence[str] | None, min_shard_size: int, stacked: Any
 ) -> Callable[[Leaf], PartitionSpec]:
-    for axis in axes or ():
+    if axes is not None and not isinstance(axes, (list, tuple)):
+        raise PartitionError(f"axes: {short(axes)} is not a list of mesh axes, e.g. ['fsdp'].")
+    for place, axis in enumerate(axes or ()):
         if axis not in sizes:
             hint = near(axis, sizes) if isinstance(axis, str) else ""
             raise PartitionError(f"axes: no mesh axis {short(axis)} in {listing(sizes)}.{hint}")
+        if axes and axis in axes[:place]:
+            raise PartitionError(f"axes: {axis!r} appears twice. Name it once.")
+    if not isinstance(min_shard_size, (int, np.integer)):
+        raise PartitionError(f"min_shard_size: {short(min_shard_size)} is not a count of elements.")
     usable = weight_axes(sizes, axes)
 
     def by_shape(leaf: Leaf) -> PartitionSpec:

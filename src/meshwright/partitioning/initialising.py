@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from meshwright.errors import PartitionError, short
 from meshwright.partitioning.decide import decide
-from meshwright.partitioning.leaves import is_array, refuse, walk
+from meshwright.partitioning.leaves import refuse, walk
 from meshwright.partitioning.matching import match_specs
 from meshwright.partitioning.specs import mesh_axes, problems
 
@@ -32,10 +32,19 @@ def init(fn: Callable[..., Any], *args: Any, mesh: Mesh, specs: Any = None, **op
     sizes = mesh_axes(mesh)
     if not isinstance(mesh, Mesh):
         raise PartitionError("init computes: it needs a Mesh of devices, not an AbstractMesh.")
-    shapes = jax.eval_shape(fn, *args)
-    found = walk(shapes)
+    trees: list[Any] = []
+
+    def arrays(*args: Any) -> list[Any]:
+        """The arrays alone; the tree they stand in, with shapes for them, goes to `trees`."""
+        made = walk(fn(*args))
+        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in made.arrays]  # type: ignore[no-untyped-call]
+        trees.append(made.rebuild(shapes))
+        return [leaf.value for leaf in made.arrays]
+
+    jax.eval_shape(arrays, *args)
+    found = walk(trees[0])
     if specs is None:
-        per_leaf = decide(found, mesh, tree=shapes, **options)
+        per_leaf = decide(found, mesh, tree=trees[0], **options)
     else:
         per_leaf = match_specs(found, specs)
         refuse(
@@ -46,7 +55,5 @@ def init(fn: Callable[..., Any], *args: Any, mesh: Mesh, specs: Any = None, **op
                 for problem in problems(leaf.path, leaf.shape, spec, sizes)
             ],
         )
-    shardings = found.rebuild([NamedSharding(mesh, spec) for spec in per_leaf])
-    if not all(is_array(leaf) for leaf in found.leaves):
-        raise PartitionError("init: the function returns leaves that are no arrays; return arrays.")
-    return jax.jit(fn, out_shardings=shardings)(*args)
+    shardings = [NamedSharding(mesh, spec) for spec in per_leaf]
+    return found.rebuild(jax.jit(arrays, out_shardings=shardings)(*args))

@@ -25,6 +25,11 @@ class Leaf(NamedTuple):
     value: Any
 
     @property
+    def where(self) -> str:
+        """The path, in words when the tree is one array."""
+        return self.path or "(the array)"
+
+    @property
     def size(self) -> int:
         return math.prod(self.shape)
 

@@ -16,6 +16,8 @@ def match_specs(found: Walk, specs: Any) -> list[PartitionSpec]:
     if isinstance(specs, PartitionSpec):
         return [specs] * len(found.arrays)
     flat, treedef = jax.tree_util.tree_flatten_with_path(specs, is_leaf=_is_spec)
+    if treedef != found.treedef:  # a None in place of a spec is named, one beside arrays is fine
+        flat, treedef = jax.tree_util.tree_flatten_with_path(specs, is_leaf=_is_spec_or_none)
     if treedef != found.treedef:
         raise PartitionError(
             f"specs: the tree differs from the arrays' tree. {_difference(found, flat)}"
@@ -25,14 +27,18 @@ def match_specs(found: Walk, specs: Any) -> list[PartitionSpec]:
     for leaf, spec in zip(found.arrays, chosen, strict=True):
         if not isinstance(spec, PartitionSpec):
             raise PartitionError(
-                f"specs: {leaf.path}: {short(spec)} is not a PartitionSpec. "
+                f"specs: {leaf.where}: {short(spec)} is not a PartitionSpec. "
                 "Use PartitionSpec() for an array that stays whole."
             )
     return chosen
 
 
 def _is_spec(value: Any) -> bool:
-    return value is None or isinstance(value, PartitionSpec)
+    return isinstance(value, PartitionSpec)
+
+
+def _is_spec_or_none(value: Any) -> bool:
+    return value is None or _is_spec(value)
 
 
 def _difference(found: Walk, flat: list[tuple[Any, Any]]) -> str:
@@ -40,10 +46,10 @@ def _difference(found: Walk, flat: list[tuple[Any, Any]]) -> str:
     whole, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(found.treedef, found.leaves))
     ours = [path_text(path) for path, _ in whole]
     theirs = [path_text(path) for path, _ in flat]
-    for path in ours:
-        if path not in set(theirs):
-            return f"First difference: {path!r} has no spec."
-    for path in theirs:
-        if path not in set(ours):
-            return f"First difference: {path!r} has a spec but is not in the tree."
+    missing, extra = set(ours) - set(theirs), set(theirs) - set(ours)
+    if missing:
+        return f"First difference: {next(p for p in ours if p in missing)!r} has no spec."
+    if extra:
+        first = next(path for path in theirs if path in extra)
+        return f"First difference: {first!r} has a spec but is not in the tree."
     return "They have the same leaves in containers of different kinds."

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from meshwright.partitioning.leaves import Leaf, path_text
 
@@ -41,10 +42,12 @@ def _names(value: Any) -> tuple[str | None, ...] | None:
     kind = type(value)
     if not any(base.__module__.startswith("flax") for base in kind.__mro__):
         return None
-    for source in (_metadata(value), getattr(value, "__dict__", {})):
+    # A module may have an attribute `names` of its own; only boxes can be unboxed.
+    fields = getattr(value, "__dict__", {}) if hasattr(value, "unbox") else {}
+    for source in (_metadata(value), fields):
         for key in ("names", "sharding_names", "out_sharding", "sharding"):
             found = source.get(key) if isinstance(source, dict) else None
-            if isinstance(found, (tuple, list)) and all(
+            if isinstance(found, (tuple, list, PartitionSpec)) and all(
                 entry is None or isinstance(entry, str) for entry in found
             ):
                 return tuple(found)

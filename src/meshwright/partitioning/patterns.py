@@ -12,7 +12,6 @@ from meshwright.errors import PartitionError, short
 _REGULAR = re.compile(r"[\^$()|+\\\[\]{}]|\.\*|\.\?")
 
 
-@functools.lru_cache(maxsize=4096)
 def compile_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
     """A pattern as a regular expression to be searched in a path.
 
@@ -27,31 +26,29 @@ def compile_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
     >>> bool(compile_pattern("(wq|wk)$").search("layers/0/attn/wq"))
     True
     """
-    if isinstance(pattern, re.Pattern):
+    if isinstance(pattern, re.Pattern) and isinstance(pattern.pattern, str):
         return pattern
     if not isinstance(pattern, str) or not pattern:
         raise PartitionError(f"pattern {short(pattern)} is not a string or a compiled expression.")
+    return _compile(pattern)
+
+
+@functools.lru_cache(maxsize=4096)
+def _compile(pattern: str) -> re.Pattern[str]:
     if _REGULAR.search(pattern):
         try:
             return re.compile(pattern)
         except re.error as error:
             raise PartitionError(f"pattern {short(pattern)} does not compile: {error}.") from error
-    anchor = "^" if pattern.startswith("/") else "(?:^|/)"
-    return re.compile(anchor + _glob(pattern.strip("/")) + "$")
+    anchor = "^" if pattern.startswith("/") else ""
+    return re.compile(anchor + "".join(map(_glob_word, pattern.strip("/").split("/"))) + "$")
 
 
-def _glob(pattern: str) -> str:
-    words = pattern.split("/")
-    text = ""
-    for place, word in enumerate(words):
-        last = place == len(words) - 1
-        if word == "**":
-            text += "(?:[^/]+(?:/[^/]+)*)?" if last else "(?:[^/]+/)*"
-            continue
-        text += re.escape(word).replace(r"\*", "[^/]*").replace(r"\?", "[^/]")
-        if not last:
-            text += "/?" if words[place + 1 :] == ["**"] else "/"
-    return text
+def _glob_word(word: str) -> str:
+    """A word with the slash before it, which the first word of a path does not have."""
+    if word == "**":
+        return "(?:(?:^|/)[^/]+)*"
+    return "(?:^|/)" + re.escape(word).replace(r"\*", "[^/]*").replace(r"\?", "[^/]")
 
 
 def matches(pattern: Any, path: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from meshwright.errors import PartitionError, short
 from meshwright.partitioning.decide import decide
@@ -74,15 +74,17 @@ def _specs(
     if options:
         raise PartitionError(f"{', '.join(options)}: options of partition, but specs were given.")
     per_leaf = match_specs(found, specs)
-    if not local:
-        refuse(
-            "shard",
-            [
-                problem
-                for leaf, spec in zip(found.arrays, per_leaf, strict=True)
-                for problem in problems(leaf.path, leaf.shape, spec, sizes)
-            ],
-        )
+    refuse(
+        "shard",
+        [
+            problem
+            for leaf, spec in zip(found.arrays, per_leaf, strict=True)
+            # Parts say nothing of the whole dims, which is what must divide: zero always does.
+            for problem in problems(
+                leaf.path, (0,) * len(leaf.shape) if local else leaf.shape, spec, sizes
+            )
+        ],
+    )
     return per_leaf
 
 
@@ -93,28 +95,55 @@ def check_values(leaves: Sequence[Leaf], narrow: Narrow) -> None:
         value = leaf.value
         if isinstance(value, jax.core.Tracer):
             wrong.append(
-                f"{leaf.path}: a tracer. Under jit use jax.lax.with_sharding_constraint with the "
+                f"{leaf.where}: a tracer. Under jit use jax.lax.with_sharding_constraint with the "
                 "specs of partition, or jit's in_shardings."
             )
         elif isinstance(value, jax.Array):
             if value.is_deleted():
                 wrong.append(
-                    f"{leaf.path}: the array was deleted or donated. Use the one it went into."
+                    f"{leaf.where}: the array was deleted or donated. Use the one it went into."
                 )
-        elif narrow == "error" and not isinstance(value, jax.ShapeDtypeStruct):
-            kept = jax.dtypes.canonicalize_dtype(leaf.dtype)
-            if kept != leaf.dtype:
+        elif not isinstance(value, jax.ShapeDtypeStruct):
+            kept = _kept(leaf)
+            if kept is None:
                 wrong.append(
-                    f"{leaf.path}: {leaf.dtype} would become {kept}. Convert it, enable "
+                    f"{leaf.where}: {type(value).__name__} of {leaf.dtype} cannot be placed. "
+                    "Make it an array of numbers first."
+                )
+            elif narrow == "error" and kept != leaf.dtype:
+                wrong.append(
+                    f"{leaf.where}: {leaf.dtype} would become {kept}. Convert it, enable "
                     "jax_enable_x64, or pass narrow='convert'."
                 )
     refuse("shard", wrong)
+
+
+def _kept(leaf: Leaf) -> Any:
+    """The dtype a leaf has once placed; None for text, objects and masked arrays."""
+    if isinstance(leaf.value, (jax.Array, jax.ShapeDtypeStruct)):
+        return leaf.dtype
+    numeric = any(
+        jax.numpy.issubdtype(leaf.dtype, kind)
+        for kind in (np.number, np.bool_, jax.dtypes.prng_key)
+    )
+    if not numeric or isinstance(leaf.value, np.ma.MaskedArray):
+        return None
+    return jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
 
 
 def put(
     leaves: Sequence[Leaf], shardings: Sequence[NamedSharding], local: bool = False
 ) -> list[Any]:
     """Place checked leaves: one call for all that a single process holds."""
+    refuse(
+        "shard",
+        [
+            f"{leaf.where}: {to.spec} leaves a dim unconstrained, which only jit can decide. Use "
+            "None, or an axis."
+            for leaf, to in zip(leaves, shardings, strict=True)
+            if PartitionSpec.UNCONSTRAINED in tuple(to.spec)
+        ],
+    )
     if shardings and isinstance(shardings[0].mesh, AbstractMesh):
         return [_abstract(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
     results: list[Any] = [None] * len(leaves)
@@ -123,9 +152,7 @@ def put(
         if isinstance(leaf.value, jax.ShapeDtypeStruct):
             results[place] = _abstract(leaf, sharding)
         elif isinstance(leaf.value, FromCallback):
-            results[place] = jax.make_array_from_callback(
-                leaf.shape, sharding, leaf.value.fn, dtype=leaf.dtype
-            )
+            results[place] = _called(leaf, sharding)
         elif local:
             results[place] = jax.make_array_from_process_local_data(  # type: ignore[no-untyped-call]
                 sharding, leaf.value
@@ -141,13 +168,26 @@ def put(
 
 
 def _abstract(leaf: Leaf, sharding: NamedSharding) -> Any:
-    if isinstance(leaf.value, (jax.ShapeDtypeStruct, FromCallback)) or isinstance(
-        sharding.mesh, AbstractMesh
-    ):
-        return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
-            leaf.shape, leaf.dtype, sharding=sharding
-        )
-    return leaf.value
+    return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+        leaf.shape, _kept(leaf), sharding=sharding
+    )
+
+
+def _called(leaf: Leaf, sharding: NamedSharding) -> Any:
+    """An array whose pieces a function makes, each checked as it comes."""
+    local, kept = sharding.shard_shape(leaf.shape), _kept(leaf)
+
+    def piece(index: Any) -> Any:
+        made = leaf.value.fn(index)
+        shape, dtype = getattr(made, "shape", None), getattr(made, "dtype", None)
+        if shape != local or dtype not in (kept, leaf.dtype):
+            raise PartitionError(
+                f"{leaf.where}: the function gave {dtype} {shape} for the piece at {short(index)}, "
+                f"which is {leaf.dtype} {local}. Return that part of the array."
+            )
+        return made
+
+    return jax.make_array_from_callback(leaf.shape, sharding, piece, dtype=kept)
 
 
 def _across(leaf: Leaf, sharding: NamedSharding) -> Any:
@@ -159,4 +199,7 @@ def _across(leaf: Leaf, sharding: NamedSharding) -> Any:
         return reshard(value, sharding.mesh, sharding.spec)
     keys = isinstance(value, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     host = value if keys else np.asarray(value)
-    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: host[index])
+    # The dtype is for processes that hold no piece and so have nothing to read it from.
+    return jax.make_array_from_callback(
+        leaf.shape, sharding, lambda index: host[index], dtype=_kept(leaf)
+    )

@@ -155,6 +155,6 @@ def short_dtype(dtype: Any) -> str:
     """
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return str(dtype)
-    name = np.dtype(dtype).name
+    name = str(np.dtype(dtype).name)
     head = name.rstrip("0123456789")
     return _SHORT[head] + name[len(head) :] if head in _SHORT else name

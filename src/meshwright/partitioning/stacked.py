@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from meshwright.errors import PartitionError, short
 from meshwright.partitioning.patterns import matches
 
 # Words that name a stack when no layer number follows them.
@@ -19,6 +20,8 @@ def is_stacked(path: str, rank: int, stacked: str | Sequence[str] | bool | None)
     >>> is_stacked("layers/mlp/up", 3, None), is_stacked("layers/0/mlp/up", 2, None)
     (True, False)
     """
+    if not isinstance(stacked, (str, list, tuple, bool, type(None))):
+        raise PartitionError(f"stacked: {short(stacked)} is not a pattern or a list of patterns.")
     if rank < 2 or stacked is False:
         return False
     if stacked is None or stacked is True:

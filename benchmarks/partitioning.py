@@ -1,0 +1,203 @@
+"""Deciding and placing: ours, one bare `jax.device_put`, and eformer's helper when installed.
+
+    python benchmarks/partitioning.py
+
+For the comparison with eformer run it where both are installed, from one environment of its own:
+`pip install eformer`, then `PYTHONPATH=src python benchmarks/partitioning.py`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+import meshwright as mw
+from meshwright._tables import duration, table
+from meshwright.partitioning.show import amount
+from meshwright.partitioning.specs import problems
+
+Shape = jax.ShapeDtypeStruct
+
+
+def main() -> None:
+    jax.config.update("jax_num_cpu_devices", 256)
+    placing()
+    deciding()
+    sizes()
+
+
+def placing() -> None:
+    """4,000 leaves placed: the helper against one bare transfer of the same tree."""
+    mesh = mw.mesh("fsdp:4, tp:2", devices=jax.devices()[:8])
+    rng = np.random.default_rng(0)
+    sides = [(1024, 8), (8, 1024), (2048, 4), (4096,), (1024, 16)]
+    tree = {f"l{i}": rng.random(sides[i % 5], np.float32) for i in range(4000)}
+    helper = mw.MeshPartitionHelper(mesh)
+    shardings = {
+        name: NamedSharding(
+            mesh, helper.create_partition_spec(x.shape, helper._suggest_methods(x.shape))
+        )
+        for name, x in tree.items()
+    }
+    calls: dict[str, Callable[[], Any]] = {
+        "jax.device_put, one call": lambda: jax.device_put(tree, shardings),
+        "meshwright auto_shard_pytree": lambda: helper.auto_shard_pytree(tree),
+    }
+    theirs = _eformer_helper(mesh)
+    if theirs is not None:
+        calls["eformer auto_shard_pytree"] = lambda: theirs.auto_shard_pytree(tree)
+    times = {name: _median(call, 3 if "eformer" in name else 7) for name, call in calls.items()}
+    ours, bare = times["meshwright auto_shard_pytree"], times["jax.device_put, one call"]
+    print("4,000 leaves placed on 8 simulated devices")
+    rows = [["way", "time", "of the bare call", "of ours"]]
+    for name, seconds in times.items():
+        rows.append([name, duration(seconds), f"{seconds / bare:.2f}", f"{seconds / ours:.2f}"])
+    print(table(rows, [False, True, True, True]), "\n")
+
+
+def deciding() -> None:
+    """Specs alone."""
+    mesh = mw.mesh("fsdp:4, tp:2", devices=jax.devices()[:8])
+    many = {f"l{i}": {"w": Shape((1024 + i % 1000 * 8, 4096), "float32")} for i in range(100_000)}
+    few = {name: many[name] for name in list(many)[:1000]}
+    large = mw.abstract_mesh("dp:100, fsdp:125, tp:8")
+    rows = [["specs for", "time"]]
+    for name, call in {
+        "100,000 leaves, by shape": lambda: mw.partition(many, mesh),
+        "100,000 leaves, by rules": lambda: mw.partition(many, mesh, rules=[("*/w", ("fsdp",))]),
+        "1,000 leaves on 100,000 abstract devices": lambda: mw.partition(few, large),
+    }.items():
+        rows.append([name, duration(_median(call, 3))])
+    print(table(rows, [False, True]), "\n")
+
+
+def sizes() -> None:
+    """Bytes per device of the specs chosen by shape."""
+    theirs_installed = importlib.util.find_spec("eformer") is not None
+    rows = [
+        ["model", "mesh", "whole", "ours, a device", "eformer's", "eformer's that cannot be placed"]
+    ]
+    for name, tree in models().items():
+        for spec in ("fsdp:8, tp:4", "fsdp:16, tp:8", "fsdp:4, sp:2, tp:4", "fsdp:8, ep:8, tp:4"):
+            size = mw.MeshSpec.parse(spec).size
+            mesh = mw.mesh(spec, devices=jax.devices()[:size])
+            axes = [axis for axis in ("fsdp", "sp", "ep", "tp") if axis in mesh.axis_names]
+            report = mw.describe(tree, mesh, axes=axes)
+            bytes_theirs, unplaceable = "-", "-"
+            if theirs_installed:
+                found, wrong = _eformer_bytes(tree, mesh)
+                bytes_theirs, unplaceable = amount(found), f"{wrong} of {len(report.rows)}"
+            rows.append(
+                [
+                    name,
+                    spec,
+                    amount(report.bytes),
+                    amount(report.device_bytes),
+                    bytes_theirs,
+                    unplaceable,
+                ]
+            )
+    print(table(rows, [False, False, True, True, True, True]))
+
+
+def models() -> dict[str, Any]:
+    """Parameter trees as shapes."""
+    return {
+        "dense 8B": _dense(32, 4096, 14336, 128256, 1024),
+        "dense 70B": _dense(80, 8192, 28672, 128256, 1024),
+        "experts 8x7B": _experts(32, 4096, 14336, 32000, 8),
+        "convolutional": _convolutional(),
+    }
+
+
+def _dense(layers: int, width: int, hidden: int, words: int, kv: int) -> Any:
+    def b(*s: int) -> Shape:
+        return Shape(s, jnp.bfloat16)
+
+    layer = {
+        "attn": {"q": b(width, width), "k": b(width, kv), "v": b(width, kv), "o": b(width, width)},
+        "mlp": {"gate": b(width, hidden), "up": b(width, hidden), "down": b(hidden, width)},
+        "norm1": b(width),
+        "norm2": b(width),
+    }
+    return {
+        "embed": b(words, width),
+        "layers": [layer] * layers,
+        "norm": b(width),
+        "head": b(width, words),
+    }
+
+
+def _experts(layers: int, width: int, hidden: int, words: int, experts: int) -> Any:
+    tree = _dense(layers, width, hidden, words, 1024)
+    shape = (experts, width, hidden)
+    moe = {
+        "router": Shape((width, experts), jnp.float32),
+        "up": Shape(shape, jnp.bfloat16),
+        "gate": Shape(shape, jnp.bfloat16),
+        "down": Shape((experts, hidden, width), jnp.bfloat16),
+    }
+    tree["layers"] = [{**layer, "mlp": moe} for layer in tree["layers"]]
+    return tree
+
+
+def _convolutional() -> Any:
+    tree, channels = {"stem": Shape((7, 7, 3, 64), jnp.float32)}, 64
+    for stage, (blocks, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512))):
+        for block in range(blocks):
+            name = f"stage{stage}/block{block}"
+            tree[f"{name}/in"] = Shape((1, 1, channels, width), jnp.float32)
+            tree[f"{name}/mid"] = Shape((3, 3, width, width), jnp.float32)
+            tree[f"{name}/out"] = Shape((1, 1, width, 4 * width), jnp.float32)
+            tree[f"{name}/scale"] = Shape((4 * width,), jnp.float32)
+            channels = 4 * width
+    return {**tree, "head": Shape((2048, 1000), jnp.float32)}
+
+
+def _eformer_helper(mesh: Any) -> Any:
+    if importlib.util.find_spec("eformer") is None:
+        return None
+    from eformer.escale import MeshPartitionHelper
+
+    return MeshPartitionHelper(mesh)
+
+
+def _eformer_bytes(tree: Any, mesh: Any) -> tuple[int, int]:
+    """Bytes per device of eformer's specs; entries that do not divide count as whole there."""
+    helper = _eformer_helper(mesh)
+    axes, total, wrong = dict(mesh.shape), 0, 0
+    for leaf in jax.tree.leaves(tree):
+        spec = helper.create_partition_spec(leaf.shape, helper._suggest_methods(leaf.shape))
+        bad = any(problems("", leaf.shape, spec, axes))
+        wrong += bad
+        report = mw.describe(
+            {"x": leaf},
+            mesh,
+            {"x": mw.partition({"x": leaf}, mesh, rules=[("x", spec)], uneven="replicate")["x"]},
+        )
+        total += report.device_bytes
+    return total, wrong
+
+
+def _median(call: Callable[[], Any], times: int) -> float:
+    seen = []
+    for _ in range(times):
+        start = time.perf_counter()
+        jax.block_until_ready([x for x in jax.tree.leaves(call()) if isinstance(x, jax.Array)])
+        seen.append(time.perf_counter() - start)
+    return statistics.median(seen)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""`reshard(...)`: a tree of arrays from any meshes and splits to another, checked first."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from meshwright.partitioning.agreement import agree
+from meshwright.partitioning.boxes import in_one_piece, in_place
+from meshwright.partitioning.crossing import bring, needs
+from meshwright.partitioning.donating import free_to_go, give_up
+from meshwright.partitioning.leaves import refuse, walk
+from meshwright.partitioning.movable import plan, spans_processes
+from meshwright.partitioning.moves import Move, held
+from meshwright.partitioning.pieces import build
+from meshwright.partitioning.specs import AnyMesh
+
+# Arrays are moved in batches: small ones together, for speed, large ones alone, for memory.
+_LARGEST_BATCH = 64 * 2**20
+_SMALLEST_BATCH = 4 * 2**20
+
+
+def reshard(tree: Any, mesh: AnyMesh, specs: Any, *, donate: bool = False) -> Any:
+    """The tree with every array on `mesh`, split by `specs`; other leaves pass through.
+
+    No bit changes. Arrays may come from any mesh, split, single device or from host memory, and go to fewer, more
+    or other devices. `specs` is a tree of `PartitionSpec`s, a prefix of one, or one spec for all.
+    An array that already lies as asked is not copied. `donate=True` gives up the arrays as they
+    are moved, so that little more than one of them exists twice; one whose memory is shared with
+    another live array is left alone.
+
+    In several processes all call it with the same global arrays. A process that holds no part of
+    an array passes the global array without shards, as JAX makes it, or a
+    `jax.ShapeDtypeStruct(shape, dtype, sharding=...)`; host arrays must be equal everywhere.
+    What cannot be done is refused with the same words in each.
+
+    >>> import jax, numpy as np, meshwright as mw
+    >>> from jax.sharding import PartitionSpec as P
+    >>> from meshwright.partitioning.moving import reshard
+    >>> train, serve = mw.mesh("fsdp:8"), mw.mesh("tp:2", devices=jax.devices()[:2])
+    >>> params = {"w": jax.device_put(np.ones((8, 8)), jax.NamedSharding(train, P("fsdp")))}
+    >>> reshard(params, serve, P(None, "tp"))["w"].sharding.shard_shape((8, 8))
+    (8, 4)
+    """
+    found = walk(tree)
+    planned = plan(tree, found, mesh, specs)
+    problems: Sequence[str] = planned.problems
+    if spans_processes(found, mesh):
+        problems = agree(problems, planned.moves)
+    refuse("reshard", problems)
+    with _as_asked(planned.moves):
+        moved = _all(planned.moves, donate)
+    return found.rebuild(
+        [finish(value) for finish, value in zip(planned.finish, moved, strict=True)]
+    )
+
+
+def _all(moves: Sequence[Move], donate: bool) -> list[jax.Array]:
+    """One result per move; what the tree holds twice is moved once."""
+    places: dict[tuple[int, NamedSharding], int] = {}
+    which = [places.setdefault((id(move.value), move.target), len(places)) for move in moves]
+    once: list[Move] = []
+    for move, place in zip(moves, which, strict=True):
+        if place == len(once):
+            once.append(move)
+    free = free_to_go(once) if donate else [False] * len(once)
+    results: list[jax.Array] = []
+    for batch in batches(once):
+        values = move_batch(batch)
+        for move, value in zip(batch, values, strict=True):
+            if free[len(results)]:
+                give_up(move, value)
+            results.append(value)
+    return [results[place] for place in which]
+
+
+def batches(moves: Sequence[Move]) -> Iterator[list[Move]]:
+    """In order; a batch is no larger than the largest array, within reason."""
+    largest = max((move.bytes for move in moves), default=0)
+    room = min(_LARGEST_BATCH, max(_SMALLEST_BATCH, largest))
+    batch: list[Move] = []
+    filled = 0
+    for move in moves:
+        if batch and filled + move.bytes > room:
+            yield batch
+            batch, filled = [], 0
+        batch.append(move)
+        filled += move.bytes
+    if batch:
+        yield batch
+
+
+def move_batch(batch: Sequence[Move]) -> list[jax.Array]:
+    """Move arrays together, and wait for them: what is on its way stays bounded."""
+    results: dict[int, jax.Array] = {n: kept(move) for n, move in enumerate(batch) if stays(move)}
+    copied = [n for n, move in enumerate(batch) if n not in results and copies_whole(move)]
+    puts = jax.device_put([batch[n].value for n in copied], [batch[n].target for n in copied])
+    results.update(zip(copied, puts, strict=True))
+    rest = [n for n in range(len(batch)) if n not in results]
+    results.update(zip(rest, assemble([batch[n] for n in rest]), strict=True))
+    ready = [results[n] for n in range(len(batch))]
+    jax.block_until_ready(ready)  # type: ignore[no-untyped-call]
+    return ready
+
+
+def stays(move: Move) -> bool:
+    """Whether every device already holds what it shall."""
+    return (
+        move.source is not None
+        and isinstance(move.value, jax.Array)
+        and in_place(move.source, move.target, move.shape)
+    )
+
+
+def kept(move: Move) -> jax.Array:
+    """The same memory under the new sharding."""
+    if move.source == move.target:
+        value: jax.Array = move.value
+        return value
+    wanted = move.target.addressable_devices
+    data = [shard.data for shard in move.value.addressable_shards if shard.device in wanted]
+    return jax.make_array_from_single_device_arrays(move.shape, move.target, data, dtype=move.dtype)
+
+
+def copies_whole(move: Move) -> bool:
+    """Whether `jax.device_put` keeps to the devices, with no detour through host memory.
+
+    It does between equal sets of devices, by a compiled program (on CPUs slower than copying),
+    and for shards that only change their device. It fails for arrays without elements. Its own
+    `donate=True` is not used: between CPU devices it leaves an array that crashes when touched
+    (jax 0.10 to 0.12).
+    """
+    if move.source is None or not move.bytes or not isinstance(move.value, jax.Array):
+        return False
+    if move.source.device_set == move.target.device_set:
+        return isinstance(move.source, NamedSharding) and not _on_cpu(move.target)
+    here = move.source.is_fully_addressable and move.target.is_fully_addressable
+    return here and in_one_piece(move.source, move.target, move.shape)
+
+
+def assemble(moves: Sequence[Move]) -> list[jax.Array]:
+    """Build each array's shards from pieces, those of other processes included."""
+    shards = [held(move) for move in moves]
+    crossing = jax.process_count() > 1 and any(needs(move) for move in moves)
+    arrived = bring(moves, shards) if crossing else [{}] * len(moves)
+    return [build(*parts) for parts in zip(moves, shards, arrived, strict=True)]
+
+
+def _on_cpu(target: NamedSharding) -> bool:
+    devices: set[Any] = target.device_set
+    return all(device.platform == "cpu" for device in devices)
+
+
+@contextlib.contextmanager
+def _as_asked(moves: Sequence[Move]) -> Iterator[None]:
+    """Transfers are what was asked for; 64-bit arrays stay so whatever JAX is set to."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.transfer_guard("allow"))
+        if any(move.dtype.itemsize >= 8 for move in moves):
+            stack.enter_context(jax.enable_x64(True))
+        yield
