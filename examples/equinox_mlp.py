@@ -15,8 +15,7 @@ import meshwright as mw
 
 VOCAB, WIDTH, HIDDEN, LAYERS, STEPS = 512, 256, 1024, 2, 10
 
-# Equinox keeps a linear layer's weight as (out, in). First match wins; a pattern is matched
-# against the end of the path, `layers/0/up/weight`.
+# First match wins; patterns match the end of a path, `layers/0/up/weight`, which is (out, in).
 RULES = [
     ("embed/weight", (("fsdp", "tp"),)),
     ("up/weight", ("tp", "fsdp")),
@@ -27,18 +26,16 @@ RULES = [
 
 
 class Block(eqx.Module):
-    norm: eqx.nn.RMSNorm
     up: eqx.nn.Linear
     down: eqx.nn.Linear
 
     def __init__(self, key: jax.Array):
         up, down = jax.random.split(key)
-        self.norm = eqx.nn.RMSNorm(WIDTH)
         self.up = eqx.nn.Linear(WIDTH, HIDDEN, key=up)
         self.down = eqx.nn.Linear(HIDDEN, WIDTH, key=down)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return x + self.down(jax.nn.gelu(self.up(self.norm(x))))
+        return x + self.down(jax.nn.gelu(self.up(x)))
 
 
 class Model(eqx.Module):
@@ -70,12 +67,10 @@ def main() -> None:
     sharded = mw.shard(model, mesh, rules=RULES)  # leaves that are no arrays pass through
     got = train(sharded, mw.shard(tokens, mesh, P(("dp", "fsdp"))))
     print(f"loss after {STEPS} steps: {got[1]:.6f} on 8 devices, {expected[1]:.6f} on one")
-    print(f"layers/0/up is {got[0].layers[0].up.weight.sharding.spec}")
     compare(got, expected)
 
 
 def train(model: Model, tokens: jax.Array) -> tuple[Model, float]:
-    """Gradient descent on the arrays of the model; the rest is put aside."""
     params, static = eqx.partition(model, eqx.is_array)
     tx = optax.sgd(0.1, momentum=0.9)
     state = tx.init(params)
@@ -99,9 +94,9 @@ def train(model: Model, tokens: jax.Array) -> tuple[Model, float]:
 
 def compare(got, expected) -> None:
     """Stop unless both runs agree to float32's precision."""
-    got, expected = eqx.filter((got, expected), eqx.is_array_like)
+    got, expected = eqx.filter((got, expected), eqx.is_inexact_array_like)
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        if np.abs(np.subtract(ours, theirs)).max() > 1e-5 * np.abs(theirs).max():
+        if not np.abs(np.subtract(ours, theirs)).max() <= 1e-5 * np.abs(theirs).max():
             raise SystemExit("the sharded run disagrees with the one on a single device")
 
 

@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from meshwright.partitioning import init as init
     from meshwright.partitioning import partition as partition
     from meshwright.partitioning import partition_like as partition_like
+    from meshwright.partitioning import reshard as reshard
+    from meshwright.partitioning import restore_checkpoint as restore_checkpoint
+    from meshwright.partitioning import save_checkpoint as save_checkpoint
     from meshwright.partitioning import shard as shard
     from meshwright.partitioning import shard_like as shard_like
     from meshwright.partitioning import shardings as shardings
@@ -101,6 +104,9 @@ _ROOMS = {
         "init",
         "partition",
         "partition_like",
+        "reshard",
+        "restore_checkpoint",
+        "save_checkpoint",
         "shard",
         "shard_like",
         "shardings",

@@ -118,6 +118,8 @@ def as_one(folder: Path) -> dict:
         "exists": refused(save_checkpoint, place, saved),
         "local": refused(save_checkpoint, place, {"w": jax.numpy.ones(3)}, overwrite=True),
     }
+    local = {**target, "w": jax.numpy.ones((64, 64))}
+    report["local target"] = refused(restore_checkpoint, place, local)
     # The second process alone: what it cannot do, all of them must hear of.
     shape = jax.ShapeDtypeStruct((64 + jax.process_index(), 64), "float32", sharding=whole)
     report["other target"] = refused(restore_checkpoint, place, {**target, "w": shape})

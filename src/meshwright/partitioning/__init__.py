@@ -1,10 +1,12 @@
 """The shardings. In: a tree and a mesh. Out: a spec per array, the placed or moved tree."""
 
+from meshwright.partitioning.checkpoints import restore_checkpoint, save_checkpoint
 from meshwright.partitioning.data import DataShard, data_shard
 from meshwright.partitioning.decide import partition, shardings
 from meshwright.partitioning.following import partition_like, shard_like
 from meshwright.partitioning.helper import MeshPartitionHelper
 from meshwright.partitioning.initialising import init
+from meshwright.partitioning.moving import reshard
 from meshwright.partitioning.placing import FromCallback, shard
 from meshwright.partitioning.report import PartitionReport, describe
 
@@ -18,6 +20,9 @@ __all__ = [
     "init",
     "partition",
     "partition_like",
+    "reshard",
+    "restore_checkpoint",
+    "save_checkpoint",
     "shard",
     "shard_like",
     "shardings",

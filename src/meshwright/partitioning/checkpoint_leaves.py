@@ -7,7 +7,7 @@ less than a byte as bytes; the type of the target brings them back.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from meshwright.partitioning.leaves import is_array, path_text
 # What Orbax 0.12 (TensorStore 0.1) stores as it is.
 _PLAIN = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 bfloat16 "
-    "complex64 complex128 float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn "
+    "complex64 complex128 float8_e3m4 float8_e4m3b11fnuz float8_e4m3fn "
     "float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz".split()
 )
 # The others, as what they are stored, and through which type of equal width their bits go.
@@ -31,8 +31,13 @@ _WIDENED = {
     "uint2": ("uint8", ""),
     "uint4": ("uint8", ""),
     "float4_e2m1fn": ("uint8", "uint4"),
+    "float8_e4m3": ("uint8", "uint8"),
     "float8_e8m0fnu": ("uint8", "uint8"),
 }
+_CANNOT = (
+    "cannot be saved; arrays, bool, int, float and str can. Take it out of the tree, e.g. with "
+    "equinox.filter(tree, equinox.is_array)."
+)
 
 Words = tuple[str, ...]
 
@@ -72,14 +77,11 @@ def stored_form(target: Any) -> jax.ShapeDtypeStruct:
 
 def from_stored(stored: jax.Array, target: Any) -> jax.Array:
     """The leaf again, with the type and sharding of the target."""
-    rebuild: Callable[[Any], Any]
-    if is_key(target.dtype):
-        rebuild = functools.partial(jax.random.wrap_key_data, impl=_key_impl(target.dtype))
-    elif target.dtype.name in _WIDENED:
-        rebuild = functools.partial(_decode, dtype=target.dtype)
-    else:
+    if not is_key(target.dtype) and target.dtype.name not in _WIDENED:
         return stored
-    placed: jax.Array = jax.jit(rebuild, out_shardings=target.sharding)(stored)
+    # One function and static arguments, so that leaves of one kind share what is compiled.
+    decode = jax.jit(_decode, static_argnames=("dtype", "impl"), out_shardings=target.sharding)
+    placed: jax.Array = decode(stored, dtype=target.dtype, impl=_key_impl(target.dtype))
     return placed
 
 
@@ -112,16 +114,8 @@ def _value_problem(value: Any) -> str:
     if isinstance(value, jax.ShapeDtypeStruct):
         return "is the shape of an array, without values. Save the arrays themselves."
     if not is_array(value):
-        known = type(value) in PYTHON_TYPES.values()
-        return (
-            ""
-            if known
-            else (
-                f"{short(value)} cannot be saved; arrays, bool, int, float and str can. "
-                "Take it out of the tree, e.g. with equinox.filter(tree, equinox.is_array)."
-            )
-        )
-    if not is_key(value.dtype) and value.dtype.name not in (*_PLAIN, *_WIDENED):
+        return "" if type(value) in PYTHON_TYPES.values() else f"{short(value)} {_CANNOT}"
+    if not is_key(value.dtype) and value.dtype.name not in _PLAIN | _WIDENED.keys():
         return f"type {value.dtype} cannot be saved. Convert it to a number type of JAX."
     if isinstance(value, jax.Array):
         return _array_problem(value)
@@ -150,7 +144,9 @@ def _encode(value: Any) -> Any:
     return value.astype(wide)
 
 
-def _decode(value: Any, dtype: Any) -> Any:
+def _decode(value: Any, dtype: Any, impl: Any) -> Any:
+    if impl is not None:
+        return jax.random.wrap_key_data(value, impl=impl)
     _, bits = _WIDENED[dtype.name]
     if bits:
         return jax.lax.bitcast_convert_type(value.astype(bits), dtype)
@@ -159,6 +155,8 @@ def _decode(value: Any, dtype: Any) -> Any:
 
 def _key_impl(dtype: Any) -> Any:
     """The generator of a key type, which JAX tells of arrays only: of a traced one, here."""
+    if not is_key(dtype):
+        return None
     found: list[Any] = []
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), shape_of((), dtype))
     return found[0]

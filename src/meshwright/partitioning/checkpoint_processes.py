@@ -34,7 +34,7 @@ def together() -> Iterator[None]:
         if problem is not None:
             raise problem
         return
-    texts = _texts_of_all(str(problem) if problem else "")
+    texts = _texts_of_all(str(problem) or repr(problem) if problem else "")
     first = next((text for text in texts if text), None)
     if first is not None:
         raise problem or PartitionError(first)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from meshwright import _compat
 from meshwright.errors import near, short
@@ -17,9 +17,11 @@ from meshwright.partitioning.leaves import is_array
 from meshwright.partitioning.specs import mesh_axes, problems
 
 FIX = (
-    "Pass jax.ShapeDtypeStruct(shape, dtype, sharding=...) or a placed array, with the sharding "
-    "from meshwright.shardings(tree, mesh)."
+    "Pass meshwright.shard(shapes, mesh), or a ShapeDtypeStruct with a sharding from "
+    "meshwright.shardings(tree, mesh)."
 )
+# Looking for a near name takes a while: for so many, among so many.
+MOST_HINTS, MOST_NAMES = 6, 1000
 
 
 def target_problems(
@@ -27,14 +29,17 @@ def target_problems(
 ) -> Iterator[str]:
     """Paths that only one side has, then shapes, types and shardings that do not fit."""
     wanted = {words for words, _ in target}
-    names = {entry.path for entry in saved.values()}
     missing = [entry for words, entry in saved.items() if words not in wanted]
     yield from (f"{entry.path}: saved as {entry}, not in the target." for entry in missing)
+    names = [entry.path for entry in missing] if len(missing) <= MOST_NAMES else []
+    unknown = 0
     for words, value in target:
         path = "/".join(words)
         entry = saved.get(words)
         if entry is None:
-            yield f"{path}: in the target, not in the checkpoint.{near(path, names)}"
+            unknown += 1
+            hint = near(path, names) if unknown <= MOST_HINTS else ""
+            yield f"{path}: in the target, not in the checkpoint.{hint}"
         else:
             yield from (f"{path or '(the tree)'}: {text}" for text in _faults(entry, value))
 
@@ -76,14 +81,16 @@ def _type_faults(entry: Entry, value: Any) -> Iterator[str]:
 def _sharding_faults(value: Any) -> Iterator[str]:
     sharding = getattr(value, "sharding", None)
     if isinstance(value, (jax.core.Tracer, np.ndarray, np.generic)) or sharding is None:
-        yield f"has no sharding, so where it belongs is unknown. {FIX}"
+        yield f"has no sharding, so its place is unknown. {FIX}"
     elif isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
         yield "its sharding is on an AbstractMesh, which has no devices. Use meshwright.mesh(...)."
-    elif any(_compat.is_compile_only(device) for device in sharding.device_set):
+    elif _compat.is_compile_only(next(iter(sharding.device_set))):
         yield "its devices exist for the compiler only. Use a mesh of devices that are here."
     elif jax.process_count() > 1 and sharding.is_fully_addressable:
         yield "its sharding is of one process alone, of several. Use a mesh of all of them."
     elif isinstance(sharding, NamedSharding):
+        if PartitionSpec.UNCONSTRAINED in tuple(sharding.spec):
+            yield f"{sharding.spec} leaves a dim unconstrained. Use None, or an axis."
         axes = mesh_axes(sharding.mesh)
         for text in problems("", tuple(value.shape), sharding.spec, axes):
             yield text.removeprefix("(the array): ")

@@ -59,7 +59,13 @@ def _pieces(array: Any) -> Iterator[tuple[NDArray[Any], int, tuple[int, ...]]]:
     for shard in array.addressable_shards:
         if shard.replica_id == 0:
             starts = [cut.start or 0 for cut in shard.index]
-            yield _piece(np.asarray(shard.data), array.shape, starts)
+            yield _piece(_on_host(shard.data), array.shape, starts)
+
+
+def _on_host(piece: jax.Array) -> NDArray[Any]:
+    """Through a second handle, since JAX keeps a copy on the host as long as its handle lives."""
+    handle = jax.make_array_from_single_device_arrays(piece.shape, piece.sharding, [piece])
+    return np.asarray(handle)
 
 
 def _piece(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshwright.errors import PartitionError, listing, near, short
+from meshwright.errors import PartitionError, short
 from meshwright.partitioning.by_logical import (
+    Names,
     Table,
     logical_problems,
     logical_spec,
@@ -19,7 +19,9 @@ from meshwright.partitioning.by_logical import (
 from meshwright.partitioning.by_rules import Rules, Unmatched, match_rules, read_rules
 from meshwright.partitioning.by_shape import choose, weight_axes
 from meshwright.partitioning.leaves import Leaf, Walk, bits, refuse, walk
+from meshwright.partitioning.matching import check_specs, match_specs
 from meshwright.partitioning.metadata import read_metadata
+from meshwright.partitioning.options import MIN_SHARD_SIZE, Options, read_options
 from meshwright.partitioning.specs import (
     AnyMesh,
     Uneven,
@@ -29,8 +31,6 @@ from meshwright.partitioning.specs import (
     without_uneven,
 )
 from meshwright.partitioning.stacked import is_stacked
-
-MIN_SHARD_SIZE = 1024
 
 
 def partition(
@@ -69,22 +69,11 @@ def partition(
     >>> mw.partition({"w": w}, mesh, names=names, logical={"embed": "fsdp", "mlp": None})
     {'w': P('fsdp',)}
     """
-    found = walk(tree)
-    specs = decide(
-        found,
-        mesh,
-        rules=rules,
-        logical=logical,
-        names=names,
-        axes=axes,
-        min_shard_size=min_shard_size,
-        uneven=uneven,
-        unmatched=unmatched,
-        unused=unused,
-        stacked=stacked,
-        tree=tree,
+    options = Options(
+        rules, logical, names, axes, min_shard_size, uneven, unmatched, unused, stacked
     )
-    return found.rebuild(specs)
+    found = walk(tree)
+    return found.rebuild(decide(found, tree, mesh, options))
 
 
 def shardings(tree: Any, mesh: AnyMesh, **options: Any) -> Any:
@@ -95,56 +84,48 @@ def shardings(tree: Any, mesh: AnyMesh, **options: Any) -> Any:
     P('fsdp',)
     """
     found = walk(tree)
-    specs = decide(found, mesh, tree=tree, **options)
+    specs = decide(found, tree, mesh, read_options(options))
     return found.rebuild([NamedSharding(mesh, spec) for spec in specs])
 
 
-def decide(
-    found: Walk,
-    mesh: AnyMesh,
-    *,
-    rules: Rules | None = None,
-    logical: Table | None = None,
-    names: Any = None,
-    axes: Sequence[str] | None = None,
-    min_shard_size: int = MIN_SHARD_SIZE,
-    uneven: Uneven = "error",
-    unmatched: Unmatched = "error",
-    unused: str = "error",
-    stacked: str | Sequence[str] | bool | None = None,
-    tree: Any = None,
-) -> list[PartitionSpec]:
+def decide(found: Walk, tree: Any, mesh: AnyMesh, options: Options) -> list[PartitionSpec]:
     """The specs of a walked tree, one per array; raises once for everything that is wrong."""
     sizes = mesh_axes(mesh)
-    _check_word("uneven", uneven, ("error", "replicate"))
-    _check_word("unmatched", unmatched, ("error", "replicate", "shape"))
-    _check_word("unused", unused, ("error", "allow"))
-    if rules is not None and logical is not None:
-        raise PartitionError("pass rules or logical, not both.")
-    if names is not None and logical is None:
-        raise PartitionError("names go with logical={name: mesh axes}.")
-    by_shape = _by_shape(sizes, axes, min_shard_size, stacked)
-    if rules is not None:
-        specs, wrong = _by_rules(found.arrays, rules, unmatched, unused, by_shape)
-    elif logical is not None:
-        specs, wrong = _by_logical(found.arrays, tree, logical, names)
+    by_shape = _by_shape(sizes, options)
+    if options.rules is not None:
+        specs, wrong = _by_rules(found.arrays, options, by_shape)
+    elif options.logical is not None:
+        specs, wrong = _by_logical(found.arrays, tree, options)
     else:
         return [by_shape(leaf) for leaf in found.arrays]
-    return _checked(found.arrays, specs, sizes, uneven, wrong)
+    return _checked(found.arrays, specs, sizes, options, wrong)
+
+
+def settle(
+    what: str, found: Walk, tree: Any, mesh: AnyMesh, specs: Any, options: Mapping[str, Any]
+) -> list[PartitionSpec]:
+    """The specs that were given, checked; or, where there are none, those that `decide` finds."""
+    if specs is None:
+        return decide(found, tree, mesh, read_options(options))
+    if options:
+        raise PartitionError(f"{', '.join(options)}: options of partition, but specs were given.")
+    per_leaf = match_specs(found, specs)
+    check_specs(what, found.arrays, per_leaf, mesh)
+    return per_leaf
 
 
 def _checked(
     leaves: Sequence[Leaf],
     specs: list[PartitionSpec],
     sizes: dict[str, int],
-    uneven: Uneven,
+    options: Options,
     wrong: list[str],
 ) -> list[PartitionSpec]:
     seen: dict[Any, PartitionSpec] = {}
     for place, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
         key = (leaf.shape, spec)
         if key not in seen:
-            if uneven == "replicate":
+            if options.uneven == "replicate":
                 spec = without_uneven(leaf.shape, spec, sizes)
             bad = list(problems(leaf.path, leaf.shape, spec, sizes))
             wrong.extend(bad)
@@ -157,15 +138,11 @@ def _checked(
 
 
 def _by_rules(
-    leaves: Sequence[Leaf],
-    rules: Rules,
-    unmatched: Unmatched,
-    unused: str,
-    by_shape: Callable[[Leaf], PartitionSpec],
+    leaves: Sequence[Leaf], options: Options, by_shape: Callable[[Leaf], PartitionSpec]
 ) -> tuple[list[PartitionSpec], list[str]]:
-    specs, never = match_rules(leaves, read_rules(rules))
+    specs, never = match_rules(leaves, read_rules(options.rules))
     wrong = []
-    if never and unused == "error":
+    if never and options.unused == "error":
         wrong = [
             f"rule {short(str(getattr(p, 'pattern', p)))} matches no leaf. Mend or drop it, or "
             "pass unused='allow'."
@@ -173,22 +150,22 @@ def _by_rules(
         ]
     result = []
     for leaf, spec in zip(leaves, specs, strict=True):
-        if spec is None and unmatched == "error" and leaf.shape:
+        if spec is None and options.unmatched == "error" and leaf.shape:
             wrong.append(
                 f"{leaf.where}: {leaf.shape} matches no rule. Add one, e.g. ('**', None), or pass "
                 "unmatched='replicate' or 'shape'."
             )
         if spec is None:
-            spec = by_shape(leaf) if unmatched == "shape" else make_spec()
+            spec = by_shape(leaf) if options.unmatched == "shape" else make_spec()
         result.append(spec)
     return result, wrong
 
 
 def _by_logical(
-    leaves: Sequence[Leaf], tree: Any, logical: Table, names: Any
+    leaves: Sequence[Leaf], tree: Any, options: Options
 ) -> tuple[list[PartitionSpec], list[str]]:
-    table = read_table(logical)
-    per_leaf = read_metadata(tree, leaves) if names is None else read_names(leaves, names)
+    table = read_table(options.logical)
+    per_leaf = _names(leaves, tree, options)
     wrong = [
         problem
         for leaf, given in zip(leaves, per_leaf, strict=True)
@@ -197,30 +174,20 @@ def _by_logical(
     return [logical_spec(given or (), table) for given in per_leaf], wrong
 
 
-def _by_shape(
-    sizes: dict[str, int], axes: Sequence[str] | None, min_shard_size: int, stacked: Any
-) -> Callable[[Leaf], PartitionSpec]:
-    if axes is not None and not isinstance(axes, (list, tuple)):
-        raise PartitionError(f"axes: {short(axes)} is not a list of mesh axes, e.g. ['fsdp'].")
-    for place, axis in enumerate(axes or ()):
-        if axis not in sizes:
-            hint = near(axis, sizes) if isinstance(axis, str) else ""
-            raise PartitionError(f"axes: no mesh axis {short(axis)} in {listing(sizes)}.{hint}")
-        if axes and axis in axes[:place]:
-            raise PartitionError(f"axes: {axis!r} appears twice. Name it once.")
-    if not isinstance(min_shard_size, (int, np.integer)):
-        raise PartitionError(f"min_shard_size: {short(min_shard_size)} is not a count of elements.")
-    usable = weight_axes(sizes, axes)
+def _names(leaves: Sequence[Leaf], tree: Any, options: Options) -> list[Names | None]:
+    if options.names is None:
+        return read_metadata(tree, leaves)
+    return read_names(leaves, options.names)
+
+
+def _by_shape(sizes: dict[str, int], options: Options) -> Callable[[Leaf], PartitionSpec]:
+    options.check_axes(sizes)
+    usable = weight_axes(sizes, options.axes)
 
     def by_shape(leaf: Leaf) -> PartitionSpec:
-        if leaf.size < min_shard_size:
+        if leaf.size < options.min_shard_size:
             return make_spec()
-        first = 1 if is_stacked(leaf.path, len(leaf.shape), stacked) else 0
+        first = 1 if is_stacked(leaf.path, len(leaf.shape), options.stacked) else 0
         return choose(leaf.shape, bits(leaf.dtype), usable, first)
 
     return by_shape
-
-
-def _check_word(option: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise PartitionError(f"{option}: {short(value)} is not one of {', '.join(known)}.")

@@ -7,10 +7,10 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.errors import PartitionError
-from meshwright.partitioning.leaves import Leaf, refuse, walk
-from meshwright.partitioning.matching import match_specs
+from meshwright.partitioning.leaves import Leaf, walk
+from meshwright.partitioning.matching import check_specs, match_specs
 from meshwright.partitioning.placing import check_values, put
-from meshwright.partitioning.specs import AnyMesh, make_spec, mesh_axes, problems
+from meshwright.partitioning.specs import AnyMesh, make_spec
 
 
 def partition_like(state: Any, params: Any, specs: Any) -> Any:
@@ -56,15 +56,7 @@ def shard_like(state: Any, params: Any, mesh: AnyMesh | None = None) -> Any:
         raise PartitionError("the parameters stand on several meshes; call shard_like for each.")
     target = meshes[0] if mesh is None else mesh
     per_leaf = _follow(found.arrays, of_params.arrays, specs)
-    sizes = mesh_axes(target)
-    refuse(
-        "shard_like",
-        [
-            problem
-            for leaf, spec in zip(found.arrays, per_leaf, strict=True)
-            for problem in problems(leaf.path, leaf.shape, spec, sizes)
-        ],
-    )
+    check_specs("shard_like", found.arrays, per_leaf, target)
     check_values(found.arrays, "error")
     return found.rebuild(put(found.arrays, [NamedSharding(target, spec) for spec in per_leaf]))
 

@@ -9,10 +9,9 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from meshwright.errors import PartitionError, short
-from meshwright.partitioning.decide import decide
-from meshwright.partitioning.leaves import refuse, walk
-from meshwright.partitioning.matching import match_specs
-from meshwright.partitioning.specs import mesh_axes, problems
+from meshwright.partitioning.decide import settle
+from meshwright.partitioning.leaves import walk
+from meshwright.partitioning.specs import mesh_axes
 
 
 def init(fn: Callable[..., Any], *args: Any, mesh: Mesh, specs: Any = None, **options: Any) -> Any:
@@ -29,7 +28,7 @@ def init(fn: Callable[..., Any], *args: Any, mesh: Mesh, specs: Any = None, **op
     """
     if not callable(fn):
         raise PartitionError(f"init: {short(fn)} is not a function.")
-    sizes = mesh_axes(mesh)
+    mesh_axes(mesh)
     if not isinstance(mesh, Mesh):
         raise PartitionError("init computes: it needs a Mesh of devices, not an AbstractMesh.")
     trees: list[Any] = []
@@ -43,17 +42,6 @@ def init(fn: Callable[..., Any], *args: Any, mesh: Mesh, specs: Any = None, **op
 
     jax.eval_shape(arrays, *args)
     found = walk(trees[0])
-    if specs is None:
-        per_leaf = decide(found, mesh, tree=trees[0], **options)
-    else:
-        per_leaf = match_specs(found, specs)
-        refuse(
-            "init",
-            [
-                problem
-                for leaf, spec in zip(found.arrays, per_leaf, strict=True)
-                for problem in problems(leaf.path, leaf.shape, spec, sizes)
-            ],
-        )
+    per_leaf = settle("init", found, trees[0], mesh, specs, options)
     shardings = [NamedSharding(mesh, spec) for spec in per_leaf]
     return found.rebuild(jax.jit(arrays, out_shardings=shardings)(*args))

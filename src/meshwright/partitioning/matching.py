@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
 from meshwright.errors import PartitionError, short
-from meshwright.partitioning.leaves import Walk, path_text
+from meshwright.partitioning.leaves import Leaf, Walk, path_text, refuse
+from meshwright.partitioning.specs import AnyMesh, mesh_axes, problems
 
 
 def match_specs(found: Walk, specs: Any) -> list[PartitionSpec]:
@@ -31,6 +33,21 @@ def match_specs(found: Walk, specs: Any) -> list[PartitionSpec]:
                 "Use PartitionSpec() for an array that stays whole."
             )
     return chosen
+
+
+def check_specs(
+    what: str, leaves: Sequence[Leaf], specs: Sequence[PartitionSpec], mesh: AnyMesh
+) -> None:
+    """Refuse specs that do not fit their arrays or the mesh, all at once."""
+    sizes = mesh_axes(mesh)
+    refuse(
+        what,
+        [
+            problem
+            for leaf, spec in zip(leaves, specs, strict=True)
+            for problem in problems(leaf.path, leaf.shape, spec, sizes)
+        ],
+    )
 
 
 def _is_spec(value: Any) -> bool:

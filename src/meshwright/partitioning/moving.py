@@ -27,8 +27,8 @@ _SMALLEST_BATCH = 4 * 2**20
 def reshard(tree: Any, mesh: AnyMesh, specs: Any, *, donate: bool = False) -> Any:
     """The tree with every array on `mesh`, split by `specs`; other leaves pass through.
 
-    No bit changes. Arrays may come from any mesh, split, single device or from host memory, and go to fewer, more
-    or other devices. `specs` is a tree of `PartitionSpec`s, a prefix of one, or one spec for all.
+    No bit changes. Arrays may come from any mesh, split, single device or from host memory, and
+    go to fewer, more or other devices. `specs` is a tree of `PartitionSpec`s, a prefix of one, or one spec for all.
     An array that already lies as asked is not copied. `donate=True` gives up the arrays as they
     are moved, so that little more than one of them exists twice; one whose memory is shared with
     another live array is left alone.

@@ -48,7 +48,8 @@ def _glob_word(word: str) -> str:
     """A word with the slash before it, which the first word of a path does not have."""
     if word == "**":
         return "(?:(?:^|/)[^/]+)*"
-    return "(?:^|/)" + re.escape(word).replace(r"\*", "[^/]*").replace(r"\?", "[^/]")
+    text = re.escape(word).replace(r"\*", "[^/]*").replace(r"\?", "[^/]")
+    return f"(?:^|/){text}(?=/|$)"
 
 
 def matches(pattern: Any, path: str) -> bool:

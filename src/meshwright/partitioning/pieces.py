@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import functools
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from meshwright.partitioning.boxes import Box, Shape, box_at, box_shape, recipe
+from meshwright.partitioning.boxes import Box, Shape, box_at, box_shape, boxes, recipe
 from meshwright.partitioning.moves import Held, HostArray, Move, bit_pattern
 
 # Pieces of one array that came from other processes, as bits.
@@ -17,6 +20,7 @@ Arrived = Mapping[Box, HostArray]
 
 # What JAX asks of host memory to use it as a CPU device's memory without a copy.
 _ALIGNMENT = 64
+_SMALL = 2**20
 
 
 def build(move: Move, held: Held, arrived: Arrived) -> jax.Array:
@@ -25,19 +29,44 @@ def build(move: Move, held: Held, arrived: Arrived) -> jax.Array:
         return jax.make_array_from_single_device_arrays(
             move.shape, move.target, [], dtype=move.dtype
         )
-    made: dict[Box, Any] = {}
+    shards = held_whole(move, held)
+    missing = [box for box in target_boxes(move) if box not in shards]
+    shards.update(zip(missing, join_all(move, missing, held, arrived), strict=True))
+    return jax.make_array_from_callback(
+        move.shape,
+        move.target,
+        lambda index: shards[box_at(index or (), move.shape)],
+        dtype=move.dtype,
+    )
 
-    def shard(index: Any) -> Any:
-        box = box_at(index, move.shape)
-        if box not in made:
-            known = held.shards.get(box)
-            made[box] = known if isinstance(known, jax.Array) else join(move, box, held, arrived)
-        return made[box]
 
-    return jax.make_array_from_callback(move.shape, move.target, shard, dtype=move.dtype)
+def target_boxes(move: Move) -> set[Box]:
+    """The boxes that this process makes."""
+    where = boxes(move.target, move.shape)
+    return {where[device] for device in move.target.addressable_devices}
 
 
-def join(move: Move, box: Box, held: Held, arrived: Arrived) -> HostArray:
+def held_whole(move: Move, held: Held) -> dict[Box, Any]:
+    """Shards on devices that need no cutting: JAX copies them from device to device."""
+    return {
+        box: held.shards[box]
+        for box in target_boxes(move)
+        if isinstance(held.shards.get(box), jax.Array)
+    }
+
+
+def join_all(
+    move: Move, missing: Sequence[Box], held: Held, arrived: Arrived
+) -> Iterable[HostArray]:
+    """Large shards side by side: copying memory leaves Python free."""
+    one = functools.partial(join, move, held, arrived)
+    if len(missing) < 2 or move.bytes < _SMALL:
+        return map(one, missing)
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return pool.map(one, missing)
+
+
+def join(move: Move, held: Held, arrived: Arrived, box: Box) -> HostArray:
     """One shard in fresh memory: it never shares any with what the caller holds."""
     out = aligned_empty(box_shape(box), move.dtype)
     if out.size:

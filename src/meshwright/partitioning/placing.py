@@ -11,10 +11,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from meshwright.errors import PartitionError, short
-from meshwright.partitioning.decide import decide
+from meshwright.partitioning.decide import settle
 from meshwright.partitioning.leaves import Leaf, Walk, refuse, walk
-from meshwright.partitioning.matching import match_specs
-from meshwright.partitioning.specs import AnyMesh, mesh_axes, problems
+from meshwright.partitioning.matching import check_specs, match_specs
+from meshwright.partitioning.specs import AnyMesh
 
 Narrow = Literal["error", "convert"]
 
@@ -65,26 +65,15 @@ def shard(
 
 def _specs(
     found: Walk, tree: Any, mesh: AnyMesh, specs: Any, options: dict[str, Any], local: bool
-) -> list[Any]:
-    sizes = mesh_axes(mesh)
-    if specs is None:
-        if local:
-            raise PartitionError("local=True needs specs: a part does not tell the whole shape.")
-        return decide(found, mesh, tree=tree, **options)
-    if options:
-        raise PartitionError(f"{', '.join(options)}: options of partition, but specs were given.")
+) -> list[PartitionSpec]:
+    if not local:
+        return settle("shard", found, tree, mesh, specs, options)
+    if specs is None or options:
+        raise PartitionError("local=True needs specs: a part does not tell the whole shape.")
     per_leaf = match_specs(found, specs)
-    refuse(
-        "shard",
-        [
-            problem
-            for leaf, spec in zip(found.arrays, per_leaf, strict=True)
-            # Parts say nothing of the whole dims, which is what must divide: zero always does.
-            for problem in problems(
-                leaf.path, (0,) * len(leaf.shape) if local else leaf.shape, spec, sizes
-            )
-        ],
-    )
+    # Parts say nothing of the whole dims, which is what must divide: zero always does.
+    parts = [leaf._replace(shape=(0,) * len(leaf.shape)) for leaf in found.arrays]
+    check_specs("shard", parts, per_leaf, mesh)
     return per_leaf
 
 

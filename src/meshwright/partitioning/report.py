@@ -11,14 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from meshwright.partitioning.decide import decide
-from meshwright.partitioning.leaves import Leaf, bits, refuse, walk
-from meshwright.partitioning.matching import match_specs
+from meshwright.partitioning.decide import settle
+from meshwright.partitioning.leaves import Leaf, bits, walk
 from meshwright.partitioning.specs import (
     AnyMesh,
     entry_axes,
     mesh_axes,
-    problems,
     shard_shape,
     ways,
 )
@@ -101,16 +99,7 @@ def describe(tree: Any, mesh: AnyMesh, specs: Any = None, **options: Any) -> Par
     """
     found = walk(tree)
     sizes = mesh_axes(mesh)
-    if specs is None:
-        per_leaf = decide(found, mesh, tree=tree, **options)
-    else:
-        per_leaf = match_specs(found, specs)
-        wrong = [
-            problem
-            for leaf, spec in zip(found.arrays, per_leaf, strict=True)
-            for problem in problems(leaf.path, leaf.shape, spec, sizes)
-        ]
-        refuse("describe", wrong)
+    per_leaf = settle("describe", found, tree, mesh, specs, options)
     return PartitionReport(
         sizes,
         tuple(_row(leaf, spec, sizes) for leaf, spec in zip(found.arrays, per_leaf, strict=True)),

@@ -1,0 +1,190 @@
+"""Specs from shapes alone: as few bytes per device as can be, and the same every time."""
+
+import collections
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import meshwright as mw
+
+MESH = mw.mesh("fsdp:4, tp:2")
+WIDE = mw.abstract_mesh("dp:2, fsdp:4, ep:3, tp:2, sp:2")
+steady = settings(deadline=None, derandomize=True, max_examples=200)
+shapes = st.lists(
+    st.sampled_from([0, 1, 2, 3, 4, 6, 8, 12, 24, 30, 48, 129, 256, 768, 4096]), max_size=4
+).map(tuple)
+
+
+def sds(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def axes_of(entry):
+    return entry if isinstance(entry, tuple) else (() if entry is None else (entry,))
+
+
+def used(spec):
+    return [axis for entry in spec for axis in axes_of(entry)]
+
+
+def local_size(shape, spec, sizes):
+    """Elements of one piece; a dim that is not cut evenly ends the test."""
+    left = list(shape)
+    for dim, entry in enumerate(spec):
+        for axis in axes_of(entry):
+            assert left[dim] % sizes[axis] == 0, (shape, spec)
+            left[dim] //= sizes[axis]
+    return math.prod(left)
+
+
+def least(shape, sizes):
+    """Every way to put every axis on a dim or nowhere."""
+    best = math.prod(shape)
+    for owners in itertools.product([None, *range(len(shape))], repeat=len(sizes)):
+        cuts = [1] * len(shape)
+        for size, dim in zip(sizes, owners, strict=True):
+            if dim is not None:
+                cuts[dim] *= size
+        if all(side % cut == 0 for side, cut in zip(shape, cuts, strict=True)):
+            best = min(best, math.prod(s // c for s, c in zip(shape, cuts, strict=True)))
+    return best
+
+
+def test_both_axes_cut_a_weight():
+    assert mw.partition(sds(1024, 4096), MESH) == P("fsdp", "tp")
+    assert mw.partition(sds(4096, 1024), MESH) == P("tp", "fsdp")
+    assert mw.partition(sds(4096, 4096), MESH) == P("fsdp", "tp")
+
+
+@steady
+@given(shapes, st.sampled_from(["float32", "bfloat16", "int8", "int4"]))
+def test_bytes_per_device_are_the_fewest_there_can_be(shape, dtype):
+    sizes = dict(WIDE.shape)
+    spec = mw.partition(sds(*shape, dtype=getattr(jnp, dtype)), WIDE, min_shard_size=0)
+    assert local_size(shape, spec, sizes) == least(shape, [sizes[a] for a in ("fsdp", "ep", "tp")])
+    assert len(set(used(spec))) == len(used(spec))
+
+
+@steady
+@given(shapes, st.lists(st.sampled_from(list(WIDE.shape)), unique=True))
+def test_asked_axes_are_used_as_well_as_can_be_and_no_others(shape, axes):
+    sizes = dict(WIDE.shape)
+    spec = mw.partition(sds(*shape), WIDE, axes=axes, min_shard_size=0)
+    assert set(used(spec)) <= set(axes)
+    assert local_size(shape, spec, sizes) == least(shape, [sizes[a] for a in axes])
+
+
+@steady
+@given(shapes)
+def test_axes_of_size_one_never_appear(shape):
+    mesh = mw.abstract_mesh("dp:1, fsdp:2, ep:1, tp:1, sp:1")
+    for axes in (None, ["fsdp", "ep", "tp", "sp", "dp"]):
+        spec = mw.partition(sds(*shape), mesh, axes=axes, min_shard_size=0)
+        assert set(used(spec)) <= {"fsdp"}
+
+
+@steady
+@given(shapes)
+def test_data_and_sequence_axes_never_cut_weights_unasked(shape):
+    spec = mw.partition(sds(*shape), WIDE, min_shard_size=0)
+    assert set(used(spec)) <= {"fsdp", "ep", "tp"}
+    mesh = mw.abstract_mesh("dp:4, sp:2, cp:2, pp:2")
+    assert mw.partition(sds(*shape), mesh, min_shard_size=0) == P()
+
+
+def test_a_sequence_axis_cuts_weights_when_asked():
+    mesh = mw.abstract_mesh("fsdp:4, sp:2")
+    assert mw.partition(sds(1024, 4096), mesh) == P(None, "fsdp")
+    asked = mw.partition(sds(1024, 4096), mesh, axes=["fsdp", "sp"])
+    assert set(used(asked)) == {"fsdp", "sp"}
+
+
+def test_axes_of_your_own_names_are_all_used():
+    mesh = mw.abstract_mesh("x:4, y:2")
+    assert set(used(mw.partition(sds(1024, 4096), mesh))) == {"x", "y"}
+
+
+def test_a_name_of_your_own_beside_known_ones_is_left_alone():
+    mesh = mw.abstract_mesh("fsdp:4, banana:2")
+    assert used(mw.partition(sds(1024, 4096), mesh)) == ["fsdp"]
+
+
+def test_an_axis_that_fits_one_dim_only_goes_there():
+    assert mw.partition(sds(6, 4096), MESH) == P(None, ("fsdp", "tp"))
+    assert mw.partition(sds(4096, 3), MESH) == P(("fsdp", "tp"))
+    assert mw.partition(sds(7, 151), MESH) == P()
+
+
+def test_experts_are_cut_along_the_first_dim():
+    mesh = mw.abstract_mesh("fsdp:4, ep:8, tp:2")
+    assert mw.partition(sds(64, 1024, 4096), mesh) == P("ep", "fsdp", "tp")
+
+
+def test_small_arrays_stay_whole_by_their_count_of_elements():
+    # 4096 elements though no dim is as large as the limit, and the other way round.
+    assert mw.partition(sds(64, 64), MESH, min_shard_size=4096) != P()
+    assert mw.partition(sds(64, 64), MESH, min_shard_size=4097) == P()
+    assert mw.partition(sds(1023), MESH) == P()
+    assert mw.partition(sds(1024), MESH) == P(("fsdp", "tp"))
+
+
+def test_scalars_and_empty_arrays_stay_whole():
+    for array in (sds(), sds(0), sds(0, 4096), sds(1, 1)):
+        assert mw.partition(array, MESH, min_shard_size=0) == P()
+
+
+def test_the_same_shape_and_kind_of_path_get_the_same_spec():
+    layer = {"mlp": {"up": sds(768, 3072), "down": sds(3072, 768)}, "norm": sds(768)}
+    specs = mw.partition({"layers": [layer] * 24, "extra": sds(99, 99)}, MESH)["layers"]
+    assert all(spec == specs[0] for spec in specs)
+    assert specs[0] == mw.partition({"layers": [layer]}, MESH)["layers"][0]
+
+
+names = st.lists(
+    st.sampled_from(["a", "b", "layers", "w", "emb", "x1", "x2", "norm"]), unique=True, min_size=2
+)
+
+
+@steady
+@given(st.data(), names)
+def test_the_order_of_the_tree_does_not_matter(data, keys):
+    tree = {key: sds(*data.draw(shapes)) for key in keys}
+    shuffled = data.draw(st.permutations(keys))
+    straight = collections.OrderedDict((key, tree[key]) for key in keys)
+    mixed = collections.OrderedDict((key, tree[key]) for key in shuffled)
+    assert dict(mw.partition(straight, WIDE)) == dict(mw.partition(mixed, WIDE))
+    alone = {key: mw.partition({key: tree[key]}, WIDE)[key] for key in keys}
+    assert dict(mw.partition(mixed, WIDE)) == alone
+
+
+def test_arrays_and_their_shapes_get_the_same_spec():
+    array = np.ones((64, 256), np.float32)
+    assert mw.partition({"w": array}, MESH) == mw.partition({"w": sds(64, 256)}, MESH)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"axes": ["fdsp"]}, r"^axes: no mesh axis 'fdsp' in fsdp, tp\. Did you mean 'fsdp'\?"),
+        ({"axes": [3]}, r"^axes: no mesh axis 3 in fsdp, tp\.$"),
+        ({"axes": "fsdp"}, r"^axes: 'fsdp' is not a list of mesh axes"),
+        ({"axes": 3}, r"^axes: 3 is not a list of mesh axes"),
+        ({"axes": ["tp", "tp"]}, r"^axes: 'tp' appears twice\. Name it once\.$"),
+        ({"min_shard_size": "1k"}, r"^min_shard_size: '1k' is not a count of elements\.$"),
+        ({"min_shard_size": None}, r"^min_shard_size: None is not a count"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(mw.PartitionError, match=message):
+        mw.partition({"w": sds(8, 8)}, MESH, **options)
+
+
+def test_no_axes_at_all_leave_everything_whole():
+    assert mw.partition(sds(1024, 4096), MESH, axes=[]) == P()

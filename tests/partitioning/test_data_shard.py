@@ -1,0 +1,95 @@
+"""Which part of a batch a process loads. Meshes over several processes are tested with them."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import meshwright as mw
+from meshwright.partitioning.data import _equal_part
+
+MESH = mw.mesh("dp:2, fsdp:2, tp:2")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [None, P(), P("dp"), P(("dp", "fsdp")), P("dp", "tp"), P(None, "dp"), "dp", [["dp", "tp"]]],
+    ids=str,
+)
+def test_one_process_loads_everything(spec):
+    assert mw.data_shard(MESH, spec) == mw.DataShard(0, 1)
+    assert mw.data_shard(MESH, spec, process=0) == mw.DataShard(0, 1)
+
+
+def test_a_mesh_without_data_axes_has_one_part():
+    assert mw.data_shard(mw.mesh("tp:8")) == mw.DataShard(0, 1)
+
+
+def test_rows_are_equal_parts_in_order():
+    assert [mw.DataShard(index, 4).rows(64) for index in range(4)] == [
+        slice(0, 16),
+        slice(16, 32),
+        slice(32, 48),
+        slice(48, 64),
+    ]
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.integers(1, 50), st.integers(0, 50))
+def test_rows_cover_a_batch_once(count, size):
+    parts = [
+        np.arange(count * size)[mw.DataShard(i, count).rows(count * size)] for i in range(count)
+    ]
+    np.testing.assert_array_equal(np.concatenate(parts), np.arange(count * size))
+    assert {len(part) for part in parts} == {size}
+
+
+def test_a_batch_that_does_not_split_names_the_nearest_that_do():
+    with pytest.raises(
+        mw.PartitionError, match=r"^a batch of 30 does not split into 4 equal parts\. Use 28 or 32"
+    ):
+        mw.DataShard(1, 4).rows(30)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "message"),
+    [
+        (
+            MESH,
+            {"process": 3},
+            r"^process 3 has no device in this mesh, so it loads nothing\. .* 0",
+        ),
+        (MESH, {"spec": P("dpp")}, r"^data_shard: .* no mesh axis 'dpp' in .* mean 'dp'\?"),
+        (MESH, {"spec": P("dp", "dp")}, r"^data_shard: .* uses axis 'dp' twice"),
+        (MESH, {"spec": 3}, r"^data_shard: 3 is not a spec"),
+        (MESH.abstract_mesh, {}, r"^data_shard needs a Mesh of devices, which know their proc"),
+        ("dp:8", {}, r"^mesh: 'dp:8' is not a jax.sharding.Mesh"),
+    ],
+)
+def test_bad_input_is_refused(mesh, options, message):
+    with pytest.raises(mw.PartitionError, match=message):
+        mw.data_shard(mesh, **options)
+
+
+@pytest.mark.parametrize(
+    ("loaded", "parts"),
+    [
+        ({0: [0, 1], 1: [2]}, 3),
+        ({0: [0], 1: [1, 2, 3]}, 4),
+        ({0: [0, 2], 1: [1, 3]}, 4),
+        ({0: [0, 1], 1: [1, 2], 2: [2, 3]}, 4),
+        ({0: [0, 1], 1: [0, 1, 2, 3]}, 4),
+    ],
+)
+def test_unequal_parts_are_refused_with_one_text_for_all(loaded, parts):
+    texts = set()
+    for process in loaded:
+        with pytest.raises(
+            mw.PartitionError,
+            match=r"^the batch over dp, fsdp is not cut into equal, contiguous parts per process "
+            r"\(process \d holds [\d, ]+ of \d\)\. Put the data axes first",
+        ) as caught:
+            _equal_part(loaded, parts, process, ["dp", "fsdp"])
+        texts.add(str(caught.value))
+    assert len(texts) == 1

@@ -1,0 +1,206 @@
+"""States that follow parameters: optimizers, averages, copies."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import meshwright as mw
+
+MESH = mw.mesh("fsdp:4, tp:2")
+PARAMS = {
+    "embed": np.ones((64, 32), np.float32),
+    "layers": [{"w": np.full((32, 64), 2.0, np.float32), "b": np.zeros(64, np.float32)}],
+}
+SPECS = {"embed": P("tp", "fsdp"), "layers": [{"w": P("fsdp", "tp"), "b": P("tp")}]}
+
+
+def matrices(params):
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-3),
+    "adamw, masked decay": optax.adamw(1e-3, mask=matrices),
+    "masked adam": optax.masked(optax.adam(1e-3), matrices),
+    "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3), optax.ema(0.99)),
+    "ema": optax.ema(0.99),
+    "momentum": optax.sgd(optax.linear_schedule(1e-2, 1e-3, 100), momentum=0.9),
+    "steps": optax.MultiSteps(optax.adamw(1e-3, mask=matrices), every_k_schedule=4),
+    "two kinds": optax.multi_transform(
+        {"a": optax.adam(1e-3), "b": optax.sgd(1e-2, momentum=0.9)},
+        {"embed": "a", "layers": [{"w": "b", "b": "a"}]},
+    ),
+}
+optimizers = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def by_path(tree):
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(
+            tree, is_leaf=lambda leaf: isinstance(leaf, P)
+        )
+    ]
+
+
+def expected(path, shape):
+    """By the tail of the path alone; what has another shape is a counter and stays whole."""
+    for tail, spec in [("embed", P("tp", "fsdp")), ("layers/0/w", P("fsdp", "tp"))]:
+        if path.endswith(tail) and len(shape) == 2:
+            return spec
+    return P("tp") if path.endswith("layers/0/b") and shape == (64,) else P()
+
+
+@optimizers
+def test_optimizer_states_get_the_specs_of_their_parameters(name):
+    state = jax.eval_shape(OPTIMIZERS[name].init, PARAMS)
+    specs = mw.partition_like(state, PARAMS, SPECS)
+    shapes = dict(by_path(state))
+    found = by_path(specs)
+    assert len(found) == len(shapes)
+    for path, spec in found:
+        assert spec == expected(path, shapes[path].shape), path
+    assert sum(spec != P() for _, spec in found) >= 2
+
+
+@optimizers
+def test_optimizer_states_are_placed_beside_their_parameters(name):
+    params = mw.shard(PARAMS, MESH, SPECS)
+    optimizer = OPTIMIZERS[name]
+    state = optimizer.init(params)
+    placed = mw.shard_like(state, params)
+    assert jax.tree.structure(placed) == jax.tree.structure(state)
+    for (path, leaf), (_, before) in zip(by_path(placed), by_path(state), strict=True):
+        assert leaf.sharding == NamedSharding(MESH, expected(path, leaf.shape)), path
+        np.testing.assert_array_equal(leaf, before)
+
+
+@optimizers
+def test_a_step_keeps_the_state_where_it_is(name):
+    params = mw.shard(PARAMS, MESH, SPECS)
+    optimizer = OPTIMIZERS[name]
+    state = mw.shard_like(optimizer.init(params), params)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    gradients = jax.tree.map(jnp.ones_like, params)
+    step = jax.jit(
+        lambda g, s, p: optimizer.update(g, s, p)[1], out_shardings=shardings, donate_argnums=1
+    )
+    after = step(gradients, state, params)
+    assert jax.tree.map(lambda leaf: leaf.sharding, after) == shardings
+
+
+def test_counters_stay_whole():
+    state = optax.adam(1e-3).init(PARAMS)
+    specs = mw.partition_like(state, PARAMS, SPECS)
+    assert specs[0].count == P()
+    placed = mw.shard_like(state, mw.shard(PARAMS, MESH, SPECS))
+    assert placed[0].count.sharding.is_fully_replicated
+    assert placed[0].count.dtype == jnp.int32
+
+
+def test_copies_follow_whatever_they_are_called():
+    state = {"average": PARAMS, "best": (PARAMS, 0.5), "step": np.int32(3), "note": "x"}
+    specs = mw.partition_like(state, PARAMS, SPECS)
+    assert specs["average"] == specs["best"][0] == SPECS
+    assert specs["step"] == P()
+    assert (specs["best"][1], specs["note"]) == (0.5, "x")
+
+
+def test_copies_in_another_type_follow():
+    half = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), PARAMS)
+    assert mw.partition_like({"half": half}, PARAMS, SPECS)["half"] == SPECS
+
+
+def test_the_longest_path_wins():
+    w = np.ones((8, 8), np.float32)
+    params = {"w": w, "inner": {"w": w}}
+    specs = {"w": P("fsdp"), "inner": {"w": P("tp")}}
+    found = mw.partition_like({"mu": params, "nu": {"deep": params}}, params, specs)
+    assert found["mu"] == found["nu"]["deep"] == specs
+
+
+def test_a_part_of_a_word_is_no_match():
+    w = np.ones((8, 8), np.float32)
+    assert mw.partition_like({"mu": {"ww": w}}, {"w": w}, {"w": P("tp")}) == {"mu": {"ww": P()}}
+
+
+def test_another_shape_is_no_match():
+    params = {"w": np.ones((8, 16), np.float32)}
+    state = {"row": {"w": np.ones(8, np.float32)}, "flip": {"w": np.ones((16, 8), np.float32)}}
+    found = mw.partition_like(state, params, {"w": P("fsdp", "tp")})
+    assert found == {"row": {"w": P()}, "flip": {"w": P()}}
+
+
+def test_factored_states_that_have_other_shapes_stay_whole():
+    params = {"w": np.ones((256, 512), np.float32)}
+    state = jax.eval_shape(optax.adafactor(1e-3, min_dim_size_to_factor=128).init, params)
+    specs = [spec for _, spec in by_path(mw.partition_like(state, params, P("fsdp", "tp")))]
+    assert set(specs) == {P()}
+
+
+def test_parameters_may_be_one_array():
+    w = np.ones((8, 8), np.float32)
+    state = optax.adam(1e-3).init(w)
+    specs = mw.partition_like(state, w, P("fsdp"))
+    assert (specs[0].mu, specs[0].nu, specs[0].count) == (P("fsdp"), P("fsdp"), P())
+
+
+def test_one_spec_may_serve_all_parameters():
+    found = mw.partition_like({"mu": PARAMS}, PARAMS, P("tp"))
+    assert {spec for _, spec in by_path(found)} == {P("tp")}
+
+
+def test_specs_of_another_tree_are_refused():
+    with pytest.raises(mw.PartitionError, match="First difference: 'layers/0/b' has no spec"):
+        mw.partition_like(PARAMS, PARAMS, {"embed": P(), "layers": [{"w": P()}]})
+
+
+def test_abstract_states_and_parameters_follow_too():
+    shapes = mw.shard(
+        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), PARAMS), MESH, SPECS
+    )
+    state = jax.eval_shape(optax.adam(1e-3).init, shapes)
+    placed = mw.shard_like(state, shapes)
+    assert placed[0].mu["embed"].sharding == NamedSharding(MESH, P("tp", "fsdp"))
+
+
+def test_a_state_may_follow_to_another_mesh():
+    params = mw.shard(PARAMS, MESH, SPECS)
+    other = mw.mesh("fsdp:2, tp:4")
+    placed = mw.shard_like({"mu": PARAMS}, params, other)
+    assert placed["mu"]["embed"].sharding == NamedSharding(other, P("tp", "fsdp"))
+    with pytest.raises(mw.PartitionError, match=r"mu/embed: dim 0: no mesh axis 'tp' in fsdp"):
+        mw.shard_like({"mu": PARAMS}, params, mw.mesh("fsdp:8"))
+
+
+def test_parameters_that_are_not_placed_are_named():
+    with pytest.raises(
+        mw.PartitionError, match=r"^embed: the parameter is not placed on a mesh\. Place it first"
+    ):
+        mw.shard_like({"mu": PARAMS}, PARAMS)
+    placed = mw.shard(PARAMS, MESH, SPECS)
+    mixed = {**placed, "layers": [{"w": jnp.ones((32, 64)), "b": placed["layers"][0]["b"]}]}
+    with pytest.raises(mw.PartitionError, match=r"^layers/0/w: the parameter is not placed"):
+        mw.shard_like({"mu": PARAMS}, mixed)
+
+
+def test_parameters_on_two_meshes_are_refused():
+    w = np.ones((8, 8), np.float32)
+    params = {"a": mw.shard(w, MESH), "b": mw.shard(w, mw.mesh("fsdp:8"))}
+    with pytest.raises(mw.PartitionError, match="the parameters stand on several meshes"):
+        mw.shard_like({"mu": params}, params)
+
+
+def test_no_parameters_are_nothing_to_follow():
+    with pytest.raises(mw.PartitionError, match=r"^the parameters hold no arrays, so there is"):
+        mw.shard_like({"mu": np.ones(8, np.float32)}, {})
+
+
+def test_a_state_that_would_be_narrowed_is_refused():
+    params = mw.shard(PARAMS, MESH, SPECS)
+    with pytest.raises(mw.PartitionError, match="step: int64 would become int32"):
+        mw.shard_like({"step": np.int64(3)}, params)

@@ -1,0 +1,302 @@
+"""What a partitioning costs: as text, as a page, as JSON, in JAX's own notation."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import meshwright as mw
+from meshwright.partitioning.cuts import drawing
+from meshwright.partitioning.report import short_dtype, typed
+
+MESH = mw.mesh("fsdp:4, tp:2")
+EXPLICIT = mw.mesh("fsdp:4, tp:2", axis_types="explicit")
+
+
+def sds(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+TREE = {
+    "embed": sds(32000, 1024, dtype=jnp.bfloat16),
+    "layers": {"up": sds(24, 1024, 4096), "norm": sds(24, 1024)},
+    "head": sds(1024, 32003),
+    "scale": sds(7),
+    "step": sds(dtype="int32"),
+    "act": jnp.tanh,
+}
+
+GOLDEN = """\
+6 arrays on fsdp:4, tp:2 (8 devices): 571.6 MiB, 71.45 MiB on each device
+path         array                         bytes  on a device  copies
+embed        bf16[32000@tp,1024@fsdp]   62.5 MiB    7.812 MiB       1
+head         f32[1024@(fsdp,tp),32003]   125 MiB    15.63 MiB       1
+layers/norm  f32[24,1024@(fsdp,tp)]       96 KiB       12 KiB       1
+layers/up    f32[24,1024@fsdp,4096@tp]   384 MiB       48 MiB       1
+scale        f32[7]                         28 B         28 B       8
+step         i32[]                           4 B          4 B       8
+whole on every device: 32 B, the largest scale 28 B, step 4 B"""
+
+
+def test_the_text_is_as_it_is():
+    assert str(mw.describe(TREE, MESH)) == GOLDEN
+    assert str(mw.describe(TREE, MESH.abstract_mesh)) == GOLDEN
+
+
+def test_specs_and_options_decide_what_is_described():
+    tree = {"w": sds(64, 64)}
+    assert mw.describe(tree, MESH, P("tp")).rows[0].text == "f32[64@tp,64]"
+    assert mw.describe(tree, MESH, {"w": P(None, "tp")}).rows[0].text == "f32[64,64@tp]"
+    assert mw.describe(tree, MESH, rules={"w": "fsdp"}).rows[0].text == "f32[64@fsdp,64]"
+
+
+def test_a_long_tree_is_cut_short():
+    text = str(mw.describe({f"w{place:04}": sds(8) for place in range(10_000)}, MESH))
+    lines = text.splitlines()
+    assert lines[0].startswith("10,000 arrays on fsdp:4, tp:2 (8 devices)")
+    assert lines[-2] == "... and 9,800 more arrays"
+    assert lines[-1].startswith("whole on every device: 312.5 KiB, the largest w0000 32 B, ")
+    assert lines[-1].endswith(" and 9,997 more")
+    assert len(lines) == 2 + 200 + 2
+
+
+def test_an_empty_tree_has_a_report():
+    report = mw.describe({}, MESH)
+    assert str(report).startswith("0 arrays on fsdp:4, tp:2 (8 devices): 0 B, 0 B on each device")
+    assert report.to_json()["arrays"] == []
+    assert "<svg" not in report._repr_html_()
+
+
+SPECS = [
+    P(),
+    P("fsdp"),
+    P(None, "tp"),
+    P("tp", "fsdp"),
+    P(("fsdp", "tp")),
+    P(None, ("tp", "fsdp")),
+    P(("fsdp",), None),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_the_notation_is_that_of_jax(spec, dtype):
+    array = mw.shard(np.ones((16, 8), getattr(jnp, dtype)), EXPLICIT, spec)
+    theirs = str(jax.typeof(array))
+    ours = typed((16, 8), dtype, spec)
+    assert ours.partition("[")[2] == theirs.partition("[")[2]
+    assert theirs.partition("[")[0] == dtype
+    assert ours.partition("[")[0] == short_dtype(dtype)
+
+
+@pytest.mark.parametrize("shape", [(), (8,), (4, 2, 8), (2, 4, 2, 2)])
+def test_the_notation_is_that_of_jax_for_any_rank(shape):
+    array = mw.shard(np.ones(shape, np.float32), EXPLICIT, min_shard_size=0)
+    spec = mw.partition(array, EXPLICIT, min_shard_size=0)
+    assert typed(shape, "float32", spec).replace("f32", "float32") == str(jax.typeof(array))
+
+
+def test_the_notation_of_keys_is_that_of_jax():
+    keys = mw.shard(jax.random.split(jax.random.key(0), 8), EXPLICIT, P("fsdp"))
+    assert typed((8,), keys.dtype, P("fsdp")) == str(jax.typeof(keys))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "text"),
+    [
+        ("float32", "f32"),
+        ("bfloat16", "bf16"),
+        ("int4", "i4"),
+        ("uint8", "u8"),
+        ("complex64", "c64"),
+        ("bool", "bool"),
+    ],
+)
+def test_types_are_short(dtype, text):
+    assert short_dtype(getattr(jnp, dtype, dtype)) == text
+
+
+def test_bytes_per_device_are_those_that_devices_hold():
+    tree = {
+        "a": np.ones((64, 256), np.float32),
+        "b": np.ones((6, 32), jnp.bfloat16),
+        "c": np.ones(7, np.int8),
+        "d": [np.ones((3, 5), bool), np.float32(1)],
+        "key": jax.random.split(jax.random.key(0), 1024),
+        "empty": np.ones((0, 4), np.float32),
+    }
+    report = mw.describe(tree, MESH, min_shard_size=16)
+    placed = mw.shard(tree, MESH, min_shard_size=16)
+    held = dict.fromkeys(MESH.devices.flat, 0)
+    for array, row in zip(jax.tree.leaves(placed), report.rows, strict=True):
+        for shard in array.addressable_shards:
+            assert shard.data.nbytes == row.device_bytes
+            assert shard.data.shape == row.local
+            held[shard.device] += shard.data.nbytes
+        pieces = {str(shard.index) for shard in array.addressable_shards}
+        assert row.copies == 8 // len(pieces)
+        assert row.bytes == array.nbytes
+    assert set(held.values()) == {report.device_bytes}
+    assert report.bytes == sum(array.nbytes for array in jax.tree.leaves(placed))
+
+
+def test_half_bytes_are_counted_as_halves():
+    report = mw.describe({"w": sds(64, 64, dtype=jnp.int4)}, MESH)
+    assert (report.bytes, report.device_bytes) == (2048, 256)
+
+
+def test_whole_arrays_are_listed_largest_first():
+    tree = {"a": sds(3), "b": sds(300), "c": sds(64, 64)}
+    assert [row.path for row in mw.describe(tree, MESH).replicated] == ["b", "a"]
+
+
+def test_on_one_device_nothing_is_said_about_copies():
+    mesh = mw.mesh("fsdp:1", devices=jax.devices()[:1])
+    text = str(mw.describe({"w": sds(64, 64)}, mesh))
+    assert "whole on every device" not in text
+
+
+class Page(HTMLParser):
+    """Checks that tags close in order, and keeps them with their attributes."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.words = [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def test_the_page_draws_arrays_of_one_to_four_dims():
+    tree = {
+        "one": sds(4096),
+        "two": sds(1024, 4096),
+        "three": sds(8, 64, 64),
+        "four": sds(4, 8, 64, 64),
+        "scalar": sds(),
+    }
+    page = Page(mw.describe(tree, MESH)._repr_html_())
+    drawn = [tag for tag, _ in page.tags]
+    assert drawn.count("svg") == 4
+    captions = " ".join(page.words)
+    for path in ("one", "two", "three", "four"):
+        assert f"{path}: f32[" in captions
+    assert "1024 in 4 x 4096 in 2" in captions
+
+
+def test_the_page_asks_nothing_of_the_network():
+    text = mw.describe(TREE, MESH)._repr_html_()
+    page = Page(text)
+    assert {tag for tag, _ in page.tags}.isdisjoint(
+        {"script", "link", "img", "iframe", "image", "use", "object", "embed", "audio", "video"}
+    )
+    for _, attributes in page.tags:
+        assert {"src", "href", "xlink:href", "srcset", "data"}.isdisjoint(attributes)
+        for name, value in attributes.items():
+            assert name == "xmlns" or "//" not in (value or "")
+    assert "url(" not in text and "@import" not in text
+
+
+def test_the_page_escapes_paths():
+    text = mw.describe({"<b>&": sds(64, 64)}, MESH)._repr_html_()
+    assert "<b>&" not in text
+    assert "&lt;b&gt;&amp;" in text
+
+
+def test_the_page_draws_each_kind_of_array_once_and_few_of_them():
+    same = mw.describe({f"w{place}": sds(64, 64) for place in range(50)}, MESH)._repr_html_()
+    assert same.count("<svg") == 1
+    many = {f"w{place}": sds(64, 8 * place) for place in range(4, 50)}
+    assert mw.describe(many, MESH)._repr_html_().count("<svg") == 6
+
+
+def test_empty_arrays_do_not_break_the_page():
+    Page(mw.describe({"a": sds(0, 8), "b": sds(8, 0, 4, 2), "c": sds(0)}, MESH)._repr_html_())
+
+
+@pytest.mark.parametrize(
+    ("shape", "local", "panels", "lines"),
+    [
+        ((4096,), (512,), 1, 7),
+        ((64, 64), (16, 32), 1, 3 + 1),
+        ((64, 64), (64, 64), 1, 0),
+        ((8, 64, 64), (2, 64, 32), 4, 4 * 1),
+        ((2, 8, 64, 64), (1, 2, 32, 64), 8, 8 * 1),
+        ((3, 2, 8, 64, 64), (3, 1, 2, 32, 64), 8, 8 * 1),
+        ((8192, 64), (1, 64), 1, 15),
+        ((8192, 64, 64), (1, 64, 64), 8, 0),
+    ],
+)
+def test_a_drawing_has_a_line_per_cut_and_a_panel_per_piece(shape, local, panels, lines):
+    page = Page(drawing(shape, local))
+    tags = [tag for tag, _ in page.tags]
+    assert tags.count("rect") == panels + 1  # one of them is the first device's piece
+    assert tags.count("path") == lines
+    boxes = [attributes for tag, attributes in page.tags if tag == "rect"]
+    assert all(float(box["width"]) > 0 and float(box["height"]) > 0 for box in boxes)
+
+
+def test_json_says_everything_in_plain_values():
+    report = mw.describe({"w": sds(64, 256), "s": sds(7)}, MESH, {"w": P(("fsdp", "tp")), "s": P()})
+    assert json.loads(json.dumps(report.to_json())) == {
+        "mesh": {"fsdp": 4, "tp": 2},
+        "devices": 8,
+        "bytes": 65536 + 28,
+        "device_bytes": 8192 + 28,
+        "worst_device_bytes": 8192 + 28,
+        "arrays": [
+            {
+                "path": "s",
+                "array": "f32[7]",
+                "shape": [7],
+                "shard_shape": [7],
+                "spec": [],
+                "bytes": 28,
+                "device_bytes": 28,
+                "copies": 8,
+                "replicated": True,
+            },
+            {
+                "path": "w",
+                "array": "f32[64@(fsdp,tp),256]",
+                "shape": [64, 256],
+                "shard_shape": [8, 256],
+                "spec": [["fsdp", "tp"]],
+                "bytes": 65536,
+                "device_bytes": 8192,
+                "copies": 1,
+                "replicated": False,
+            },
+        ],
+    }
+
+
+def test_json_takes_keys_and_numpy_shapes():
+    tree = {"k": jax.random.split(jax.random.key(0), 64), "n": np.ones((4, 4))}
+    found = json.loads(json.dumps(mw.describe(tree, MESH).to_json()))
+    assert re.fullmatch(r"key<\w+>\[64.*\]", found["arrays"][0]["array"])
+
+
+def test_what_does_not_fit_is_refused_here_too():
+    with pytest.raises(mw.PartitionError, match=r"describe: 1 problem.*\n  w: dim 0 has size 6"):
+        mw.describe({"w": sds(6, 8)}, MESH, P("fsdp"))
+    with pytest.raises(mw.PartitionError, match="First difference: 'w' has no spec"):
+        mw.describe({"w": sds(6, 8)}, MESH, {})

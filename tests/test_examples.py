@@ -1,0 +1,61 @@
+"""Every example runs to its end, shows what it is there to show, and complains about nothing."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+DEADLINE = 240
+
+# What an example must print; of any other, that it prints something.
+TRAINS = ("(8 devices): ", "@fsdp", "@tp", "on a device", "loss after 10 steps: ")
+SHOWS = {
+    "demo.py": ("loss on 8 devices", "v5e:16x16", "runner-up"),
+    "equinox_mlp.py": (*TRAINS, "layers/0/up/weight    f32[1024@tp,256@fsdp]"),
+    "flax_linen.py": (*TRAINS, "opt_state/0/trace/layer_0/up/kernel", "is P('fsdp', 'tp')"),
+    "flax_nnx.py": (*TRAINS, "layers/0/up/kernel", "is P('fsdp', 'tp')"),
+    "optax_adamw.py": (*TRAINS, "mu/up     f32[256@fsdp,1024@tp]", "nu/scale  f32[256] "),
+    "plain_pytree.py": (*TRAINS, "by shape: 7 arrays", "by rules: 7 arrays"),
+}
+COMPARING = [path for path in EXAMPLES if "def compare(" in path.read_text()]
+
+every_example = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+
+
+def run(*words):
+    return subprocess.run(
+        [sys.executable, *map(str, words)], capture_output=True, text=True, timeout=DEADLINE
+    )
+
+
+@every_example
+def test_example_runs_and_shows_what_it_should(path):
+    done = run(path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert done.stdout.strip()
+    assert [words for words in SHOWS.get(path.name, ()) if words not in done.stdout] == []
+
+
+def test_no_expected_example_is_gone():
+    assert set(SHOWS) <= {path.name for path in EXAMPLES}
+    assert len(COMPARING) == 5
+
+
+@pytest.mark.parametrize("path", COMPARING, ids=lambda path: path.stem)
+def test_example_stops_when_the_two_runs_disagree(path):
+    code = """
+import runpy, sys
+compare = runpy.run_path(sys.argv[1])["compare"]
+for ours in (1.000001, 1.001, float("nan")):
+    try:
+        compare(ours, 1.0)
+        print(ours, "agrees")
+    except SystemExit as stop:
+        print(ours, stop)
+"""
+    done = run("-c", code, path)
+    disagrees = "the sharded run disagrees with the one on a single device"
+    assert done.stdout == f"1.000001 agrees\n1.001 {disagrees}\nnan {disagrees}\n", done.stderr
