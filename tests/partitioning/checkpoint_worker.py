@@ -14,7 +14,7 @@ import orbax.checkpoint  # noqa: F401  loaded once, here, for all that is forked
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwright.errors import PartitionError
-from meshwright.partitioning.checkpoints import restore_checkpoint, save_checkpoint
+from meshwright.partitioning.checkpoints.keeping import restore_checkpoint, save_checkpoint
 
 STEPS = ("mkdir", "rename", "replace", "fsync", "unlink", "rmdir")
 WHOLE = np.sin(np.arange(4096, dtype=np.float32)).reshape(64, 64)

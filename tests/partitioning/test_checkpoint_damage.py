@@ -8,7 +8,7 @@ import pytest
 from checkpoint_helpers import FSDP, assert_same, bits, cut, target_on
 
 from meshwright.errors import PartitionError
-from meshwright.partitioning.checkpoints import restore_checkpoint, save_checkpoint
+from meshwright.partitioning.checkpoints.keeping import restore_checkpoint, save_checkpoint
 
 # Reading damaged files, Orbax drops coroutines that then complain on their way out.
 damaged = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

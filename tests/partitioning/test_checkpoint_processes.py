@@ -17,8 +17,8 @@ import pytest
 from checkpoint_helpers import assert_same
 
 from meshwright.errors import PartitionError
-from meshwright.partitioning import checkpoint_swap as swap
-from meshwright.partitioning.checkpoints import restore_checkpoint, save_checkpoint
+from meshwright.partitioning.checkpoints import swap
+from meshwright.partitioning.checkpoints.keeping import restore_checkpoint, save_checkpoint
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
 DEADLINE = 120

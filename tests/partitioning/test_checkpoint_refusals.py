@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from meshwright import _compat
 from meshwright.errors import PartitionError
-from meshwright.partitioning.checkpoints import restore_checkpoint, save_checkpoint
+from meshwright.partitioning.checkpoints.keeping import restore_checkpoint, save_checkpoint
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from checkpoint_helpers import DP_TP, FOUR, FSDP, ONE, assert_same, cut, target_
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from meshwright.errors import PartitionError
-from meshwright.partitioning.checkpoints import restore_checkpoint, save_checkpoint
+from meshwright.partitioning.checkpoints.keeping import restore_checkpoint, save_checkpoint
 
 
 class Adam(NamedTuple):

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from checkpoint_helpers import DP_TP, FSDP, cut
 
-from meshwright.partitioning.checksums import BLOCK, checksum
+from meshwright.partitioning.checkpoints.checksums import BLOCK, checksum
 
 
 @hypothesis.settings(max_examples=40, deadline=None)

@@ -93,3 +93,17 @@ def test_unequal_parts_are_refused_with_one_text_for_all(loaded, parts):
             _equal_part(loaded, parts, process, ["dp", "fsdp"])
         texts.add(str(caught.value))
     assert len(texts) == 1
+
+
+@pytest.mark.parametrize(
+    ("loaded", "parts", "indices", "count"),
+    [
+        ({0: [0, 1], 1: [2, 3]}, 4, [0, 1], 2),
+        ({0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}, 4, [0, 0, 1, 1], 2),
+        ({0: [0], 1: [0]}, 1, [0, 0], 1),
+        ({0: [2, 3], 1: [0, 1]}, 4, [1, 0], 2),
+    ],
+)
+def test_equal_parts_are_numbered_by_what_is_held(loaded, parts, indices, count):
+    found = [_equal_part(loaded, parts, process, ["dp"]) for process in sorted(loaded)]
+    assert found == [mw.DataShard(index, count) for index in indices]

@@ -11,8 +11,8 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from meshwright import _compat
 from meshwright.errors import near, short
-from meshwright.partitioning.checkpoint_index import PYTHON_TYPES, Entry, type_text
-from meshwright.partitioning.checkpoint_leaves import Words, is_key, shape_of, stored_form
+from meshwright.partitioning.checkpoints.index import PYTHON_TYPES, Entry, type_text
+from meshwright.partitioning.checkpoints.leaves import Words, is_key, shape_of, stored_form
 from meshwright.partitioning.leaves import is_array
 from meshwright.partitioning.specs import mesh_axes, problems
 

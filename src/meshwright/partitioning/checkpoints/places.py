@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from meshwright.errors import PartitionError, listing, short
-from meshwright.partitioning.checkpoint_index import NAME
-from meshwright.partitioning.checkpoint_swap import current
+from meshwright.partitioning.checkpoints.index import NAME
+from meshwright.partitioning.checkpoints.swap import current
 
 _ORBAX_MARK = "_CHECKPOINT_METADATA"
 

@@ -17,10 +17,10 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from meshwright.partitioning.boxes import Box, Cut, Shape, box_shape, boxes, recipe
-from meshwright.partitioning.carrying import Pair, carry
-from meshwright.partitioning.moves import Held, HostArray, Move, bit_pattern
-from meshwright.partitioning.pieces import Arrived
+from meshwright.partitioning.moving.boxes import Box, Cut, Shape, box_shape, boxes, recipe
+from meshwright.partitioning.moving.carrying import Pair, carry
+from meshwright.partitioning.moving.moves import Held, HostArray, Move, bit_pattern
+from meshwright.partitioning.moving.pieces import Arrived
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from meshwright import _compat
 from meshwright.errors import PartitionError, short
 from meshwright.partitioning.leaves import Leaf, Walk
 from meshwright.partitioning.matching import match_specs
-from meshwright.partitioning.moves import Move
+from meshwright.partitioning.moving.moves import Move
 from meshwright.partitioning.specs import AnyMesh, mesh_axes, problems
 
 Finish = Callable[[jax.Array], Any]

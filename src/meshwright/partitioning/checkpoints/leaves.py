@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.errors import short
-from meshwright.partitioning.checkpoint_index import PYTHON_TYPES
+from meshwright.partitioning.checkpoints.index import PYTHON_TYPES
 from meshwright.partitioning.leaves import is_array, path_text
 
 # What Orbax 0.12 (TensorStore 0.1) stores as it is.

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from meshwright.partitioning.moves import Move
+from meshwright.partitioning.moving.moves import Move
 
 Memory = tuple[Any, int]  # device, address
 # Where a platform does not tell: all that lies on a device may then be shared.

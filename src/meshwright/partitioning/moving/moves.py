@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from meshwright.partitioning.boxes import Box, Shape, boxes, whole
+from meshwright.partitioning.moving.boxes import Box, Shape, places_here, whole
 
 HostArray = np.ndarray[Any, Any]
 
@@ -39,9 +40,10 @@ class Held:
     read: dict[Box, HostArray] = dataclasses.field(default_factory=dict)
 
     def bits(self, box: Box) -> HostArray:
-        if box not in self.read:
-            self.read[box] = bit_pattern(on_host(self.shards[box]))
-        return self.read[box]
+        known = self.read.get(box)
+        if known is None:
+            known = self.read[box] = bit_pattern(on_host(self.shards[box]))
+        return known
 
 
 def held(move: Move) -> Held:
@@ -49,16 +51,31 @@ def held(move: Move) -> Held:
         return Held({whole(move.shape): move.value})
     if not isinstance(move.value, jax.Array):
         return Held({})
-    where = boxes(move.source, move.shape)
-    return Held({where[shard.device]: shard.data for shard in move.value.addressable_shards})
+    places = places_here(move.source, move.shape)
+    return Held({box: move.value.addressable_data(place) for box, place in places.items()})
 
 
 def on_host(data: Any) -> HostArray:
-    """The values in host memory; of a CPU device its own memory, not a copy."""
-    if isinstance(data, jax.Array) and next(iter(data.devices())).platform != "cpu":
+    """The values of one shard in host memory; of a CPU device its own memory, not a copy."""
+    if isinstance(data, jax.Array) and _platform(data.sharding) != "cpu":
         # JAX keeps the host copy on the array it was asked of: ask one that goes away.
         data = jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
     return np.asarray(data)
+
+
+@functools.lru_cache(maxsize=4096)
+def _platform(sharding: Sharding) -> str:
+    devices: set[Any] = sharding.device_set
+    return str(next(iter(devices)).platform)
+
+
+def read_whole(move: Move) -> HostArray:
+    """The whole array in fresh host memory; all of it is held here."""
+    out = np.empty(move.shape, move.dtype)
+    bits, shards = bit_pattern(out), held(move)
+    for box in shards.shards if out.size else ():
+        bits[tuple(slice(*side) for side in box)] = shards.bits(box)
+    return out
 
 
 def bit_pattern(array: HostArray) -> HostArray:

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshwright.partitioning.boxes import Box, Shape, box_at, box_shape, boxes, recipe
-from meshwright.partitioning.moves import Held, HostArray, Move, bit_pattern
+from meshwright.partitioning.moving.boxes import Box, Shape, box_at, box_shape, boxes, recipe
+from meshwright.partitioning.moving.moves import Held, HostArray, Move, bit_pattern
 
 # Pieces of one array that came from other processes, as bits.
 Arrived = Mapping[Box, HostArray]

@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
-from meshwright.partitioning.agreement import agree
-from meshwright.partitioning.boxes import in_one_piece, in_place
-from meshwright.partitioning.crossing import bring, needs
-from meshwright.partitioning.donating import free_to_go, give_up
 from meshwright.partitioning.leaves import refuse, walk
-from meshwright.partitioning.movable import plan, spans_processes
-from meshwright.partitioning.moves import Move, held
-from meshwright.partitioning.pieces import build
+from meshwright.partitioning.moving.agreement import agree
+from meshwright.partitioning.moving.boxes import in_one_piece, in_place
+from meshwright.partitioning.moving.crossing import bring, needs
+from meshwright.partitioning.moving.donating import free_to_go, give_up
+from meshwright.partitioning.moving.movable import plan, spans_processes
+from meshwright.partitioning.moving.moves import Move, held, read_whole
+from meshwright.partitioning.moving.pieces import build
 from meshwright.partitioning.specs import AnyMesh
 
 # Arrays are moved in batches: small ones together, for speed, large ones alone, for memory.
 _LARGEST_BATCH = 64 * 2**20
 _SMALLEST_BATCH = 4 * 2**20
+_SMALL = 64 * 2**10
+
+Way = Callable[[Sequence[Move]], list[jax.Array]]
 
 
 def reshard(tree: Any, mesh: AnyMesh, specs: Any, *, donate: bool = False) -> Any:
     """The tree with every array on `mesh`, split by `specs`; other leaves pass through.
 
     No bit changes. Arrays may come from any mesh, split, single device or from host memory, and
-    go to fewer, more or other devices. `specs` is a tree of `PartitionSpec`s, a prefix of one, or one spec for all.
-    An array that already lies as asked is not copied. `donate=True` gives up the arrays as they
-    are moved, so that little more than one of them exists twice; one whose memory is shared with
-    another live array is left alone.
+    go to fewer, more or other devices. `specs` is a tree of `PartitionSpec`s, a prefix of one, or
+    one spec for all. An array that already lies as asked is not copied. `donate=True` gives up
+    the arrays as they are moved, so that little more than one of them exists twice; one whose
+    memory is shared with another live array is left alone.
 
     In several processes all call it with the same global arrays. A process that holds no part of
     an array passes the global array without shards, as JAX makes it, or a
@@ -40,10 +43,9 @@ def reshard(tree: Any, mesh: AnyMesh, specs: Any, *, donate: bool = False) -> An
 
     >>> import jax, numpy as np, meshwright as mw
     >>> from jax.sharding import PartitionSpec as P
-    >>> from meshwright.partitioning.moving import reshard
     >>> train, serve = mw.mesh("fsdp:8"), mw.mesh("tp:2", devices=jax.devices()[:2])
     >>> params = {"w": jax.device_put(np.ones((8, 8)), jax.NamedSharding(train, P("fsdp")))}
-    >>> reshard(params, serve, P(None, "tp"))["w"].sharding.shard_shape((8, 8))
+    >>> mw.reshard(params, serve, P(None, "tp"))["w"].sharding.shard_shape((8, 8))
     (8, 4)
     """
     found = walk(tree)
@@ -96,15 +98,25 @@ def batches(moves: Sequence[Move]) -> Iterator[list[Move]]:
 
 def move_batch(batch: Sequence[Move]) -> list[jax.Array]:
     """Move arrays together, and wait for them: what is on its way stays bounded."""
-    results: dict[int, jax.Array] = {n: kept(move) for n, move in enumerate(batch) if stays(move)}
-    copied = [n for n, move in enumerate(batch) if n not in results and copies_whole(move)]
-    puts = jax.device_put([batch[n].value for n in copied], [batch[n].target for n in copied])
-    results.update(zip(copied, puts, strict=True))
-    rest = [n for n in range(len(batch)) if n not in results]
-    results.update(zip(rest, assemble([batch[n] for n in rest]), strict=True))
-    ready = [results[n] for n in range(len(batch))]
+    by_way: dict[Way, list[int]] = {keep: [], put: [], put_from_host: [], assemble: []}
+    for number, move in enumerate(batch):
+        by_way[way(move)].append(number)
+    results: dict[int, jax.Array] = {}
+    for do, numbers in by_way.items():
+        if numbers:
+            results.update(zip(numbers, do([batch[n] for n in numbers]), strict=True))
+    ready = [results[number] for number in range(len(batch))]
     jax.block_until_ready(ready)  # type: ignore[no-untyped-call]
     return ready
+
+
+def way(move: Move) -> Way:
+    """How to move an array; the same in every process."""
+    if stays(move):
+        return keep
+    if copies_whole(move):
+        return put
+    return put_from_host if is_small_and_here(move) else assemble
 
 
 def stays(move: Move) -> bool:
@@ -116,11 +128,12 @@ def stays(move: Move) -> bool:
     )
 
 
-def kept(move: Move) -> jax.Array:
+def keep(moves: Sequence[Move]) -> list[jax.Array]:
     """The same memory under the new sharding."""
-    if move.source == move.target:
-        value: jax.Array = move.value
-        return value
+    return [move.value if move.source == move.target else _relabelled(move) for move in moves]
+
+
+def _relabelled(move: Move) -> jax.Array:
     wanted = move.target.addressable_devices
     data = [shard.data for shard in move.value.addressable_shards if shard.device in wanted]
     return jax.make_array_from_single_device_arrays(move.shape, move.target, data, dtype=move.dtype)
@@ -140,6 +153,25 @@ def copies_whole(move: Move) -> bool:
         return isinstance(move.source, NamedSharding) and not _on_cpu(move.target)
     here = move.source.is_fully_addressable and move.target.is_fully_addressable
     return here and in_one_piece(move.source, move.target, move.shape)
+
+
+def put(moves: Sequence[Move]) -> list[jax.Array]:
+    """One call of JAX for all."""
+    values = [move.value for move in moves]
+    placed: list[jax.Array] = jax.device_put(values, [move.target for move in moves])
+    return placed
+
+
+def is_small_and_here(move: Move) -> bool:
+    """Whether per-shard work would cost more than copying the whole array once more."""
+    here = move.source is None or move.source.is_fully_addressable
+    return move.bytes <= _SMALL and here and move.target.is_fully_addressable
+
+
+def put_from_host(moves: Sequence[Move]) -> list[jax.Array]:
+    values = [read_whole(move) for move in moves]
+    placed: list[jax.Array] = jax.device_put(values, [move.target for move in moves])
+    return placed
 
 
 def assemble(moves: Sequence[Move]) -> list[jax.Array]:

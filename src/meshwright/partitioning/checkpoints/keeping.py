@@ -11,15 +11,16 @@ from typing import Any
 import jax
 
 from meshwright.errors import PartitionError, listing, short
-from meshwright.partitioning import checkpoint_swap as swap
-from meshwright.partitioning.checkpoint_index import (
+from meshwright.partitioning.checkpoints import swap
+from meshwright.partitioning.checkpoints.checksums import checksums
+from meshwright.partitioning.checkpoints.index import (
     NAME,
     Entry,
     python_entry,
     read_index,
     write_index,
 )
-from meshwright.partitioning.checkpoint_leaves import (
+from meshwright.partitioning.checkpoints.leaves import (
     Words,
     empty,
     flatten,
@@ -27,17 +28,16 @@ from meshwright.partitioning.checkpoint_leaves import (
     leaf_problems,
     to_stored,
 )
-from meshwright.partitioning.checkpoint_orbax import (
+from meshwright.partitioning.checkpoints.orbax_files import (
     cause,
     entries_by_orbax,
     orbax,
     read_arrays,
     write_arrays,
 )
-from meshwright.partitioning.checkpoint_places import absolute, check_destination, find
-from meshwright.partitioning.checkpoint_processes import add_up, is_first, together
-from meshwright.partitioning.checkpoint_targets import target_problems
-from meshwright.partitioning.checksums import checksums
+from meshwright.partitioning.checkpoints.places import absolute, check_destination, find
+from meshwright.partitioning.checkpoints.processes import add_up, is_first, together
+from meshwright.partitioning.checkpoints.targets import target_problems
 from meshwright.partitioning.leaves import is_array
 
 

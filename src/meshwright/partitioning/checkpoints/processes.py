@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
 from meshwright.errors import LONGEST_MESSAGE, PartitionError
-from meshwright.partitioning.checksums import WORD
+from meshwright.partitioning.checkpoints.checksums import WORD
 from meshwright.partitioning.specs import make_spec
 
 _LIMBS = (0, 16, 32, 48)  # a sum of 16-bit parts fits 32 bits on up to 65,536 processes

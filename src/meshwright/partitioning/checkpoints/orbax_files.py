@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from meshwright.errors import PartitionError, short
-from meshwright.partitioning.checkpoint_index import NAME, Entry
-from meshwright.partitioning.checkpoint_leaves import Words, flatten, stored_form
+from meshwright.partitioning.checkpoints.index import NAME, Entry
+from meshwright.partitioning.checkpoints.leaves import Words, flatten, stored_form
 
 _ALONE = "array"  # the name on the disk of a tree that is one array
 

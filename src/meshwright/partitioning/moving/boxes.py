@@ -51,6 +51,13 @@ def boxes(sharding: Sharding, shape: Shape) -> Mapping[jax.Device, Box]:
 
 
 @functools.lru_cache(maxsize=1024)
+def places_here(sharding: Sharding, shape: Shape) -> Mapping[Box, int]:
+    """For each box that this process holds, the position of an addressable shard with it."""
+    here = sharding.addressable_devices_indices_map(shape)
+    return {box_at(index or (), shape): place for place, index in enumerate(here.values())}
+
+
+@functools.lru_cache(maxsize=1024)
 def recipe(
     source: Sharding | None, target: Sharding, shape: Shape
 ) -> Mapping[Box, tuple[Cut, ...]]:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from meshwright.partitioning.moves import HostArray
+from meshwright.partitioning.moving.moves import HostArray
 from meshwright.partitioning.specs import make_spec
 
 Pair = tuple[int, int]  # sending process, receiving process

@@ -20,8 +20,8 @@ from jax.sharding import Sharding
 
 from meshwright import _compat
 from meshwright.errors import listing
-from meshwright.partitioning.boxes import Shape, boxes
-from meshwright.partitioning.moves import Move, on_host
+from meshwright.partitioning.moving.boxes import Shape, boxes
+from meshwright.partitioning.moving.moves import Move, on_host
 
 # How long to wait for a process that does not call; it may still be loading or compiling.
 PATIENCE = 600.0
