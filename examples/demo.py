@@ -29,7 +29,7 @@ def main() -> None:
     print("2. Two slices: the search keeps tensor parallelism off the slow network\n")
     print(mw.place("dp:2, fsdp:-1, tp:8", mw.topology("v5p:4x4x8", slices=2)))
 
-    print("\n3. The same request on eight simulated devices, and a sharded step on it\n")
+    print("\n3. A mesh on eight simulated devices, and a sharded step on it\n")
     mesh = mw.mesh("dp:2, fsdp:2, tp:-1")
     print(mesh)
     loss, expected = train_step(mesh)

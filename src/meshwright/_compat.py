@@ -60,13 +60,6 @@ def client_of(backend: str | None) -> Any:
     return extend_backend.get_backend(backend)
 
 
-def initialized_backends() -> bool:
-    """Whether any backend has started. Private in jax 0.10 to 0.12; used to show, not to act."""
-    from jax._src import xla_bridge
-
-    return bool(xla_bridge.backends_are_initialized())
-
-
 def make_mesh(
     sizes: tuple[int, ...], names: tuple[str, ...], types: tuple[Any, ...], devices: list[Any]
 ) -> jax.sharding.Mesh:

@@ -99,7 +99,7 @@ def test_every_mesh_that_matches_the_devices_has_a_share(sizes: list[int], data:
         ((2, 4), 4.0, 2, "total_devices: 4.0 is not a positive integer"),
         ((2, 4), 8, True, "num_processes: True is not a positive integer"),
         ((2, 4), 2**31, 2, "total_devices: 2147483648 is more than 2147483647"),
-        ((1,) * 65, 1, 1, "65 axes; at most 64"),
+        ((1,) * 65, 1, 1, "65 axes; at most 32"),
     ],
 )
 def test_what_does_not_match_is_a_value_error(

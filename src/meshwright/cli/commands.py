@@ -40,7 +40,7 @@ class Devices:
 class MeshCommand:
     """Place a mesh, explain it and draw it."""
 
-    spec: Annotated[str, tyro.conf.Positional]
+    spec: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPEC")]
     """The request, e.g. "dp:2, fsdp:-1, tp:4"."""
     on: str | None = None
     """Hardware by name, e.g. v5p:8x8x8, h100:8x4, cpu:8. Default: the live devices."""

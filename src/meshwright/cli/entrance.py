@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any, Union
 
+from meshwright._version import __version__
 from meshwright.cli.commands import Devices, MeshCommand
 from meshwright.cli.partition_command import PartitionCommand
 from meshwright.errors import MeshwrightError
@@ -15,6 +18,14 @@ from meshwright.errors import MeshwrightError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     import tyro
+
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a letter still gets text
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words == ["--version"]:
+        print(f"meshwright {__version__}")
+        return 0
 
     commands = Union[  # noqa: UP007
         Annotated[Devices, tyro.conf.subcommand("devices", prefix_name=False)],
@@ -25,17 +36,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands,
         prog="meshwright",
         description="The mesh layer for JAX: say what parallelism you want, on what hardware.",
-        args=arguments,
+        args=words,
     )
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _note
             command.run()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except MeshwrightError as error:
         print(f"meshwright: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"meshwright: {error.filename or ''}: {error.strerror}", file=sys.stderr)
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"meshwright: {where}{error.strerror}", file=sys.stderr)
         return 2
     return 0
 

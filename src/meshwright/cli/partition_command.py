@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import jax
 import tyro
 from jax.sharding import AbstractMesh
 
 from meshwright.cli import screen
 from meshwright.errors import PartitionError, near, short
 from meshwright.meshes import abstract_mesh
+from meshwright.meshes.targets import live_devices
 from meshwright.partitioning import describe
 from meshwright.spec import MeshSpec
 
@@ -24,7 +24,7 @@ from meshwright.spec import MeshSpec
 class PartitionCommand:
     """Show how a tree of arrays or shapes is sharded on a mesh."""
 
-    source: Annotated[str, tyro.conf.Positional]
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
     """module:function; the function takes nothing and returns a tree of arrays or shapes."""
     mesh: str
     """The mesh, e.g. "fsdp:8, tp:4"."""
@@ -51,7 +51,7 @@ class PartitionCommand:
     def _mesh(self) -> AbstractMesh:
         spec = MeshSpec.parse(self.mesh)
         if self.on is None and spec.size is None:
-            spec = spec.resolve(len(jax.devices()))
+            spec = spec.resolve(len(live_devices()))
         return abstract_mesh(spec, on=self.on, slices=self.slices)
 
 

@@ -32,7 +32,7 @@ def topology(
       x 16 wraps, 50 GB/s a link
       y 16 wraps, 50 GB/s a link
     """
-    if twisted not in (None, True, False) or not isinstance(twisted, bool | None):
+    if twisted is not None and not isinstance(twisted, bool):
         raise TopologyError(f"twisted: {short(twisted)} is not True, False or None.")
     if isinstance(source, Topology):
         if slices != 1 or chips_per_host is not None or twisted is not None or speeds:

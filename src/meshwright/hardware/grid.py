@@ -58,6 +58,10 @@ class Topology:
     devices: tuple[Any, ...] | None = None
     scattered: bool = False
 
+    def __post_init__(self) -> None:
+        for array in (self.host, self.index):  # shared and cached, so nobody may write to them
+            array.setflags(write=False)
+
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(axis.size for axis in self.axes)

@@ -85,7 +85,7 @@ def _slice_key(devices: Sequence[Any]) -> Callable[[Any], Hashable]:
     if first.platform == "gpu" or first.platform in ("cuda", "rocm"):
         if is_compile_only(first) and hasattr(first, "coords"):
             return lambda d: d.coords[0]
-        if len({getattr(d, "slice_index", None) for d in devices}) > 1:
+        if all(getattr(d, "slice_index", None) is not None for d in devices):
             return lambda d: d.slice_index
     return lambda d: d.process_index
 

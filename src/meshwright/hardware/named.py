@@ -7,7 +7,6 @@ import math
 import numbers
 import re
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 import numpy as np
 
@@ -79,7 +78,8 @@ def with_speeds(chip: Chip, speeds: Mapping[str, float] | None) -> Chip:
         bad = isinstance(value, bool) or not isinstance(value, numbers.Real)
         if bad or not 0 < value < 1e30:
             raise TopologyError(f"speeds: {key} = {short(value)} is not a number above 0.")
-    return dataclasses.replace(chip, **cast(dict[str, float], dict(speeds or {})))  # type: ignore[arg-type]
+    floats = {key: float(value) for key, value in (speeds or {}).items()}
+    return dataclasses.replace(chip, **floats)  # type: ignore[arg-type]
 
 
 def check_count(what: str, value: object) -> int:
@@ -207,10 +207,11 @@ def _switched(chip: Chip, shape: tuple[int, ...], slices: int) -> Topology:
         raise TopologyError(f"{chip.name}:{text(shape)} already says {domains}; leave slices out.")
     domains = max(domains, slices)
     if chip.domain and inside > chip.domain:
-        fits = [d for d in range(chip.domain, 0, -1) if inside % d == 0]
+        per_domain = next(d for d in range(chip.domain, 0, -1) if inside % d == 0)
+        several = f"{chip.name}:{per_domain}x{inside // per_domain * domains}"
         raise TopologyError(
             f"{chip.name}: {inside} GPUs in one NVLink domain; it holds {chip.domain}. "
-            f"Write {chip.name}:{fits[0]}x{inside // fits[0] * domains} for several."
+            + (f"Write {several} for several." if per_domain > 1 else "Use a multiple of it.")
         )
     per_host = chip.host[0] if chip.host else inside
     if inside > per_host and inside % per_host:

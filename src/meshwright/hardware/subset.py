@@ -95,7 +95,7 @@ def _badness(topology: Topology, box: tuple[int, ...]) -> tuple[float, ...]:
 def _first(topology: Topology, devices: int) -> Topology:
     """No box has this volume: take devices host by host."""
     order = np.argsort(topology.host.ravel(), kind="stable")[:devices]
-    name = topology.axes[-1].name
+    name = "chip" if topology.chip.family == "tpu" else topology.axes[-1].name
     speed = min(axis.speed for axis in topology.axes)
     return dataclasses.replace(
         topology,

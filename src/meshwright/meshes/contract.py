@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from meshwright import _compat
@@ -17,7 +16,7 @@ from meshwright.meshes.build import (
     prepare,
     warn_idle,
 )
-from meshwright.meshes.targets import target
+from meshwright.meshes.targets import live_devices, target
 from meshwright.spec import MeshSpec
 from meshwright.spec.checks import check_distinct, check_flag, check_list, check_name
 
@@ -25,6 +24,7 @@ DEFAULT_DIMS = (1, -1, 1, 1, 1)
 DEFAULT_NAMES = ("dp", "fsdp", "ep", "tp", "sp")
 BACKENDS = ("cpu", "gpu", "tpu")
 
+_MOST_MESHES = 256
 _meshes: dict[Any, Mesh] = {}
 
 
@@ -71,7 +71,7 @@ def create_mesh(
     if found is not None and _exactly_ints(dims, dcn):
         return found
     spec = MeshSpec.parse(dims, names=names).with_types(axis_types)
-    hardware = target(None, _devices(backend), 1, sort_slices)
+    hardware = target(None, live_devices(backend), 1, sort_slices)
     if use_jax and hardware.num_slices == 1 and hardware.num_hosts == 1:
         resolved, part = prepare(spec, hardware, dcn)
         warn_idle(resolved, part, hardware)
@@ -81,7 +81,9 @@ def create_mesh(
         placed = placement_of(spec, hardware, dcn, allow_split=allow_split)
         warn_idle(placed.spec, placed.topology, hardware)
         built = from_placement(placed)
-    if key is not None:
+    if key is not None and built.size == hardware.num_devices:  # a part warns every time
+        if len(_meshes) >= _MOST_MESHES:
+            _meshes.clear()
         _meshes[key] = built
     return built
 
@@ -127,16 +129,6 @@ def _check_backend(backend: object) -> None:
     if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
         hint = near(backend, BACKENDS) if isinstance(backend, str) else ""
         raise MeshError(f"backend: {short(backend)} is not one of {', '.join(BACKENDS)}.{hint}")
-
-
-def _devices(backend: str | None) -> list[Any]:
-    try:
-        return list(jax.devices(backend))
-    except RuntimeError as error:
-        reason = str(error).split("\n")[0][:200]
-        raise MeshError(
-            f"backend {backend!r} has no devices here ({reason}). Leave backend out, or use 'cpu'."
-        ) from error
 
 
 def _with_jax(spec: MeshSpec, devices: list[Any]) -> Mesh:

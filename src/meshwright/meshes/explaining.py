@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,9 +15,12 @@ from meshwright.hardware import Topology
 from meshwright.hardware import topology as read_topology
 from meshwright.meshes.build import prepare
 from meshwright.meshes.memory import recall
-from meshwright.meshes.targets import attach
+from meshwright.meshes.targets import attach, one_slice
 from meshwright.placement import Placement, measure, place
 from meshwright.spec import MeshSpec, SpecLike
+
+# A layout is called better from one per cent on; latency alone makes smaller differences.
+_CLEARLY = 0.99
 
 
 def explain(
@@ -36,7 +40,11 @@ def explain(
     >>> print(mw.explain("fsdp:-1, tp:4", on="v5e:16x16").axes[1].cost.shape)
     ring
     """
+    if on is None and not one_slice(slices):
+        raise MeshError("slices goes with a hardware name: say on='v5p:8x8x8'.")
     if isinstance(mesh, Placement):
+        if on is not None or intensity is not None:
+            raise MeshError("a Placement is explained as it is; place it anew with other options.")
         return mesh
     if isinstance(mesh, Mesh):
         return _explain_mesh(mesh, on, slices, intensity)
@@ -50,11 +58,20 @@ def explain(
             f"{short(mesh)} has no devices: say on what hardware, explain(..., on='v5p:8x8x8')."
         )
     if isinstance(mesh, AbstractMesh):
-        spec = MeshSpec.parse(list(mesh.axis_sizes), names=list(mesh.axis_names))
+        spec = MeshSpec.parse(list(mesh.axis_sizes), names=_printable(mesh.axis_names))
     else:
         spec = MeshSpec.parse(mesh)
     spec, hardware = prepare(spec, read_topology(on, slices=slices))
     return place(spec, hardware, intensity=intensity)
+
+
+def _printable(names: Sequence[Any]) -> list[str]:
+    """Axis names of any mesh as words of ours: JAX allows every hashable value."""
+    words: list[str] = []
+    for name in names:
+        word = re.sub(r"[^\w.-]+", "_", str(name))[:40] or "_"
+        words.append(word if word not in words else f"{word}_{len(words)}")
+    return words
 
 
 def _explain_mesh(
@@ -66,10 +83,9 @@ def _explain_mesh(
     hardware = read_topology(devices)
     if on is not None:
         hardware = attach(read_topology(on, slices=slices), devices)
-    names = [str(name) for name in mesh.axis_names]
-    spec = MeshSpec.parse(list(mesh.devices.shape), names=names)
+    spec = MeshSpec.parse(list(mesh.devices.shape), names=_printable(mesh.axis_names))
     positions = np.arange(mesh.size).reshape(mesh.devices.shape)
     found = measure(spec, hardware, positions, intensity=intensity)
     best = place(spec, hardware, intensity=intensity)
-    other = best.axes if best.cost < found.cost * (1 - 1e-9) else best.runner_up
+    other = best.axes if best.cost < found.cost * _CLEARLY else best.runner_up
     return dataclasses.replace(found, runner_up=other)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import jax
 
 from meshwright.errors import MeshError
+from meshwright.meshes.targets import live_devices
 from meshwright.spec import MeshSpec
 from meshwright.spec.checks import check_list, check_positive
 
@@ -28,7 +29,7 @@ def calculate_host_mesh_shape(
     """
     shape = check_list("global_mesh_shape", global_mesh_shape)
     sizes = MeshSpec.parse(shape, names=[f"dim{d}" for d in range(len(shape))]).sizes
-    local = jax.local_device_count() if total_devices is None else total_devices
+    local = _local_devices() if total_devices is None else total_devices
     processes = jax.process_count() if num_processes is None else num_processes
     local = check_positive("total_devices", local)
     processes = check_positive("num_processes", processes)
@@ -39,22 +40,16 @@ def calculate_host_mesh_shape(
             f"mesh {sizes} has {math.prod(sizes)} devices, but {processes} processes with {local} "
             f"local devices each have {local * processes}. Make the two equal."
         )
-    split = _split(sizes, processes)
-    if split is None:
-        raise MeshError(
-            f"mesh {sizes}: no split over {processes} hosts uses exactly {local} devices on each. "
-            f"Let sizes contain the factors of {processes} on separate axes."
-        )
-    return tuple(size // hosts for size, hosts in zip(sizes, split, strict=True))
+    share, left = [], processes
+    for (
+        size
+    ) in sizes:  # leading axes take as many hosts as they can; the products match, so all fit
+        hosts = math.gcd(size, left)
+        share.append(size // hosts)
+        left //= hosts
+    return tuple(share)
 
 
-def _split(sizes: tuple[int, ...], hosts: int) -> tuple[int, ...] | None:
-    """How many hosts each axis is spread over, as many as possible on the leading axes."""
-    if not sizes:
-        return () if hosts == 1 else None
-    most = math.gcd(sizes[0], hosts)
-    for here in (d for d in range(most, 0, -1) if most % d == 0):
-        rest = _split(sizes[1:], hosts // here)
-        if rest is not None:
-            return (here, *rest)
-    return None
+def _local_devices() -> int:
+    me = jax.process_index()
+    return sum(device.process_index == me for device in live_devices())

@@ -6,12 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from meshwright.errors import MeshError, short
 from meshwright.meshes.build import from_placement, placement_of
-from meshwright.meshes.targets import target
+from meshwright.meshes.targets import live_devices, target
 from meshwright.spec import MeshSpec
 from meshwright.spec.checks import check_list
 
@@ -26,7 +25,7 @@ class DeviceMeshManager:
     """
 
     def __init__(self, devices: Sequence[Any] | None = None):
-        given = jax.devices() if devices is None else check_list("devices", devices)
+        given = live_devices() if devices is None else check_list("devices", devices)
         self.devices: list[Any] = list(given)
         target(None, self.devices, 1)  # refuse bad devices here, not at the first mesh
 

@@ -16,7 +16,8 @@ _built: weakref.WeakKeyDictionary[AbstractMesh, dict[Any, Placement]] = weakref.
 
 def remember(mesh: AbstractMesh, placement: Placement) -> None:
     hardware = placement.topology
-    _built.setdefault(mesh, {})[hardware.name, hardware.axes] = placement
+    how = tuple((axis.weight, axis.parts, axis.order) for axis in placement.axes)
+    _built.setdefault(mesh, {})[hardware.name, hardware.axes, how] = placement
 
 
 def recall(mesh: AbstractMesh) -> Placement:
@@ -26,9 +27,8 @@ def recall(mesh: AbstractMesh) -> Placement:
         return next(iter(found.values()))
     problem = "has no devices"
     if found:
-        problem = (
-            f"was built on {listing(name for name, _ in found)}, and does not say which is meant"
-        )
+        names = listing(dict.fromkeys(name for name, _, _ in found))
+        problem = f"was built in {len(found)} ways, on {names}, and does not say which is meant"
     raise MeshError(
         f"this AbstractMesh {problem}: say on what hardware, explain(mesh, on='v5p:8x8x8')."
     )

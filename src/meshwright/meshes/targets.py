@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,8 @@ def target(on: Any, devices: Any, slices: int, sort_slices: bool = True) -> Topo
         raise MeshError("pass the devices once: either on=... or devices=..., not both.")
     on = devices if on is None else on
     if isinstance(on, str):
-        return _named(on, check_count("slices", slices))
+        named = read_topology(on, slices=check_count("slices", slices))
+        return _with_cpu_devices(named) if named.chip.family == "cpu" else _named(on, int(slices))
     if isinstance(on, Topology):
         if not one_slice(slices):
             raise MeshError(f"{on.name} says its slices itself: topology(name, slices=...).")
@@ -33,7 +35,7 @@ def target(on: Any, devices: Any, slices: int, sort_slices: bool = True) -> Topo
         return on if on.devices is not None else _with_compiler(on)
     if not one_slice(slices):
         raise MeshError("slices goes with a hardware name; devices know their slices themselves.")
-    found = jax.devices() if on is None else on
+    found = live_devices() if on is None else on
     if _iterable(on):
         found = check_list("devices", found)
         check_devices(found)
@@ -42,8 +44,21 @@ def target(on: Any, devices: Any, slices: int, sort_slices: bool = True) -> Topo
     return read_topology(found)
 
 
+def live_devices(backend: str | None = None) -> list[Any]:
+    """`jax.devices`, with an error of ours when there is no such backend."""
+    try:
+        return list(jax.devices(backend))
+    except RuntimeError as error:
+        reason = str(error).split("\n")[0][:200]
+        which = "JAX" if backend is None else f"backend {backend!r}"
+        raise MeshError(
+            f"{which} has no devices here ({reason}). Use backend 'cpu', or set JAX_PLATFORMS=cpu "
+            "before JAX starts."
+        ) from error
+
+
 def one_slice(slices: object) -> bool:
-    return isinstance(slices, int) and slices == 1
+    return isinstance(slices, numbers.Integral) and slices == 1
 
 
 def _iterable(on: Any) -> bool:
@@ -109,7 +124,7 @@ def attach(topology: Topology, devices: Sequence[Any]) -> Topology:
 
 
 def _with_cpu_devices(topology: Topology) -> Topology:
-    devices = jax.devices("cpu")
+    devices = live_devices("cpu")
     if len(devices) < topology.num_devices:
         return topology
     found = read_topology(devices[: topology.num_devices])

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from meshwright.errors import MeshError, MeshOrderWarning, listing, near, short
 from meshwright.meshes.build import AXIS_TYPES
 from meshwright.spec import MeshSpec, SpecLike
-from meshwright.spec.checks import check_list
+from meshwright.spec.checks import check_distinct, check_list, check_name
 
 AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh)
 
@@ -128,7 +128,7 @@ def check_same_order(
 def _index(mesh: Mesh | AbstractMesh, axis: str) -> int:
     _check_mesh(mesh)
     if not isinstance(axis, str) or axis not in mesh.axis_names:
-        hint = near(axis, mesh.axis_names) if isinstance(axis, str) else ""
+        hint = near(axis, map(str, mesh.axis_names)) if isinstance(axis, str) else ""
         raise MeshError(f"no axis {short(axis)} in this mesh: {listing(mesh.axis_names)}.{hint}")
     return mesh.axis_names.index(axis)
 
@@ -144,7 +144,11 @@ def _axes(mesh: Mesh | AbstractMesh) -> tuple[list[str], list[int], list[Any]]:
 
 
 def _view(mesh: AnyMesh, names: list[str], sizes: list[int], types: list[Any]) -> AnyMesh:
-    MeshSpec.parse(list(sizes), names=list(names))  # names distinct and printable
+    kept = [name for name in mesh.axis_names if not isinstance(name, str)]
+    for name in names:
+        if not any(name is other for other in kept):
+            check_name(name)
+    check_distinct(names)
     if isinstance(mesh, AbstractMesh):
         return AbstractMesh(tuple(sizes), tuple(names), axis_types=tuple(types))
     devices = np.asarray(mesh.devices).reshape(sizes)

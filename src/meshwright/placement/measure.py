@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 
@@ -11,9 +12,9 @@ from meshwright.axes import weights
 from meshwright.hardware import Topology
 from meshwright.placement.factors import Part, Parts
 from meshwright.placement.model import axis_cost
-from meshwright.placement.order import choose_order, offsets
+from meshwright.placement.order import choose_order, neighbour_hops, offsets
 from meshwright.placement.plan import AxisPlan, Placement
-from meshwright.placement.scattered import scattered_cost
+from meshwright.placement.scattered import longest_hop, scattered_cost
 from meshwright.spec import MeshSpec
 
 
@@ -54,9 +55,16 @@ def _axis_plan(topology: Topology, groups: np.ndarray, name: str, weight: float)
             default=1,
         )
         return AxisPlan(name, size, weight, None, "scattered", cost, spans if network else 1)
-    cost = axis_cost(topology, parts)
     slow = math.prod(p.factor for p in parts if p.dim in network)
-    return AxisPlan(name, size, weight, parts, _order(topology, groups, parts, name), cost, slow)
+    order = _order(topology, groups, parts, name)
+    inside = size // slow
+    hops = (
+        longest_hop(topology, coords.reshape(-1, inside, coords.shape[-1]))
+        if order == "other"
+        else neighbour_hops(topology, parts, order)
+    )
+    cost = dataclasses.replace(axis_cost(topology, parts), hops=hops)
+    return AxisPlan(name, size, weight, parts, order, cost, slow)
 
 
 def _as_box(topology: Topology, coords: np.ndarray) -> Parts | None:

@@ -97,7 +97,7 @@ def _inside(topology: Topology, parts: Parts) -> tuple[float, str, int]:
         return 0.0, "", 0
     axes = [topology.axes[p.dim] for p in parts]
     if axes[0].kind == "switch":
-        return axes[0].speed, "switch", 1
+        return axes[0].speed, "scattered" if topology.scattered else "switch", 1
     hops = max(p.stride for p in parts)
     if covers_whole(topology, parts):
         rings = [axis.wraps and _closes(topology, parts, axis.twisted) for axis in axes]

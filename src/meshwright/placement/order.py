@@ -52,6 +52,21 @@ def offsets(topology: Topology, parts: Parts, order: str) -> np.ndarray:
     return total
 
 
+def neighbour_hops(topology: Topology, parts: Parts, order: str) -> int:
+    """The most links between two neighbours along the axis inside a slice."""
+    torus = [p for p in parts if topology.axes[p.dim].kind == "torus"]
+    if not torus:
+        return 1 if any(topology.axes[p.dim].kind == "switch" for p in parts) else 0
+    sizes = [p.factor for p in torus]
+    digits = ring(sizes) if order == "ring" else grid(sizes)
+    steps = abs(np.diff(digits, axis=0)) * [p.stride for p in torus]
+    for column, part in enumerate(torus):
+        axis = topology.axes[part.dim]
+        if axis.wraps and not axis.twisted:
+            steps[:, column] = np.minimum(steps[:, column], axis.size - steps[:, column])
+    return int(steps.sum(axis=1).max(initial=0))
+
+
 def grid(sizes: Sequence[int]) -> np.ndarray:
     """Digits in counting order, `(product, len(sizes))`."""
     if not sizes:

@@ -16,7 +16,7 @@ from meshwright.hardware import topology as read_topology
 from meshwright.placement.factors import Parts
 from meshwright.placement.model import axis_cost
 from meshwright.placement.nearby import near_shapes
-from meshwright.placement.order import Order, choose_order, offsets
+from meshwright.placement.order import Order, choose_order, neighbour_hops, offsets
 from meshwright.placement.plan import AxisPlan, Placement
 from meshwright.placement.search import search
 from meshwright.spec import MeshSpec, SpecLike
@@ -30,7 +30,10 @@ def place(
     allow_split: bool = True,
     order: Order = "auto",
 ) -> Placement:
-    """Find the best layout of a mesh on the hardware: a complete search under a stated model.
+    """Find the best layout of a mesh on the hardware, by search under a stated model.
+
+    The search is complete over the ways to compose every axis from prime factors of the
+    physical directions.
 
     `intensity` overrides how much an axis communicates. `allow_split=False` keeps every torus
     direction in one piece. `order`: how an axis made of several directions is strung together,
@@ -67,15 +70,10 @@ def _axis_plan(
     topology: Topology, name: str, size: int, weight: float, parts: Parts, order: Order
 ) -> AxisPlan:
     slow = math.prod(p.factor for p in parts if topology.axes[p.dim].kind == "network")
-    return AxisPlan(
-        name,
-        size,
-        weight,
-        parts,
-        choose_order(topology, parts, name, order),
-        axis_cost(topology, parts),
-        slow,
-    )
+    chosen = choose_order(topology, parts, name, order)
+    hops = neighbour_hops(topology, parts, chosen)
+    cost = dataclasses.replace(axis_cost(topology, parts), hops=hops)
+    return AxisPlan(name, size, weight, parts, chosen, cost, slow)
 
 
 def _with_strides(topology: Topology, choice: tuple[Parts, ...]) -> tuple[Parts, ...]:

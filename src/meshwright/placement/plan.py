@@ -51,6 +51,9 @@ class Placement:
     axes: tuple[AxisPlan, ...]
     runner_up: tuple[AxisPlan, ...] | None = None
 
+    def __post_init__(self) -> None:
+        self.positions.setflags(write=False)  # shared and cached, so nobody may write to it
+
     @property
     def cost(self) -> float:
         return sum(axis.weighted for axis in self.axes)

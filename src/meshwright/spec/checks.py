@@ -11,7 +11,7 @@ import numpy as np
 from meshwright.errors import SpecError, near, short
 
 LARGEST = 2**31 - 1
-MOST_AXES = 64  # what an array may have
+MOST_AXES = 32  # what an array may have
 RESERVED = ":=,*"
 TYPE_WORDS = ("auto", "explicit", "manual")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -88,14 +89,15 @@ def _from_string(text: str, names: Sequence[str] | None) -> MeshSpec:
     if names is not None:
         if any(":" in part or "=" in part for part in parts):
             raise SpecError(f"names were given beside {short(text)}, which has names of its own.")
-        return _from_sizes([_number(part, part) for part in parts], names)
+        return _from_sizes([_size(part, part) for part in parts], names)
     return MeshSpec(tuple(_axis_from_string(part) for part in parts))
 
 
 def _axis_from_string(part: str) -> AxisSpec:
     fields = [field.strip() for field in re.split("[:=]", part)]
+    commas = " Separate axes with commas." if re.search(r"[\s;]", part) else ""
     if len(fields) not in (2, 3) or not fields[0]:
-        raise SpecError(f"{short(part)} is not name:size. {EXAMPLE}")
+        raise SpecError(f"{short(part)} is not name:size.{commas} {EXAMPLE}")
     name, size = fields[:2]
     kind = None
     if len(fields) == 3:
@@ -103,12 +105,18 @@ def _axis_from_string(part: str) -> AxisSpec:
         if kind not in TYPE_WORDS:
             raise SpecError(
                 f"axis {short(name)}: type {short(fields[2])} is not one of "
-                f"{', '.join(TYPE_WORDS)}."
+                f"{', '.join(TYPE_WORDS)}.{commas}"
             )
-    if "*" in size:
-        slow, _, fast = size.partition("*")
-        return AxisSpec(name, _number(part, fast.strip()), _number(part, slow.strip()), kind)
-    return AxisSpec(name, _number(part, size), None, kind)
+    axis = _axis(name, _size(part, size))
+    return dataclasses.replace(axis, type=kind)
+
+
+def _size(part: str, text: str) -> int | tuple[int, int]:
+    """A number, or `slow*fast`."""
+    if "*" not in text:
+        return _number(part, text)
+    slow, _, fast = text.partition("*")
+    return _number(part, slow.strip()), _number(part, fast.strip())
 
 
 def _number(part: str, text: str) -> int:

@@ -39,10 +39,11 @@ def _fill_slow(spec: MeshSpec, devices: int, slices: int | None) -> tuple[AxisSp
     open_axis = next((a for a in spec.axes if a.slow == -1), None)
     if open_axis is None:
         if slices is not None and slices % known:
+            fix = f"make the slow parts multiply to a divisor of {slices}."
             raise SpecError(
                 f"'{spec}' spans {known} parts of the slow network, but there "
                 f"{'is 1' if slices == 1 else f'are {slices}'} (slices, hosts or domains): "
-                f"make the slow parts multiply to a divisor of {slices}."
+                + ("leave dcn and slow parts out here." if slices == 1 else fix)
             )
         return spec.axes
     if slices is None:

@@ -3,53 +3,49 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from meshwright.partitioning.moving.moves import Move
+from meshwright.partitioning.moving.moves import Move, platform
 
-Memory = tuple[Any, int]  # device, address
+Memory = frozenset[tuple[Any, int]]  # devices and addresses
 # Where a platform does not tell: all that lies on a device may then be shared.
 _UNTOLD = -1
 
 
-def free_to_go(moves: Sequence[Move]) -> list[bool]:
-    """For each array, whether no other array, of these or of any that lives, shares its memory."""
-    arrays = [move.value for move in moves]
-    users = collections.Counter(place for array in arrays for place in set(memory(array)))
-    taken = others_memory(arrays)
+def own_memory(moves: Sequence[Move]) -> list[Memory]:
+    """The memory of each array; nothing if another one, of these or of any alive, shares it."""
+    memories = [memory(move.value) for move in moves]
+    users = collections.Counter(place for places in memories for place in places)
+    taken = others_memory([move.value for move in moves if isinstance(move.value, jax.Array)])
     return [
-        isinstance(array, jax.Array)
-        and array.size > 0
-        and all(users[place] == 1 and place not in taken for place in memory(array))
-        for array in arrays
+        frozenset() if any(users[place] > 1 or place in taken for place in places) else places
+        for places in memories
     ]
 
 
-def others_memory(arrays: Sequence[Any]) -> set[Memory]:
+def others_memory(arrays: Sequence[jax.Array]) -> Memory:
     """The memory of live arrays that are not among these and might share theirs."""
-    own = [array for array in arrays if isinstance(array, jax.Array)]
-    known = {id(array) for array in own}
-    known |= {id(shard.data) for array in own for shard in array.addressable_shards}
+    known = {id(array) for array in arrays}
+    known |= {id(shard.data) for array in arrays for shard in array.addressable_shards}
     # Arrays can share memory only if their shards are alike.
-    kinds = {_kind(array) for array in own}
-    devices: set[Any] = set().union(*(array.sharding.device_set for array in own))
-    return {
+    kinds = {_kind(array) for array in arrays}
+    return frozenset(
         place
-        for platform in {device.platform for device in devices}
-        for array in jax.live_arrays(platform)  # type: ignore[no-untyped-call]
+        for name in {platform(array.sharding) for array in arrays}
+        for array in jax.live_arrays(name)  # type: ignore[no-untyped-call]
         if id(array) not in known and _kind(array) in kinds
         for place in memory(array)
-    }
+    )
 
 
-def memory(array: Any) -> Iterator[Memory]:
-    """Where the array's shards of this process lie."""
-    if isinstance(array, jax.Array) and not array.is_deleted() and array.size:
-        for shard in array.addressable_shards:
-            yield shard.device, _address(shard.data)
+def memory(value: Any) -> Memory:
+    """Where the shards of this process lie."""
+    if not isinstance(value, jax.Array) or value.is_deleted() or not value.size:
+        return frozenset()
+    return frozenset((shard.device, _address(shard.data)) for shard in value.addressable_shards)
 
 
 def _address(data: Any) -> int:
@@ -57,12 +53,6 @@ def _address(data: Any) -> int:
         return int(data.unsafe_buffer_pointer())
     except (AttributeError, jax.errors.JaxRuntimeError):
         return _UNTOLD
-
-
-def give_up(move: Move, result: jax.Array) -> None:
-    """Delete a moved array, unless the result lives on in its memory."""
-    if not set(memory(move.value)) & set(memory(result)):
-        move.value.delete()
 
 
 def _kind(array: jax.Array) -> tuple[Any, ...]:

@@ -57,14 +57,14 @@ def held(move: Move) -> Held:
 
 def on_host(data: Any) -> HostArray:
     """The values of one shard in host memory; of a CPU device its own memory, not a copy."""
-    if isinstance(data, jax.Array) and _platform(data.sharding) != "cpu":
+    if isinstance(data, jax.Array) and platform(data.sharding) != "cpu":
         # JAX keeps the host copy on the array it was asked of: ask one that goes away.
         data = jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
     return np.asarray(data)
 
 
 @functools.lru_cache(maxsize=4096)
-def _platform(sharding: Sharding) -> str:
+def platform(sharding: Sharding) -> str:
     devices: set[Any] = sharding.device_set
     return str(next(iter(devices)).platform)
 

@@ -13,7 +13,7 @@ from meshwright.partitioning.leaves import refuse, walk
 from meshwright.partitioning.moving.agreement import agree
 from meshwright.partitioning.moving.boxes import in_one_piece, in_place
 from meshwright.partitioning.moving.crossing import bring, needs
-from meshwright.partitioning.moving.donating import free_to_go, give_up
+from meshwright.partitioning.moving.donating import Memory, memory, own_memory
 from meshwright.partitioning.moving.movable import plan, spans_processes
 from meshwright.partitioning.moving.moves import Move, held, read_whole
 from meshwright.partitioning.moving.pieces import build
@@ -69,15 +69,21 @@ def _all(moves: Sequence[Move], donate: bool) -> list[jax.Array]:
     for move, place in zip(moves, which, strict=True):
         if place == len(once):
             once.append(move)
-    free = free_to_go(once) if donate else [False] * len(once)
+    owned = own_memory(once) if donate else []
     results: list[jax.Array] = []
     for batch in batches(once):
         values = move_batch(batch)
-        for move, value in zip(batch, values, strict=True):
-            if free[len(results)]:
-                give_up(move, value)
-            results.append(value)
+        if donate:
+            _give_up(batch, values, owned[len(results) :])
+        results += values
     return [results[place] for place in which]
+
+
+def _give_up(batch: Sequence[Move], values: Sequence[jax.Array], owned: Sequence[Memory]) -> None:
+    """Delete what was moved, unless its memory is shared or the result lives on in it."""
+    for move, value, own in zip(batch, values, owned, strict=False):
+        if own and (way(move) is put_from_host or not own & memory(value)):
+            move.value.delete()
 
 
 def batches(moves: Sequence[Move]) -> Iterator[list[Move]]:
