@@ -125,7 +125,20 @@ def test_the_longest_path_wins():
 
 def test_a_part_of_a_word_is_no_match():
     w = np.ones((8, 8), np.float32)
-    assert mw.partition_like({"mu": {"ww": w}}, {"w": w}, {"w": P("tp")}) == {"mu": {"ww": P()}}
+    state, params, specs = {"mu": {"ww": w}}, {"w": w}, {"w": P("tp")}
+    found = mw.partition_like(state, params, specs, unmatched="replicate")
+    assert found == {"mu": {"ww": P()}}
+
+
+def test_a_leaf_with_a_parameters_shape_that_follows_none_is_refused():
+    w = np.ones((8, 8), np.float32)
+    with pytest.raises(mw.PartitionError, match=r"mu/ww: has a parameter's shape \(8, 8\) but no"):
+        mw.partition_like({"mu": {"ww": w}}, {"w": w}, {"w": P("tp")})
+
+
+def test_bad_unmatched_is_refused():
+    with pytest.raises(mw.PartitionError, match="unmatched: 'shape' is not 'error' or 'replicate'"):
+        mw.partition_like({}, {}, P(), unmatched="shape")
 
 
 def test_another_shape_is_no_match():

@@ -28,7 +28,7 @@ Axis = tuple[str, int, int]
 
 
 def weight_axes(sizes: Mapping[str, int], asked: Sequence[str] | None = None) -> tuple[Axis, ...]:
-    """The mesh axes that may cut weights, largest effect first.
+    """The mesh axes that may cut weights, in the mesh's order.
 
     By default those whose role says so (`fsdp`, `tp`, `ep` and their like); all of them on a mesh
     without any known name.
@@ -36,7 +36,20 @@ def weight_axes(sizes: Mapping[str, int], asked: Sequence[str] | None = None) ->
     names = list(asked) if asked is not None else [n for n in sizes if _cuts(n)]
     if asked is None and not any(role(name).name != "custom" for name in sizes):
         names = list(sizes)
-    return tuple((n, sizes[n], place) for place, n in enumerate(names) if sizes[n] > 1)
+    groups: dict[str, int] = {}
+    return tuple(
+        (name, sizes[name], groups.setdefault(together(name), len(groups)))
+        for name in names
+        if sizes[name] > 1
+    )
+
+
+def together(name: str) -> str:
+    """Axes of one word like to share a dim: sequence axes go with `fsdp`."""
+    kind = role(name).name
+    if kind == "custom":
+        return name
+    return "fsdp" if kind in ("sequence", "context") else kind
 
 
 def _cuts(name: str) -> bool:

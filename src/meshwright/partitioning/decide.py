@@ -56,7 +56,8 @@ def partition(
     stay whole. `stacked` names the leaves whose first dim counts layers and stays whole.
 
     Options: `uneven="replicate"` drops axes that do not divide a dim, `unmatched="replicate"` or
-    `"shape"` takes leaves that no rule matches, `unused="allow"` rules that match nothing.
+    `"shape"` takes leaves that no rule matches (or that have no names), `unused="allow"` rules that
+    match nothing.
 
     >>> import jax, meshwright as mw
     >>> mesh = mw.mesh("fsdp:4, tp:2")
@@ -169,6 +170,7 @@ def _by_logical(
     wrong = [
         problem
         for leaf, given in zip(leaves, per_leaf, strict=True)
+        if given is not None or options.unmatched == "error"
         for problem in logical_problems(leaf, given, table)
     ]
     return [logical_spec(given or (), table) for given in per_leaf], wrong

@@ -6,18 +6,20 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshwright.errors import PartitionError
-from meshwright.partitioning.leaves import Leaf, walk
+from meshwright.errors import PartitionError, short
+from meshwright.partitioning.leaves import Leaf, refuse, walk
 from meshwright.partitioning.matching import check_specs, match_specs
 from meshwright.partitioning.placing import check_values, put
 from meshwright.partitioning.specs import AnyMesh, make_spec
 
 
-def partition_like(state: Any, params: Any, specs: Any) -> Any:
+def partition_like(state: Any, params: Any, specs: Any, *, unmatched: str = "error") -> Any:
     """Specs for a state, from those of the parameters it follows.
 
     A leaf of the state whose path ends with a parameter's path and that has its shape takes the
-    parameter's spec (the longest path wins); all others stay whole, counters above all.
+    parameter's spec (the longest path wins); all others stay whole, counters above all. A leaf
+    with a parameter's shape that follows none is refused, or stays whole with
+    `unmatched="replicate"`.
 
     >>> import jax, optax, meshwright as mw
     >>> params = {"w": jax.numpy.ones((64, 64))}
@@ -27,11 +29,16 @@ def partition_like(state: Any, params: Any, specs: Any) -> Any:
     {'w': P('fsdp',)}
     """
     found, of_params = walk(state), walk(params)
-    return found.rebuild(_follow(found.arrays, of_params.arrays, match_specs(of_params, specs)))
+    per_param = match_specs(of_params, specs)
+    return found.rebuild(_follow(found.arrays, of_params.arrays, per_param, unmatched))
 
 
-def shard_like(state: Any, params: Any, mesh: AnyMesh | None = None) -> Any:
-    """The state placed beside the parameters it follows, which must be placed already.
+def shard_like(
+    state: Any, params: Any, mesh: AnyMesh | None = None, *, unmatched: str = "error"
+) -> Any:
+    """The state placed beside the parameters it follows, as `partition_like` decides.
+
+    The parameters must be placed already.
 
     >>> import jax, optax, meshwright as mw
     >>> params = mw.shard({"w": jax.numpy.ones((64, 64))}, mw.mesh("fsdp:8"))
@@ -55,23 +62,41 @@ def shard_like(state: Any, params: Any, mesh: AnyMesh | None = None) -> Any:
     if any(other != meshes[0] for other in meshes):
         raise PartitionError("the parameters stand on several meshes; call shard_like for each.")
     target = meshes[0] if mesh is None else mesh
-    per_leaf = _follow(found.arrays, of_params.arrays, specs)
+    per_leaf = _follow(found.arrays, of_params.arrays, specs, unmatched)
     check_specs("shard_like", found.arrays, per_leaf, target)
     check_values(found.arrays, "error")
     return found.rebuild(put(found.arrays, [NamedSharding(target, spec) for spec in per_leaf]))
 
 
 def _follow(
-    leaves: tuple[Leaf, ...], params: tuple[Leaf, ...], specs: list[PartitionSpec]
+    leaves: tuple[Leaf, ...],
+    params: tuple[Leaf, ...],
+    specs: list[PartitionSpec],
+    unmatched: str,
 ) -> list[PartitionSpec]:
+    if unmatched not in ("error", "replicate"):
+        raise PartitionError(f"unmatched: {short(unmatched)} is not 'error' or 'replicate'.")
     by_path = {(leaf.path, leaf.shape): spec for leaf, spec in zip(params, specs, strict=True)}
-    result = []
-    for leaf in leaves:
-        path, spec = leaf.path, by_path.get((leaf.path, leaf.shape))
-        while spec is None and "/" in path:
-            path = path.partition("/")[2]
-            spec = by_path.get((path, leaf.shape))
-        if spec is None:
-            spec = by_path.get(("", leaf.shape))
-        result.append(make_spec() if spec is None else spec)
-    return result
+    shapes = {leaf.shape for leaf in params if len(leaf.shape) > 1}
+    found = [_followed(leaf, by_path) for leaf in leaves]
+    if unmatched == "error":
+        refuse(
+            "state",
+            [
+                f"{leaf.where}: has a parameter's shape {leaf.shape} but no parameter's path. Pass "
+                "the parameters that the state was made from, or unmatched='replicate'."
+                for leaf, spec in zip(leaves, found, strict=True)
+                if spec is None and leaf.shape in shapes
+            ],
+        )
+    return [make_spec() if spec is None else spec for spec in found]
+
+
+def _followed(leaf: Leaf, by_path: dict[tuple[str, tuple[int, ...]], PartitionSpec]) -> Any:
+    """The spec of the parameter with the longest path that ends the leaf's, or `None`."""
+    words = leaf.path.split("/") if leaf.path else []
+    for start in range(len(words) + 1):
+        spec = by_path.get(("/".join(words[start:]), leaf.shape))
+        if spec is not None:
+            return spec
+    return None

@@ -7,9 +7,8 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshwright.axes import role
 from meshwright.errors import PartitionError, listing, near, short
-from meshwright.partitioning.by_shape import Axis, choose
+from meshwright.partitioning.by_shape import Axis, choose, together
 from meshwright.partitioning.leaves import refuse, walk
 from meshwright.partitioning.placing import check_values, put
 from meshwright.partitioning.specs import AnyMesh, make_spec, mesh_axes, problems
@@ -81,10 +80,10 @@ class MeshPartitionHelper:
         if deep not in self._suggested:
             groups: dict[str, list[str]] = {}
             for name, size in self.axis_sizes.items():
-                group = _GROUPS.get(role(name).name)
-                if size > 1 and group:
+                group = together(name)
+                if size > 1 and group in _METHODS:
                     groups.setdefault(group, []).append(name)
-            order = ("expert", "fsdp", "tensor") if deep else ("fsdp", "tensor", "expert")
+            order = ("expert", "fsdp", "tensor") if deep else _METHODS
             self._suggested[deep] = [tuple(groups[g]) for g in order if g in groups]
         return list(self._suggested[deep])
 
@@ -104,11 +103,5 @@ class MeshPartitionHelper:
         return tuple(axes)
 
 
-# Which roles cut weights here, and which of them together.
-_GROUPS = {
-    "fsdp": "fsdp",
-    "sequence": "fsdp",
-    "context": "fsdp",
-    "tensor": "tensor",
-    "expert": "expert",
-}
+# Axes that cut weights here, as `together` groups them.
+_METHODS = ("fsdp", "tensor", "expert")

@@ -71,7 +71,7 @@ def problems(
             yield (
                 f"{where}: dim {dim} has size {shape[dim]}, not divisible by {n} (axes "
                 f"{', '.join(map(str, entry_axes(entry)))}). Pad to {-(-shape[dim] // n) * n}, "
-                "use another axis, or pass uneven='replicate'."
+                "use another axis, or decide with partition(..., uneven='replicate')."
             )
 
 
