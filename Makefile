@@ -53,7 +53,7 @@ test: lint ## lint, then the whole suite but what needs the vendors' compilers
 	$(CPU) .venv/bin/python -m pytest -n 2 -m "not compilers and not gpu" $(PYTEST_ARGS)
 
 test-compilers: .venv-compilers/.stamp ## the tests against libtpu and the CUDA compiler
-	$(CPU) .venv-compilers/bin/python -m pytest -n 2 -m compilers $(PYTEST_ARGS)
+	$(CPU) .venv-compilers/bin/python -m pytest -n 2 -m compilers tests/compilers $(PYTEST_ARGS)
 
 test-newest: ## everything on the newest Python and jax to be found
 	@newest=$$($(PYTHON) tools/newest_python.py) || exit 1; \

@@ -1,7 +1,9 @@
 """One process of several: moves arrays between meshes in every way, prints what came out as JSON."""
 
 import json
+import os
 import sys
+import traceback
 import warnings
 
 import jax
@@ -232,4 +234,10 @@ def report() -> dict:
 if __name__ == "__main__":
     warnings.simplefilter("error")
     start(*map(int, sys.argv[1:]))
-    print(json.dumps(report()))
+    try:
+        print(json.dumps(report()), flush=True)
+    except BaseException:
+        # Leave at once: at exit JAX would wait minutes for the process that waits for this one.
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)

@@ -112,8 +112,8 @@ def test_all_problems_come_at_once_with_path_dim_sizes_axes_and_fix():
         "rule 'ghost' matches no leaf. Mend or drop it, or pass unused='allow'.",
         "lost: (3,) matches no rule. Add one, e.g. ('**', None), or pass unmatched='replicate' or "
         "'shape'.",
-        "a: dim 0 has size 6, not divisible by 4 (axes fsdp). Pad to 8, use another axis, or decide "
-        "with partition(..., uneven='replicate').",
+        "a: dim 0 has size 6, not divisible by 4 (axes fsdp). Pad to 8, use another axis, or "
+        "decide with partition(..., uneven='replicate').",
         "b: dim 0: no mesh axis 'fdsp' in fsdp, tp. Did you mean 'fsdp'?",
         "c: P('tp', None, 'fsdp') has 3 entries for an array with 1 dims (8,). Drop 2.",
         "d: P('tp', 'tp') uses axis 'tp' twice. Use it on one dim.",

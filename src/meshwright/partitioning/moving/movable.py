@@ -134,15 +134,27 @@ def _move(leaf: Leaf, target: NamedSharding) -> tuple[Move, Finish]:
 
 
 def _key_data(leaf: Leaf) -> tuple[Any, Finish]:
-    implementation = jax.random.key_impl(leaf.value)
     if isinstance(leaf.value, jax.Array):
+        kind: Any = jax.random.key_impl(leaf.value)
         data: Any = jax.random.key_data(leaf.value)
     else:
-        plain = jax.eval_shape(jax.random.key_data, leaf.value)
-        data = jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
-            plain.shape, plain.dtype, sharding=leaf.value.sharding
-        )
-    return data, lambda moved: jax.random.wrap_key_data(moved, impl=implementation)
+        kind, data = _key_shape(leaf.value)
+    return data, lambda moved: jax.random.wrap_key_data(moved, impl=kind)
+
+
+def _key_shape(keys: jax.ShapeDtypeStruct) -> tuple[Any, jax.ShapeDtypeStruct]:
+    """The kind of keys that are not here, and the integers they are made of."""
+    kinds = []
+
+    def look(traced: Any) -> Any:
+        kinds.append(jax.random.key_impl(traced))
+        return jax.random.key_data(traced)
+
+    plain = jax.eval_shape(look, keys)
+    data = jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+        plain.shape, plain.dtype, sharding=keys.sharding
+    )
+    return kinds[0], data
 
 
 def _as_it_is(moved: jax.Array) -> Any:
