@@ -46,7 +46,8 @@ DEADLINE = 300
 def shardings(case: str) -> tuple[NamedSharding, NamedSharding]:
     devices = np.array(jax.devices())
     eight, first, last = (
-        Mesh(part, (name,)) for part, name in ((devices, "a"), (devices[:4], "b"), (devices[4:], "c"))
+        Mesh(part, (name,))
+        for part, name in ((devices, "a"), (devices[:4], "b"), (devices[4:], "c"))
     )
     return {
         "8 to 4": (NamedSharding(eight, P("a")), NamedSharding(first, P("b"))),
@@ -118,7 +119,9 @@ def compare(count: int, size: int, times: int) -> None:
     print(f"{count} float32 arrays, {count * size / MIB:,.0f} MiB, jax {jax.__version__}")
     rows = [["case", "way", "wall", "peak MiB", "wall / fastest JAX", "peak / whole tree"]]
     for case in CASES:
-        seen = {way: [in_fresh_process(case, way, count, size) for _ in range(times)] for way in WAYS}
+        seen = {
+            way: [in_fresh_process(case, way, count, size) for _ in range(times)] for way in WAYS
+        }
         best = {
             way: (min(run["wall"] for run in runs), max(run["peak"] for run in runs))
             for way, runs in seen.items()
@@ -213,7 +216,9 @@ def random_case(draw: np.random.Generator) -> str:
     mesh, donate = random_mesh(draw), bool(draw.random() < 0.5)
     spec = random_spec(draw, shape, mesh)
     keys = isinstance(dtype, str)
-    values = random_bits(draw, (*shape, 2) if keys else shape, jnp.dtype("uint32") if keys else dtype)
+    values = random_bits(
+        draw, (*shape, 2) if keys else shape, jnp.dtype("uint32") if keys else dtype
+    )
     source = random_source(draw, values, len(shape))
     tree = {"x": jax.random.wrap_key_data(jnp.asarray(source)) if keys else source, "n": 3}
     said = f"{dtype}{list(shape)} {getattr(source, 'sharding', 'host')} to {mesh} {spec}, {donate=}"
@@ -249,7 +254,8 @@ def check_cases(count: int, seed: int) -> int:
                 print(f"case {number}: {fault}")
     print(
         f"{count:,} random cases, seed {seed}, jax {jax.__version__}: "
-        f"{wrong.total()} wrong or failing {dict(wrong) or ''} in {duration(time.perf_counter() - start)}"
+        f"{wrong.total()} wrong or failing {dict(wrong) or ''} in "
+        f"{duration(time.perf_counter() - start)}"
     )
     return 1 if wrong else 0
 

@@ -52,7 +52,7 @@ def _verdict(client: Any, room: str, moves: Sequence[Move]) -> list[str]:
     absent = [process for process, report in enumerate(reports) if report is None]
     if absent:
         return [
-            f"processes {listing(absent)} did not call it within {PATIENCE:.0f} s. "
+            f"{_named(absent)} did not call it within {PATIENCE:.0f} s. "
             "Every process must, also one that holds none of the arrays."
         ]
     found = dict.fromkeys(problem for report in reports for problem in report["problems"])
@@ -70,11 +70,15 @@ def differences(prints: Sequence[Sequence[int]], moves: Sequence[Move]) -> Itera
         odd = [process for process, other in enumerate(prints) if other[number] != first[number]]
         if odd:
             yield (
-                f"{move.path or '(the array)'}: processes {listing(odd)} passed other values, "
-                f"another shape, split or spec than process 0 ({move.dtype}{list(move.shape)} to "
-                f"{move.target.spec}). Pass the same global array everywhere: a process that "
-                "holds none of it passes jax.ShapeDtypeStruct(shape, dtype, sharding=its sharding)."
+                f"{move.where}: {_named(odd)} passed another shape, split, spec or other values "
+                f"than process 0 ({move.dtype}{list(move.shape)} to {move.target.spec}). Pass the "
+                "same global array everywhere: a process that holds none of it passes "
+                "jax.ShapeDtypeStruct(shape, dtype, sharding=its sharding)."
             )
+
+
+def _named(processes: Sequence[int]) -> str:
+    return f"process{'es' if len(processes) > 1 else ''} {listing(processes)}"
 
 
 def fingerprint(move: Move) -> int:
@@ -84,7 +88,7 @@ def fingerprint(move: Move) -> int:
         source = zlib.crc32(values.reshape(-1).view(np.uint8).data)
     else:
         source = _split(move.source, move.shape)
-    what = (move.path, move.shape, move.dtype.name, source, move.target.mesh.axis_names)
+    what = (move.where, move.shape, move.dtype.name, source, move.target.mesh.axis_names)
     return zlib.crc32(repr((*what, move.target.spec, _split(move.target, move.shape))).encode())
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -53,6 +55,21 @@ def _address(data: Any) -> int:
         return int(data.unsafe_buffer_pointer())
     except (AttributeError, jax.errors.JaxRuntimeError):
         return _UNTOLD
+
+
+def return_freed_memory() -> None:
+    """Freed memory of CPU devices goes back to the system: glibc keeps what it might use again."""
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # another C library, or another system
+        return None
 
 
 def _kind(array: jax.Array) -> tuple[Any, ...]:

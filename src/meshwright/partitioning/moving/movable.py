@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -39,8 +39,7 @@ def plan(tree: Any, found: Walk, mesh: AnyMesh, specs: Any) -> Plan:
         return Plan(problems=(*wrong, str(error)))
     for leaf, spec in zip(found.arrays, per_leaf, strict=True):
         wrong += value_problems(leaf)
-        wrong += problems(leaf.path, leaf.shape, spec, sizes)
-        wrong += _open_problems(leaf, spec)
+        wrong += spec_problems(leaf, spec, sizes)
     if wrong:
         return Plan(problems=tuple(wrong))
     pairs = [
@@ -82,7 +81,7 @@ def _mesh_problems(mesh: AnyMesh) -> Iterator[str]:
 
 def value_problems(leaf: Leaf) -> Iterator[str]:
     """Why the values of a leaf cannot be moved."""
-    where, value = leaf.path or "(the array)", leaf.value
+    where, value = leaf.where, leaf.value
     if isinstance(value, jax.core.Tracer):
         yield (
             f"{where}: a tracer. Under jit use jax.lax.with_sharding_constraint or "
@@ -107,20 +106,25 @@ def value_problems(leaf: Leaf) -> Iterator[str]:
 
 def _dtype_problems(where: str, dtype: np.dtype[Any]) -> Iterator[str]:
     try:
-        kept = jax.dtypes.canonicalize_dtype(dtype)
+        jax.typeof(np.empty(0, dtype))
+        known = dtype != jax.dtypes.float0
     except TypeError:
+        known = False
+    kept = jax.dtypes.canonicalize_dtype(dtype) if known else None
+    if kept is None:
         yield f"{where}: {dtype} is no dtype that a device can hold. Leave it out of the tree."
-        return
-    if kept != dtype:
+    elif kept != dtype:
         yield f"{where}: {dtype} would become {kept}. Convert it, or enable jax_enable_x64."
 
 
-def _open_problems(leaf: Leaf, spec: PartitionSpec) -> Iterator[str]:
-    where = leaf.path or "(the array)"
-    if any(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
-        yield f"{where}: {spec} leaves a dim open. Say how to split it, or None for whole."
+def spec_problems(leaf: Leaf, spec: PartitionSpec, sizes: Mapping[str, int]) -> Iterator[str]:
+    """Why an array cannot lie as its spec says."""
     if spec.unreduced or spec.reduced:
-        yield f"{where}: {spec} asks for more than a split. Name axes of dims only."
+        yield f"{leaf.where}: {spec} asks for more than a split. Name axes of dims only."
+        return
+    yield from problems(leaf.path, leaf.shape, spec, sizes)
+    if any(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
+        yield f"{leaf.where}: {spec} leaves a dim open. Say how to split it, or None for whole."
 
 
 def _move(leaf: Leaf, target: NamedSharding) -> tuple[Move, Finish]:
@@ -130,7 +134,7 @@ def _move(leaf: Leaf, target: NamedSharding) -> tuple[Move, Finish]:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         value, finish = _key_data(leaf)
     shape, dtype = tuple(value.shape), np.dtype(value.dtype)
-    return Move(leaf.path, shape, dtype, value, _source(value), target), finish
+    return Move(leaf.where, shape, dtype, value, _source(value), target), finish
 
 
 def _key_data(leaf: Leaf) -> tuple[Any, Finish]:

@@ -20,7 +20,7 @@ HostArray = np.ndarray[Any, Any]
 class Move:
     """An array to move. A `source` of None: every process has all of it."""
 
-    path: str
+    where: str
     shape: Shape
     dtype: np.dtype[Any]
     value: Any

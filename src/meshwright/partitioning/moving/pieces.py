@@ -26,9 +26,7 @@ _SMALL = 2**20
 def build(move: Move, held: Held, arrived: Arrived) -> jax.Array:
     """The array on its new mesh, from the shards held here and the pieces that arrived."""
     if not move.target.addressable_devices:
-        return jax.make_array_from_single_device_arrays(
-            move.shape, move.target, [], dtype=move.dtype
-        )
+        return without_shards(move)
     shards = held_whole(move, held)
     missing = [box for box in target_boxes(move) if box not in shards]
     shards.update(zip(missing, join_all(move, missing, held, arrived), strict=True))
@@ -40,6 +38,11 @@ def build(move: Move, held: Held, arrived: Arrived) -> jax.Array:
     )
 
 
+def without_shards(move: Move) -> jax.Array:
+    """The array as a process sees it that holds no part of it."""
+    return jax.make_array_from_single_device_arrays(move.shape, move.target, [], dtype=move.dtype)
+
+
 def target_boxes(move: Move) -> set[Box]:
     """The boxes that this process makes."""
     where = boxes(move.target, move.shape)
@@ -48,10 +51,12 @@ def target_boxes(move: Move) -> set[Box]:
 
 def held_whole(move: Move, held: Held) -> dict[Box, Any]:
     """Shards on devices that need no cutting: JAX copies them from device to device."""
+    kind = move.target.memory_kind
+    shards = ((box, held.shards.get(box)) for box in target_boxes(move))
     return {
-        box: held.shards[box]
-        for box in target_boxes(move)
-        if isinstance(held.shards.get(box), jax.Array)
+        box: shard
+        for box, shard in shards
+        if isinstance(shard, jax.Array) and shard.sharding.memory_kind == kind
     }
 
 

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from meshwright.partitioning.leaves import refuse, walk
 from meshwright.partitioning.moving.agreement import agree
-from meshwright.partitioning.moving.boxes import in_one_piece, in_place
-from meshwright.partitioning.moving.crossing import bring, needs
-from meshwright.partitioning.moving.donating import Memory, memory, own_memory
+from meshwright.partitioning.moving.donating import (
+    Memory,
+    memory,
+    own_memory,
+    return_freed_memory,
+)
 from meshwright.partitioning.moving.movable import plan, spans_processes
-from meshwright.partitioning.moving.moves import Move, held, read_whole
-from meshwright.partitioning.moving.pieces import build
+from meshwright.partitioning.moving.moves import Move, platform
+from meshwright.partitioning.moving.ways import Way, assemble, keep, put, put_from_host, way
 from meshwright.partitioning.specs import AnyMesh
 
 # Arrays are moved in batches: small ones together, for speed, large ones alone, for memory.
 _LARGEST_BATCH = 64 * 2**20
 _SMALLEST_BATCH = 4 * 2**20
-_SMALL = 64 * 2**10
-
-Way = Callable[[Sequence[Move]], list[jax.Array]]
 
 
 def reshard(tree: Any, mesh: AnyMesh, specs: Any, *, donate: bool = False) -> Any:
@@ -51,39 +50,46 @@ def reshard(tree: Any, mesh: AnyMesh, specs: Any, *, donate: bool = False) -> An
     found = walk(tree)
     planned = plan(tree, found, mesh, specs)
     problems: Sequence[str] = planned.problems
-    if spans_processes(found, mesh):
+    spans = spans_processes(found, mesh)
+    if spans:
         problems = agree(problems, planned.moves)
     refuse("reshard", problems)
     with _as_asked(planned.moves):
-        moved = _all(planned.moves, donate)
+        # What is one object here may be two in another process: there each is moved on its own.
+        moved = _each(planned.moves, donate) if spans else _once(planned.moves, donate)
     return found.rebuild(
         [finish(value) for finish, value in zip(planned.finish, moved, strict=True)]
     )
 
 
-def _all(moves: Sequence[Move], donate: bool) -> list[jax.Array]:
-    """One result per move; what the tree holds twice is moved once."""
-    places: dict[tuple[int, NamedSharding], int] = {}
-    which = [places.setdefault((id(move.value), move.target), len(places)) for move in moves]
-    once: list[Move] = []
-    for move, place in zip(moves, which, strict=True):
-        if place == len(once):
-            once.append(move)
-    owned = own_memory(once) if donate else []
+def _once(moves: Sequence[Move], donate: bool) -> list[jax.Array]:
+    """An array that the tree holds twice is moved once, and stays one."""
+    names = [(id(move.value), move.target) for move in moves]
+    single = dict(zip(names, moves, strict=True))
+    moved = dict(zip(single, _each(list(single.values()), donate), strict=True))
+    return [moved[name] for name in names]
+
+
+def _each(moves: Sequence[Move], donate: bool) -> list[jax.Array]:
+    owned = own_memory(moves) if donate else []
     results: list[jax.Array] = []
-    for batch in batches(once):
+    for batch in batches(moves):
         values = move_batch(batch)
         if donate:
             _give_up(batch, values, owned[len(results) :])
         results += values
-    return [results[place] for place in which]
+    return results
 
 
 def _give_up(batch: Sequence[Move], values: Sequence[jax.Array], owned: Sequence[Memory]) -> None:
     """Delete what was moved, unless its memory is shared or the result lives on in it."""
+    freed = 0
     for move, value, own in zip(batch, values, owned, strict=False):
         if own and (way(move) is put_from_host or not own & memory(value)):
+            freed += move.bytes if platform(move.value.sharding) == "cpu" else 0
             move.value.delete()
+    if freed >= _SMALLEST_BATCH // 2:
+        return_freed_memory()
 
 
 def batches(moves: Sequence[Move]) -> Iterator[list[Move]]:
@@ -114,83 +120,6 @@ def move_batch(batch: Sequence[Move]) -> list[jax.Array]:
     ready = [results[number] for number in range(len(batch))]
     jax.block_until_ready(ready)  # type: ignore[no-untyped-call]
     return ready
-
-
-def way(move: Move) -> Way:
-    """How to move an array; the same in every process."""
-    if stays(move):
-        return keep
-    if copies_whole(move):
-        return put
-    return put_from_host if is_small_and_here(move) else assemble
-
-
-def stays(move: Move) -> bool:
-    """Whether every device already holds what it shall."""
-    return (
-        move.source is not None
-        and isinstance(move.value, jax.Array)
-        and in_place(move.source, move.target, move.shape)
-    )
-
-
-def keep(moves: Sequence[Move]) -> list[jax.Array]:
-    """The same memory under the new sharding."""
-    return [move.value if move.source == move.target else _relabelled(move) for move in moves]
-
-
-def _relabelled(move: Move) -> jax.Array:
-    wanted = move.target.addressable_devices
-    data = [shard.data for shard in move.value.addressable_shards if shard.device in wanted]
-    return jax.make_array_from_single_device_arrays(move.shape, move.target, data, dtype=move.dtype)
-
-
-def copies_whole(move: Move) -> bool:
-    """Whether `jax.device_put` keeps to the devices, with no detour through host memory.
-
-    It does between equal sets of devices, by a compiled program (on CPUs slower than copying),
-    and for shards that only change their device. It fails for arrays without elements. Its own
-    `donate=True` is not used: between CPU devices it leaves an array that crashes when touched
-    (jax 0.10 to 0.12).
-    """
-    if move.source is None or not move.bytes or not isinstance(move.value, jax.Array):
-        return False
-    if move.source.device_set == move.target.device_set:
-        return isinstance(move.source, NamedSharding) and not _on_cpu(move.target)
-    here = move.source.is_fully_addressable and move.target.is_fully_addressable
-    return here and in_one_piece(move.source, move.target, move.shape)
-
-
-def put(moves: Sequence[Move]) -> list[jax.Array]:
-    """One call of JAX for all."""
-    values = [move.value for move in moves]
-    placed: list[jax.Array] = jax.device_put(values, [move.target for move in moves])
-    return placed
-
-
-def is_small_and_here(move: Move) -> bool:
-    """Whether per-shard work would cost more than copying the whole array once more."""
-    here = move.source is None or move.source.is_fully_addressable
-    return move.bytes <= _SMALL and here and move.target.is_fully_addressable
-
-
-def put_from_host(moves: Sequence[Move]) -> list[jax.Array]:
-    values = [read_whole(move) for move in moves]
-    placed: list[jax.Array] = jax.device_put(values, [move.target for move in moves])
-    return placed
-
-
-def assemble(moves: Sequence[Move]) -> list[jax.Array]:
-    """Build each array's shards from pieces, those of other processes included."""
-    shards = [held(move) for move in moves]
-    crossing = jax.process_count() > 1 and any(needs(move) for move in moves)
-    arrived = bring(moves, shards) if crossing else [{}] * len(moves)
-    return [build(*parts) for parts in zip(moves, shards, arrived, strict=True)]
-
-
-def _on_cpu(target: NamedSharding) -> bool:
-    devices: set[Any] = target.device_set
-    return all(device.platform == "cpu" for device in devices)
 
 
 @contextlib.contextmanager
