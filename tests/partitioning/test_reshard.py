@@ -19,7 +19,15 @@ from jax.sharding import PartitionSpec as P
 import meshwright as mw
 from meshwright import _compat
 from meshwright.errors import PartitionError
-from meshwright.partitioning.moving import agreement, carrying, crossing, moves, resharding, ways
+from meshwright.partitioning.moving import (
+    agreement,
+    carrying,
+    crossing,
+    moves,
+    pieces,
+    resharding,
+    ways,
+)
 
 DTYPES = (
     *("bool", "int4", "uint4", "int8", "uint16", "int32", "float16", "bfloat16", "float32"),
@@ -197,19 +205,12 @@ def test_axis_types_and_a_mesh_in_force_change_nothing():
     assert_is(second, values, mesh((6, 1)), P(None, "a"))
 
 
-def test_guarded_transfers_are_no_hindrance():
-    values = pattern((8, 8))
-    array = on(values, mesh(range(4)), P("a"))
-    with jax.transfer_guard("disallow"):
-        result = mw.reshard(array, mesh((5, 6)), P(None, "a"))
-    assert_is(result, values)
-
-
-def test_an_array_in_other_memory_comes_to_the_device():
+@pytest.mark.parametrize("shape", [(8, 8), (1024, 640)])
+def test_an_array_in_other_memory_comes_to_the_device(shape):
     kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
     default = jax.devices()[0].default_memory().kind
     for kind in kinds - {default}:
-        values, at = pattern((8, 8)), mesh(range(4))
+        values, at = pattern(shape), mesh(range(4))
         there = jax.device_put(values, NamedSharding(at, P("a"), memory_kind=kind))
         for target, spec in ((at, P("a")), (at, P()), (mesh((3, 2, 1, 0)), P("a"))):
             result = mw.reshard(there, target, spec)
@@ -229,8 +230,10 @@ def test_what_lies_as_asked_is_not_copied():
     assert pointers(renamed) == pointers(array)
 
 
-def test_host_memory_is_never_shared_with_the_result():
-    values = np.arange(1 << 18, dtype=np.float32)
+@pytest.mark.parametrize("size", [1 << 8, 1 << 18])
+def test_host_memory_is_never_shared_with_the_result(size):
+    values = pieces.aligned_empty((size,), np.dtype("float32"))
+    values[:] = 0
     for at, spec in ((mesh((0,)), P()), (mesh(range(4)), P("a")), (mesh(range(2)), P())):
         result = mw.reshard(values, at, spec)
         values += 1
@@ -258,6 +261,35 @@ def test_donated_arrays_are_given_up(shape):
     assert_is(result["host"], values)
 
 
+@pytest.mark.parametrize(
+    "look",
+    [
+        np.asarray,
+        str,
+        lambda array: array.addressable_data(0),
+        lambda array: [np.asarray(shard.data) for shard in array.addressable_shards],
+        lambda array: str(array.addressable_data(0)),
+    ],
+)
+@pytest.mark.parametrize(("places", "spec"), [(range(8), P()), (range(8), P("a")), ((2,), P())])
+def test_donated_arrays_are_given_up_even_if_they_were_looked_at(look, places, spec):
+    values = pattern((8, 8))
+    array = on(values, mesh(places), spec)
+    look(array)
+    result = mw.reshard(array, mesh((3, 6)), P(None, "a"), donate=True)
+    assert array.is_deleted()
+    assert_is(result, values)
+
+
+def test_donating_leaves_a_copy_on_one_device_alone():
+    values = pattern((8, 8))
+    array = on(values, mesh(range(8)))
+    single = jax.device_put(array, jax.devices()[2])
+    assert pointers(single) == pointers(array)[2:3]
+    mw.reshard(array, mesh((3, 6)), P("a"), donate=True)
+    assert_is(single, values)
+
+
 @pytest.mark.parametrize("shape", [(8, 8), (1024, 640)])
 def test_donating_breaks_no_array_that_shares_memory(shape):
     values = pattern(shape)
@@ -274,8 +306,9 @@ def test_donating_breaks_no_array_that_shares_memory(shape):
         assert_is(array, values)
 
 
-def test_leaves_that_share_memory_can_be_donated_together():
-    values = pattern((8, 8))
+@pytest.mark.parametrize("shape", [(8, 8), (1024, 1280)])
+def test_leaves_that_share_memory_can_be_donated_together(shape):
+    values = pattern(shape)
     array = on(values, mesh(range(8)), P("a"))
     alias = jax.device_put(array, NamedSharding(mesh(range(8), names="z"), P("z")))
     tree = [array, alias, array]
@@ -449,6 +482,50 @@ def test_an_open_sum_is_refused():
         summed = jax.jit(lambda x: jnp.einsum("ab->b", x, out_sharding=P(unreduced={"a"})))(array)
         with pytest.raises(PartitionError, match=r"\(the array\): a sum is still open"):
             mw.reshard(summed, mesh((3,)), P())
+
+
+FIRST, LAST = range(4), range(4, 8)
+
+
+@pytest.mark.parametrize(
+    ("source", "source_spec", "target", "spec", "crossing_bytes"),
+    [
+        (FIRST, P("a"), LAST, P(), {(0, 1): 256}),
+        (FIRST, P("a"), LAST, P(None, "a"), {(0, 1): 256}),
+        (range(8), P("a"), LAST, P("a"), {(0, 1): 128}),
+        (FIRST, P("a"), range(8), P("a"), {(0, 1): 128}),
+        (range(8), P(), LAST, P("a"), {}),
+        ((0, 4), P("a"), (5, 1), P("a"), {(0, 1): 128, (1, 0): 128}),
+    ],
+)
+def test_a_piece_crosses_once_and_only_to_who_lacks_it(
+    monkeypatch, source, source_spec, target, spec, crossing_bytes
+):
+    """Two processes of four devices, as the plan sees them."""
+    ends = NamedSharding(mesh(source), source_spec), NamedSharding(mesh(target), spec)
+    monkeypatch.setattr(crossing, "process_of", lambda device: device.id // 4)
+    crossing._needs.cache_clear()
+    move = moves.Move("x", (8, 8), np.dtype("float32"), None, *ends)
+    messages = crossing.plan_messages([move])
+    crossing._needs.cache_clear()
+    assert {pair: sum(p.bytes for p in parcels) for pair, parcels in messages.items()} == (
+        crossing_bytes
+    )
+
+
+def test_holders_share_the_sending(monkeypatch):
+    ends = NamedSharding(mesh(range(6)), P()), NamedSharding(mesh((6, 7)), P())
+    monkeypatch.setattr(crossing, "process_of", lambda device: device.id // 2)
+    crossing._needs.cache_clear()
+    messages = crossing.plan_messages(
+        [moves.Move("x", (8,), np.dtype("int8"), None, *ends) for _ in range(6)]
+    )
+    crossing._needs.cache_clear()
+    assert {pair: len(parcels) for pair, parcels in messages.items()} == {
+        (0, 3): 2,
+        (1, 3): 2,
+        (2, 3): 2,
+    }
 
 
 @given(

@@ -93,8 +93,12 @@ def _needs(source: Sharding, target: Sharding, shape: Shape) -> tuple[Need, ...]
 def _processes(sharding: Sharding, shape: Shape) -> Mapping[Box, set[int]]:
     found: dict[Box, set[int]] = collections.defaultdict(set)
     for device, box in boxes(sharding, shape).items():
-        found[box].add(device.process_index)
+        found[box].add(process_of(device))
     return found
+
+
+def process_of(device: Any) -> int:
+    return int(device.process_index)
 
 
 def rounds(sizes: Mapping[Pair, int]) -> list[tuple[Pair, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,26 +21,38 @@ def own_memory(moves: Sequence[Move]) -> list[Memory]:
     """The memory of each array; nothing if another one, of these or of any alive, shares it."""
     memories = [memory(move.value) for move in moves]
     users = collections.Counter(place for places in memories for place in places)
-    taken = others_memory([move.value for move in moves if isinstance(move.value, jax.Array)])
+    owners = {
+        place: move.value for move, places in zip(moves, memories, strict=True) for place in places
+    }
+    taken = used_by_others(owners)
     return [
         frozenset() if any(users[place] > 1 or place in taken for place in places) else places
         for places in memories
     ]
 
 
-def others_memory(arrays: Sequence[jax.Array]) -> Memory:
-    """The memory of live arrays that are not among these and might share theirs."""
+def used_by_others(owners: Mapping[tuple[Any, int], jax.Array]) -> set[tuple[Any, int]]:
+    """What of this memory live arrays use that are not among the owners, nor parts of them."""
+    arrays = list({id(array): array for array in owners.values()}.values())
     known = {id(array) for array in arrays}
     known |= {id(shard.data) for array in arrays for shard in array.addressable_shards}
     # Arrays can share memory only if their shards are alike.
     kinds = {_kind(array) for array in arrays}
-    return frozenset(
-        place
-        for name in {platform(array.sharding) for array in arrays}
-        for array in jax.live_arrays(name)  # type: ignore[no-untyped-call]
-        if id(array) not in known and _kind(array) in kinds
-        for place in memory(array)
-    )
+    used = set()
+    for name in {platform(array.sharding) for array in arrays}:
+        for other in jax.live_arrays(name):  # type: ignore[no-untyped-call]
+            if id(other) not in known and _kind(other) in kinds:
+                shared = memory(other) & owners.keys()
+                used |= {place for place in shared if not _is_part(other, owners[place])}
+    return used
+
+
+def _is_part(other: jax.Array, array: jax.Array) -> bool:
+    """Whether it is one of the arrays that JAX keeps for an array once it was read or printed."""
+    if other.sharding.num_devices > 1:
+        return False
+    parts = [array.addressable_data(0), *(shard.data for shard in array.addressable_shards)]
+    return any(other is part or other is part.addressable_data(0) for part in parts)
 
 
 def memory(value: Any) -> Memory:
