@@ -1,6 +1,5 @@
 """A flipped bit, a missing file: found, and told apart."""
 
-import gc
 import shutil
 
 import jax.numpy as jnp
@@ -10,16 +9,6 @@ from checkpoint_helpers import FSDP, assert_same, bits, cut, target_on
 
 from meshwright.errors import PartitionError
 from meshwright.partitioning.checkpoints.keeping import restore_checkpoint, save_checkpoint
-
-# Reading damaged files, Orbax drops coroutines that then complain on their way out.
-damaged = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-
-@pytest.fixture(autouse=True)
-def _collect_what_orbax_left():
-    """Its broken readers complain when they are collected: here, not in somebody else's test."""
-    yield
-    gc.collect()
 
 
 @pytest.fixture
@@ -45,7 +34,6 @@ def flip(file, at, bit=6):
     file.write_bytes(content)
 
 
-@damaged
 def test_a_flipped_bit_in_the_data_is_found_and_the_leaf_named(path):
     noise = np.random.default_rng(0).random((64, 64)).astype(np.float32)
     tree = {"layer": {"w": noise, "b": jnp.ones(4)}}
@@ -81,7 +69,6 @@ def test_damage_that_orbax_does_not_see_is_found_unless_told_not_to_look(path):
     assert any(bits(wrong[name]) != bits(tree[name]) for name in tree)
 
 
-@damaged
 @pytest.mark.parametrize("name", ["manifest.ocdbt", "d"])
 def test_a_missing_part_is_an_error_of_ours(path, small, name):
     part = path / name

@@ -24,7 +24,7 @@ Pair = tuple[int, int]  # sending process, receiving process
 _LANES = 128
 _BLOCK = 8 * _LANES * 4
 # Bytes that a process sends at once, over all its devices.
-_LOAD = 16 * 2**20
+_LOAD = 8 * 2**20
 _ROWS = make_spec(["device"])
 
 
