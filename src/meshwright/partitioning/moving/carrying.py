@@ -74,7 +74,7 @@ def row_bytes(size: int, width: int) -> int:
     """Bytes per device and program: whole blocks, and few different sizes to compile for.
 
     >>> row_bytes(1, 4), row_bytes(100_000, 1), row_bytes(2**30, 4)
-    (4096, 106496, 4194304)
+    (4096, 106496, 2097152)
     """
     row = min(-(-size // width), _LOAD // width)
     step = max(_BLOCK, 1 << max(0, row.bit_length() - 4))
