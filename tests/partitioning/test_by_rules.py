@@ -198,3 +198,12 @@ def test_rules_place_arrays_too():
     placed = mw.shard(tree, MESH, rules={"w": ("tp", "fsdp")})
     assert placed["w"].sharding.spec == P("tp", "fsdp")
     np.testing.assert_array_equal(placed["w"], tree["w"])
+
+
+def test_the_value_of_a_flax_variable_goes_by_the_variable_s_name():
+    from flax import nnx
+
+    state = nnx.state(nnx.Linear(64, 64, rngs=nnx.Rngs(0)))
+    for rule in ("kernel", "**/kernel", "kernel$", "kernel/value", "kernel/**"):
+        specs = mw.partition(state, MESH, rules=[(rule, ("fsdp", "tp")), ("bias", None)])
+        assert specs["kernel"].get_value() == P("fsdp", "tp")

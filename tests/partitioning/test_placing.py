@@ -398,3 +398,15 @@ def test_containers_are_kept():
 def test_messages_name_a_single_array_too():
     with pytest.raises(mw.PartitionError, match=re.escape("(the array): float64 would become")):
         mw.shard(np.ones((8, 8)), MESH)
+
+
+def test_what_is_placed_from_one_device_outlives_its_donation():
+    mesh = mw.mesh("fsdp:8")
+    bump = jax.jit(lambda x: x + 1, donate_argnums=0)
+    for spec in (P("fsdp"), P(), P(None, "fsdp")):
+        whole = jax.numpy.arange(64.0).reshape(8, 8) + 0
+        placed = mw.shard(whole, mesh, spec)
+        bump(whole)
+        assert (np.asarray(placed) == np.arange(64.0).reshape(8, 8)).all()
+        bumped = bump(placed)
+        assert (np.asarray(bumped) == np.arange(64.0).reshape(8, 8) + 1).all()

@@ -65,8 +65,10 @@ def match_rules(
     specs: list[PartitionSpec | None] = []
     for leaf in leaves:
         found = None
+        # Flax's variables and boxes hold their array as `value`, which nobody calls it by.
+        named = leaf.path.removesuffix("/value")
         for place, (pattern, spec) in enumerate(compiled):
-            if pattern.search(leaf.path):
+            if pattern.search(leaf.path) or (named != leaf.path and pattern.search(named)):
                 found, used[place] = spec, True
                 break
         specs.append(found)
