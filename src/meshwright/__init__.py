@@ -17,14 +17,17 @@ from meshwright._version import __version__
 if TYPE_CHECKING:
     from meshwright.axes import Role as Role
     from meshwright.axes import role as role
+    from meshwright.errors import GroupError as GroupError
     from meshwright.errors import IdleDevicesWarning as IdleDevicesWarning
     from meshwright.errors import MeshError as MeshError
     from meshwright.errors import MeshOrderWarning as MeshOrderWarning
     from meshwright.errors import MeshwrightError as MeshwrightError
     from meshwright.errors import PartitionError as PartitionError
     from meshwright.errors import PlacementError as PlacementError
+    from meshwright.errors import ScheduleError as ScheduleError
     from meshwright.errors import SpecError as SpecError
     from meshwright.errors import TopologyError as TopologyError
+    from meshwright.errors import TransferError as TransferError
     from meshwright.hardware import Chip as Chip
     from meshwright.hardware import Topology as Topology
     from meshwright.hardware import topology as topology
@@ -42,6 +45,24 @@ if TYPE_CHECKING:
     from meshwright.meshes import parse_mesh_from_string as parse_mesh_from_string
     from meshwright.meshes import rename_axes as rename_axes
     from meshwright.meshes import split_axis as split_axis
+    from meshwright.mpmd import Auto as Auto
+    from meshwright.mpmd import Costs as Costs
+    from meshwright.mpmd import MeshGroups as MeshGroups
+    from meshwright.mpmd import MpmdArray as MpmdArray
+    from meshwright.mpmd import MpmdMesh as MpmdMesh
+    from meshwright.mpmd import MpmdSharding as MpmdSharding
+    from meshwright.mpmd import Proof as Proof
+    from meshwright.mpmd import Schedule as Schedule
+    from meshwright.mpmd import Task as Task
+    from meshwright.mpmd import Timeline as Timeline
+    from meshwright.mpmd import check as check
+    from meshwright.mpmd import compare_schedules as compare_schedules
+    from meshwright.mpmd import from_groups as from_groups
+    from meshwright.mpmd import read_schedule as read_schedule
+    from meshwright.mpmd import schedule as schedule
+    from meshwright.mpmd import simulate as simulate
+    from meshwright.mpmd import to_groups as to_groups
+    from meshwright.mpmd import write_schedule as write_schedule
     from meshwright.partitioning import DataShard as DataShard
     from meshwright.partitioning import FromCallback as FromCallback
     from meshwright.partitioning import MeshPartitionHelper as MeshPartitionHelper
@@ -68,14 +89,17 @@ if TYPE_CHECKING:
 _ROOMS = {
     "axes": ("Role", "role"),
     "errors": (
+        "GroupError",
         "IdleDevicesWarning",
         "MeshError",
         "MeshOrderWarning",
         "MeshwrightError",
         "PartitionError",
         "PlacementError",
+        "ScheduleError",
         "SpecError",
         "TopologyError",
+        "TransferError",
     ),
     "hardware": ("Chip", "Topology", "topology"),
     "meshes": (
@@ -93,6 +117,26 @@ _ROOMS = {
         "parse_mesh_from_string",
         "rename_axes",
         "split_axis",
+    ),
+    "mpmd": (
+        "Auto",
+        "Costs",
+        "MeshGroups",
+        "MpmdArray",
+        "MpmdMesh",
+        "MpmdSharding",
+        "Proof",
+        "Schedule",
+        "Task",
+        "Timeline",
+        "check",
+        "compare_schedules",
+        "from_groups",
+        "read_schedule",
+        "schedule",
+        "simulate",
+        "to_groups",
+        "write_schedule",
     ),
     "partitioning": (
         "DataShard",

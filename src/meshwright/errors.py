@@ -44,6 +44,18 @@ class PartitionError(MeshwrightError):
     """A tree, its specs and a mesh do not fit; the text names every leaf that is wrong."""
 
 
+class GroupError(MeshwrightError):
+    """Groups, or arrays that live in some of them, do not fit together or are not where asked."""
+
+
+class TransferError(MeshwrightError):
+    """An array cannot be moved between groups as asked."""
+
+
+class ScheduleError(MeshwrightError):
+    """A schedule is not defined for these sizes, or is broken; the text names the task."""
+
+
 class IdleDevicesWarning(UserWarning):
     """A mesh uses a part of the devices; the text says which part stays idle."""
 

@@ -1,0 +1,1 @@
+"""In: sizes and costs. Out: who runs what when, proved, timed and drawn. No device is touched."""

@@ -1,0 +1,1 @@
+"""In: a file. Out: a schedule, checked; and back."""

@@ -1,0 +1,1 @@
+"""In: a name and sizes. Out: the schedule of that name."""
