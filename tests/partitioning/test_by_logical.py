@@ -69,7 +69,7 @@ def test_one_mesh_axis_for_two_dims_names_the_leaf():
 
 def test_a_wrong_number_of_names_names_the_leaf():
     with pytest.raises(
-        mw.PartitionError, match=r"up: 1 names \('mlp',\) for 2 dims \(8, 8\)\. Give one name"
+        mw.PartitionError, match=r"up: 1 name \('mlp',\) for 2 dims \(8, 8\)\. Give one name"
     ):
         mw.partition({"up": sds(8, 8)}, MESH, logical=TABLE, names={"up": ("mlp",)})
 
@@ -94,15 +94,51 @@ def test_uneven_dims_stay_whole_when_asked():
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ({}, r"^names: nothing for up\. Give a tuple of names for every array"),
-        ({"up": ("embed", "mlp"), "gone": ("mlp",)}, r"^names: gone is not in the tree of arrays"),
-        ({"up": "embed"}, r"^names: up: 'embed' is not a tuple such as \('embed', 'mlp'\)"),
-        ({"up": 3}, r"^names: up: 3 is not a tuple"),
+        ({}, r"up: \(8, 8\) has no logical names\. Give them with names=.*unmatched='replicate'"),
+        (
+            {"up": ("embed", "mlp"), "gone": ("mlp",)},
+            r"names: gone is not in the tree of arrays\. M",
+        ),
+        ({"up": "embed"}, r"names: up: 'embed' is not a tuple such as \('embed', 'mlp'\)"),
+        ({"up": 3}, r"names: up: 3 is not a tuple"),
     ],
 )
 def test_bad_names_are_refused(names, message):
     with pytest.raises(mw.PartitionError, match=message):
         mw.partition({"up": sds(8, 8)}, MESH, logical=TABLE, names=names)
+
+
+def test_all_that_is_wrong_with_names_comes_at_once():
+    tree = {"a": sds(8, 8), "b": sds(8, 8), "c": sds(8)}
+    names = {"a": "embed", "c": ("embed", "mlp", "x"), "gone": ("mlp",)}
+    with pytest.raises(mw.PartitionError, match="4 problems") as caught:
+        mw.partition(tree, MESH, logical=TABLE, names=names)
+    assert [line.strip() for line in str(caught.value).splitlines()[1:]] == [
+        "names: a: 'embed' is not a tuple such as ('embed', 'mlp').",
+        "names: gone is not in the tree of arrays. Mend its path or drop it.",
+        "b: (8, 8) has no logical names. Give them with names=..., create it with metadata "
+        "(nnx.with_partitioning, nn.with_logical_partitioning), or pass unmatched='replicate' or "
+        "'shape'.",
+        "c: 3 names ('embed', 'mlp', 'x') for 1 dim (8,). Give one name, or None, per dim.",
+    ]
+
+
+def test_leaves_without_names_stay_whole_or_go_by_shape_when_asked():
+    tree = {"w": sds(1024, 4096), "v": sds(1024, 4096)}
+    for names in ({"w": ("embed", None)}, {"w": ("embed", None), "v": None}):
+        whole = mw.partition(tree, MESH, logical=TABLE, names=names, unmatched="replicate")
+        assert whole == {"w": P("fsdp"), "v": P()}
+        shaped = mw.partition(tree, MESH, logical=TABLE, names=names, unmatched="shape")
+        assert shaped == {"w": P("fsdp"), "v": P("fsdp", "tp")}
+    assert mw.partition(tree, MESH, logical=TABLE, unmatched="shape")["w"] == P("fsdp", "tp")
+
+
+def test_nnx_leaves_without_names_go_by_shape_when_asked():
+    state = nnx.state(nnx.eval_shape(lambda: nnx.Linear(1024, 4096, rngs=nnx.Rngs(0))))
+    specs = mw.partition(state, MESH, logical=TABLE, unmatched="shape")
+    assert specs["kernel"].get_value() == P("fsdp", "tp")
+    specs = mw.partition(state, MESH, logical=TABLE, unmatched="replicate")
+    assert specs["kernel"].get_value() == P()
 
 
 @pytest.mark.parametrize(

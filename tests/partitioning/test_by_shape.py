@@ -3,6 +3,7 @@
 import collections
 import itertools
 import math
+import time
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
+from meshwright.partitioning import by_shape
+from meshwright.partitioning.by_shape import choose, weight_axes
 
 MESH = mw.mesh("fsdp:4, tp:2")
 WIDE = mw.abstract_mesh("dp:2, fsdp:4, ep:3, tp:2, sp:2")
@@ -179,6 +182,10 @@ def test_arrays_and_their_shapes_get_the_same_spec():
         ({"axes": ["tp", "tp"]}, r"^axes: 'tp' appears twice\. Name it once\.$"),
         ({"min_shard_size": "1k"}, r"^min_shard_size: '1k' is not a count of elements\.$"),
         ({"min_shard_size": None}, r"^min_shard_size: None is not a count"),
+        (
+            {"min_shard_size": -1},
+            r"^min_shard_size: -1 is less than 0\. Use 0 to cut all arrays\.$",
+        ),
     ],
 )
 def test_bad_options_are_refused(options, message):
@@ -188,3 +195,24 @@ def test_bad_options_are_refused(options, message):
 
 def test_no_axes_at_all_leave_everything_whole():
     assert mw.partition(sds(1024, 4096), MESH, axes=[]) == P()
+
+
+def test_many_dims_and_many_axes_take_little_time():
+    start = time.perf_counter()
+    mesh = mw.abstract_mesh(", ".join(f"x{place}:2" for place in range(8)))
+    spec = mw.partition(sds(*[2] * 24), mesh)
+    assert sorted(used(spec)) == sorted(mesh.shape)
+    spec = mw.partition(sds(*[64] * 6), mesh)
+    assert sorted(used(spec)) == sorted(mesh.shape)
+    assert time.perf_counter() - start < 5
+
+
+@steady
+@given(shapes, st.sampled_from([32, 16, 8]))
+def test_where_not_every_way_is_tried_the_choice_is_as_good(shape, bits):
+    axes = weight_axes(dict(WIDE.shape), list(WIDE.shape))
+    every = choose.__wrapped__(shape, bits, axes, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(by_shape, "EVERY_WAY", 0)
+        few = choose.__wrapped__(shape, bits, axes, 0)
+    assert few == every

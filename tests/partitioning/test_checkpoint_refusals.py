@@ -12,7 +12,8 @@ from checkpoint_helpers import ONE, assert_same, cut, mesh
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from meshwright import _compat
-from meshwright.errors import PartitionError
+from meshwright.errors import MeshwrightError, PartitionError
+from meshwright.partitioning import FromCallback
 from meshwright.partitioning.checkpoints.keeping import restore_checkpoint, save_checkpoint
 
 
@@ -47,6 +48,12 @@ def deleted():
         ),
         ({"f": jnp.sin}, r"f: .* cannot be saved; arrays, bool, int, float and str can"),
         ({"f": 1j}, r"f: 1j cannot be saved"),
+        (
+            {"f": FromCallback((8,), "int4", lambda index: None)},
+            r"f: FromCallback has a shape but is no array\. Save numpy\.asarray\(x\), or place it",
+        ),
+        ({0: jnp.ones(1), "1": jnp.ones(1)}, r"a dict with keys that have no order, \[0, '1'\]"),
+        ({"a\nb" * 99: jnp.sin}, r"a\\nba\\nb.* \.\.\. .*a\\nb: .* cannot be saved"),
         ({"f": np.array(["x"])}, "f: type <U1 cannot be saved"),
         ({"f": np.array([None])}, "f: type object cannot be saved"),
         ({"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}, r"has the same name as"),
@@ -105,6 +112,31 @@ def test_paths_that_cannot_be_are_refused(tmp_path):
     for missing in (tmp_path / "missing", tmp_path / "not" / "there"):
         with pytest.raises(PartitionError, match=r"no checkpoint here\. Save one with"):
             restore_checkpoint(missing, tree)
+
+
+@pytest.mark.parametrize(
+    "path", [3, None, "", " ", b"x", "a\0b", "~nobody_of_this_name/x"], ids=repr
+)
+def test_what_is_no_path_is_refused(path):
+    tree = {"w": jnp.ones(2)}
+    for action in (save_checkpoint, restore_checkpoint):
+        with pytest.raises(PartitionError, match=r"^path .*(is not a directory of|leads nowhere)"):
+            action(path, tree)
+
+
+def test_a_tilde_is_the_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tree = {"w": jnp.ones(2)}
+    save_checkpoint("~/runs/step", tree)
+    assert (tmp_path / "runs" / "step").is_dir()
+    assert_same(restore_checkpoint("~/runs/step", tree), tree)
+
+
+def test_options_are_true_or_false(path, small):
+    with pytest.raises(MeshwrightError, match=r"^overwrite: 'yes' is not True or False\.$"):
+        save_checkpoint(path, small, overwrite="yes")
+    with pytest.raises(MeshwrightError, match=r"^verify: 'no' is not True or False\.$"):
+        restore_checkpoint(path, small, verify="no")
 
 
 def test_without_orbax_one_command_is_named(path, monkeypatch):
@@ -193,6 +225,16 @@ def test_64_bits_are_not_cut_in_half(path):
     target = {"x": jax.ShapeDtypeStruct((3,), np.int64, sharding=cut(ONE))}
     with pytest.raises(PartitionError, match=r"x: type int64 needs 64 bits.*jax_enable_x64"):
         restore_checkpoint(path, target)
+
+
+def test_a_target_that_jax_narrowed_names_the_switch(path):
+    save_checkpoint(path, {"x": np.arange(3) + 2**40})
+    with pytest.raises(
+        PartitionError,
+        match=r"x: saved as int64\[3\], but the target is int32\[3\]\. JAX narrowed the target: "
+        r"call jax\.config\.update\('jax_enable_x64', True\)",
+    ):
+        restore_checkpoint(path, {"x": jnp.arange(3)})
 
 
 def test_a_traced_target_is_refused(path, small):

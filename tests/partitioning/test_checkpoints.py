@@ -210,3 +210,16 @@ def test_an_empty_directory_and_missing_parents_are_fine(tmp_path):
             place.mkdir()
         save_checkpoint(str(place), {"w": jnp.ones(2)})
         assert_same(restore_checkpoint(str(place), {"w": jnp.zeros(2)})["w"], jnp.ones(2))
+
+
+def test_numbers_in_the_other_byte_order_come_back_as_they_read(tmp_path):
+    values = np.arange(8, dtype=">i4")
+    save_checkpoint(tmp_path / "c", {"x": values})
+    restored = restore_checkpoint(tmp_path / "c", {"x": jnp.zeros(8, jnp.int32)})
+    np.testing.assert_array_equal(restored["x"], values)
+
+
+def test_keys_that_do_not_print_come_back(tmp_path):
+    tree = {"two\nlines": jnp.arange(8), "two\\nlines": jnp.ones(8)}
+    save_checkpoint(tmp_path / "c", tree)
+    assert_same(restore_checkpoint(tmp_path / "c", tree), tree)

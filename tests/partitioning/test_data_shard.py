@@ -52,6 +52,20 @@ def test_a_batch_that_does_not_split_names_the_nearest_that_do():
         mw.DataShard(1, 4).rows(30)
 
 
+@pytest.mark.parametrize("batch", ["64", -4, 8.0, None, True])
+def test_what_is_no_count_of_rows_is_refused(batch):
+    with pytest.raises(mw.PartitionError, match=r"^a batch of .* is not a count of rows\.$"):
+        mw.DataShard(1, 4).rows(batch)
+
+
+@pytest.mark.parametrize(("index", "count"), [(5, 4), (4, 4), (-1, 4), (0, 0), ("0", 4), (0, 2.0)])
+def test_parts_that_cannot_be_are_refused(index, count):
+    with pytest.raises(
+        mw.PartitionError, match=r"^DataShard: part .* of .*\. Parts are counted from 0, so the"
+    ):
+        mw.DataShard(index, count)
+
+
 @pytest.mark.parametrize(
     ("mesh", "options", "message"),
     [

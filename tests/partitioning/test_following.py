@@ -155,6 +155,36 @@ def test_factored_states_that_have_other_shapes_stay_whole():
     assert set(specs) == {P()}
 
 
+def test_memories_of_parameters_keep_their_first_dims_whole():
+    state = jax.eval_shape(optax.lbfgs(memory_size=10).init, PARAMS)
+    memory = mw.partition_like(state, PARAMS, SPECS)[0].diff_params_memory
+    assert memory == {
+        "embed": P(None, "tp", "fsdp"),
+        "layers": [{"w": P(None, "fsdp", "tp"), "b": P(None, "tp")}],
+    }
+    placed = mw.shard_like(optax.lbfgs().init(PARAMS), mw.shard(PARAMS, MESH, SPECS))
+    assert placed[0].diff_updates_memory["embed"].addressable_shards[0].data.shape == (10, 32, 8)
+
+
+def test_only_dims_before_the_parameters_shape_are_memories():
+    params = {"w": np.ones((8, 16), np.float32), "scale": np.float32(1)}
+    specs = {"w": P("fsdp", "tp"), "scale": P()}
+    state = {"w": np.ones((8, 16, 4), np.float32), "scale": np.ones(4, np.float32)}
+    assert mw.partition_like(state, params, specs) == {"w": P(), "scale": P()}
+
+
+def test_a_state_that_holds_all_parameters_in_one_vector_is_refused():
+    state = jax.eval_shape(optax.flatten(optax.adam(1e-3)).init, PARAMS)
+    with pytest.raises(
+        mw.PartitionError,
+        match=r"0/mu: \(4160,\) holds as many elements as all parameters together \(4,160\) but "
+        r"follows none, .* Keep the state in the parameters' tree \(no optax\.flatten\), give it",
+    ):
+        mw.partition_like(state, PARAMS, SPECS)
+    specs = mw.partition_like(state, PARAMS, SPECS, unmatched="replicate")
+    assert specs[0].mu == P()
+
+
 def test_parameters_may_be_one_array():
     w = np.ones((8, 8), np.float32)
     state = optax.adam(1e-3).init(w)
@@ -190,15 +220,28 @@ def test_a_state_may_follow_to_another_mesh():
         mw.shard_like({"mu": PARAMS}, params, mw.mesh("fsdp:8"))
 
 
-def test_parameters_that_are_not_placed_are_named():
-    with pytest.raises(
-        mw.PartitionError, match=r"^embed: the parameter is not placed on a mesh\. Place it first"
-    ):
+def test_all_parameters_that_are_not_placed_are_named():
+    with pytest.raises(mw.PartitionError, match="shard_like: 3 problems, nothing was placed") as e:
         mw.shard_like({"mu": PARAMS}, PARAMS)
+    for path in ("embed", "layers/0/b", "layers/0/w"):
+        assert f"\n  {path}: the parameter is not placed on a mesh. Place it first, " in str(
+            e.value
+        )
     placed = mw.shard(PARAMS, MESH, SPECS)
     mixed = {**placed, "layers": [{"w": jnp.ones((32, 64)), "b": placed["layers"][0]["b"]}]}
-    with pytest.raises(mw.PartitionError, match=r"^layers/0/w: the parameter is not placed"):
+    with pytest.raises(
+        mw.PartitionError, match=r"1 problem.*\n  layers/0/w: the parameter is not pl"
+    ):
         mw.shard_like({"mu": PARAMS}, mixed)
+
+
+def test_tracers_for_parameters_say_what_to_use_under_jit():
+    placed = mw.shard(PARAMS, MESH, SPECS)
+    with pytest.raises(
+        mw.PartitionError,
+        match=r"embed: the parameter is a tracer, .*with_sharding_constraint with the specs of",
+    ):
+        jax.jit(lambda params: mw.shard_like({"mu": params}, params))(placed)
 
 
 def test_parameters_on_two_meshes_are_refused():

@@ -183,7 +183,11 @@ def test_auto_shard_takes_the_limit():
 
 
 def test_auto_shard_refuses_what_it_would_narrow():
-    with pytest.raises(mw.PartitionError, match="w: float64 would become float32"):
+    with pytest.raises(
+        mw.PartitionError,
+        match=r"^auto_shard_pytree: 1 problem, nothing was placed\.\n  w: float64 would become "
+        r"float32\. Convert it, or enable jax_enable_x64\.$",
+    ):
         mw.MeshPartitionHelper(MESH).auto_shard_pytree({"w": np.ones((64, 64))})
 
 
@@ -208,3 +212,55 @@ def test_shard_array_places_one_array():
 def test_shard_array_says_what_does_not_fit(array, spec, message):
     with pytest.raises(mw.PartitionError, match=message):
         mw.MeshPartitionHelper(MESH).shard_array(array, spec)
+
+
+def test_shard_array_names_itself():
+    helper = mw.MeshPartitionHelper(MESH)
+    for array, spec, message in [
+        (
+            np.ones(8),
+            P(),
+            r"float64 would become float32\. Convert it, or enable jax_enable_x64\.$",
+        ),
+        (np.ones(8, "float32"), P(P.UNCONSTRAINED), "leaves a dim unconstrained"),
+    ]:
+        with pytest.raises(mw.PartitionError, match=rf"^shard_array: 1 problem, .*\n  .*{message}"):
+            helper.shard_array(array, spec)
+
+
+@pytest.mark.parametrize(
+    "shape", [1024, "a", None, (-1, 4), (1024.0,), (True, 8), {8: 8}, np.ones(2)], ids=repr
+)
+def test_what_is_no_shape_is_refused(shape):
+    helper = mw.MeshPartitionHelper(MESH)
+    for call in (
+        lambda: helper.create_partition_spec(shape, []),
+        lambda: helper._suggest_methods(shape),
+    ):
+        with pytest.raises(
+            mw.PartitionError, match=r"^array_shape: .* is not a shape, e\.g\. \(1024"
+        ):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        (None, r"^methods: None is not a list such as \[\('fsdp',\), \('tp',\)\]\.$"),
+        ("tp", r"^methods: 'tp' is not a list such as"),
+        ([3], r"^methods: 3 is not a tuple of mesh axes\.$"),
+        ([("tp", None)], r"^methods: no mesh axis None in dp"),
+    ],
+)
+def test_what_are_no_methods_is_refused(methods, message):
+    with pytest.raises(mw.PartitionError, match=message):
+        mw.MeshPartitionHelper(MESH).create_partition_spec((8, 8), methods)
+
+
+@pytest.mark.parametrize("size", [None, "1024", -1, 2.5, True])
+def test_what_is_no_limit_is_refused(size):
+    helper = mw.MeshPartitionHelper(MESH)
+    with pytest.raises(mw.PartitionError, match=r"^min_shard_size: "):
+        helper.create_partition_spec((8, 8), [("tp",)], size)
+    with pytest.raises(mw.PartitionError, match=r"^min_shard_size: "):
+        helper.auto_shard_pytree({"w": np.ones((8, 8), "float32")}, size)

@@ -3,6 +3,8 @@
 import collections
 import dataclasses
 import re
+import subprocess
+import sys
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -145,7 +147,7 @@ def test_what_is_no_mesh_is_refused(mesh):
 
 def test_thousands_of_bad_leaves_fit_on_a_screen():
     tree = {f"layer{place}": np.ones((6, 6)) for place in range(5000)}
-    with pytest.raises(mw.PartitionError, match="5000 problems, nothing was placed") as caught:
+    with pytest.raises(mw.PartitionError, match=r"^partition: 5000 problems\.\n") as caught:
         mw.partition(tree, MESH, rules=[("**", "fsdp")])
     message = str(caught.value)
     assert len(message) <= LONGEST_MESSAGE
@@ -155,3 +157,144 @@ def test_thousands_of_bad_leaves_fit_on_a_screen():
 def test_a_single_array_is_called_so_in_messages():
     with pytest.raises(mw.PartitionError, match=r"\(the array\): dim 0 has size 6"):
         mw.partition(np.ones((6, 6)), MESH, rules=[("**", "fsdp")])
+
+
+# What cannot be walked or put together, and paths that are hard to print.
+
+
+def test_keys_without_an_order_name_the_dict():
+    array = np.ones(8, "float32")
+    match = r"^b/1: a dict with keys that have no order, \[0, '1'\]\. Use keys of one kind"
+    for call in (mw.partition, mw.shard, mw.describe):
+        with pytest.raises(mw.PartitionError, match=match):
+            call({"a": array, "b": [array, {0: array, "1": array}]}, MESH)
+
+
+def test_a_tree_that_is_too_deep_is_refused():
+    deep = np.ones(8, "float32")
+    for _ in range(3000):
+        deep = {"a": deep}
+    around = []
+    around.append(around)
+    for tree in (deep, around):
+        with pytest.raises(mw.PartitionError, match=r"^tree: nested too deeply, or inside itself"):
+            mw.partition(tree, MESH)
+
+
+@jax.tree_util.register_pytree_node_class
+class Measured:
+    """A node that looks at what it is given."""
+
+    def __init__(self, x):
+        self.x, self.shape_was = x, x.shape
+
+    def tree_flatten(self):
+        return (self.x,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_a_node_that_refuses_specs_is_named():
+    tree = {"a": [Measured(np.ones((64, 64), "float32"))], "b": np.ones(8, "float32")}
+    with pytest.raises(
+        mw.PartitionError,
+        match=r"^tree: a node of type Measured refuses leaves of type 'P\w*' "
+        r"\(AttributeError: .*\)\. Pass its arrays as a plain dict\.$",
+    ):
+        mw.partition(tree, MESH)
+    placed = mw.shard(tree, MESH)
+    assert placed["a"][0].shape_was == (64, 64)
+
+
+def test_keys_that_do_not_print_are_written_out():
+    tree = {"red\x1b[31m": np.ones(8), "two\nlines": np.ones(8), "grün": np.ones(8)}
+    paths = [leaf.path for leaf in walk(tree).arrays]
+    assert paths == ["grün", "red\\x1b[31m", "two\\nlines"]
+    with pytest.raises(
+        mw.PartitionError, match=r"\n  two\\nlines: \(8,\) matches no rule"
+    ) as caught:
+        mw.partition(tree, MESH, rules=[])
+    assert "\x1b" not in str(caught.value)
+
+
+def test_a_long_path_and_a_long_spec_leave_room_for_the_reason():
+    tree = {"a" * 3000: {"z" * 3000: np.ones((6, 6), "float32")}}
+    with pytest.raises(mw.PartitionError, match=r"aaa \.\.\. zzz.*: dim 0 has size 6, not div"):
+        mw.shard(tree, MESH, P("fsdp"))
+    spec = P(*[f"axis{place}" for place in range(500)])
+    with pytest.raises(mw.PartitionError, match=r"has 500 entries for an array with 2 dims"):
+        mw.shard(np.ones((8, 8), "float32"), MESH, spec)
+
+
+def test_only_what_places_says_that_nothing_was_placed():
+    tree = {"w": np.ones((6, 6), "float32")}
+    for call, said in ((mw.shard, True), (mw.describe, False)):
+        with pytest.raises(mw.PartitionError, match="1 problem") as caught:
+            call(tree, MESH, P("fsdp"))
+        assert ("nothing was placed" in str(caught.value)) is said
+
+
+@pytest.mark.parametrize("uneven", ["error", "replicate"])
+def test_specs_with_open_sums_are_refused(uneven):
+    tree = {"w": np.ones((8, 8), "float32")}
+    spec = P("fsdp", unreduced={"tp"})
+    match = (
+        r"w: P\('fsdp', unreduced=\{'tp'\}\) asks for more than a split\. Name axes of dims only"
+    )
+    with pytest.raises(mw.PartitionError, match=match):
+        mw.partition(tree, MESH, rules=[("w", spec)], uneven=uneven)
+    for call in (mw.shard, mw.describe, mw.reshard):
+        with pytest.raises(mw.PartitionError, match=match):
+            call(tree, MESH, spec)
+    with pytest.raises(mw.PartitionError, match="asks for more than a split"):
+        mw.data_shard(MESH, spec)
+
+
+STALE = """
+import tempfile
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+import numpy as np
+from jax.extend import backend
+from jax.sharding import PartitionSpec as P
+import meshwright as mw
+
+mesh = mw.mesh("fsdp:4, tp:2")
+tree = {"w": np.ones((64, 64), "float32")}
+old = mw.shard(tree, mesh)
+helper = mw.MeshPartitionHelper(mesh)
+path = tempfile.mkdtemp() + "/"
+mw.save_checkpoint(path + "before", old)
+backend.clear_backends()
+for call in (
+    lambda: mw.partition(tree, mesh),
+    lambda: mw.shard(tree, mesh),
+    lambda: mw.shard(tree, mesh, P("tp"), local=True),
+    lambda: mw.init(lambda: jax.numpy.ones((8, 8)), mesh=mesh),
+    lambda: mw.reshard(tree, mesh, P("tp")),
+    lambda: mw.shard_like(tree, old),
+    lambda: mw.data_shard(mesh),
+    lambda: helper.auto_shard_pytree(tree),
+    lambda: helper.shard_array(tree["w"], P()),
+    lambda: mw.restore_checkpoint(path + "before", old),
+):
+    try:
+        print(call())
+    except mw.MeshError as error:
+        assert "these 8 cpu devices belong to a backend that was reset" in str(error), error
+        print("refused")
+# What is left of the old arrays can be saved, and brought to the new devices.
+mw.save_checkpoint(path + "after", old)
+new = mw.shard(tree, mw.mesh("fsdp:4, tp:2"))
+assert (np.asarray(mw.restore_checkpoint(path + "after", new)["w"]) == 1).all()
+"""
+
+
+def test_a_mesh_of_devices_that_are_gone_is_refused():
+    found = subprocess.run(
+        [sys.executable, "-c", STALE], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.split() == ["refused"] * 10

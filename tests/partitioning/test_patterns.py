@@ -2,12 +2,14 @@
 
 import fnmatch
 import re
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshwright as mw
+from meshwright.partitioning.pattern_list import PatternList
 from meshwright.partitioning.patterns import compile_pattern, matches
 
 
@@ -45,6 +47,11 @@ from meshwright.partitioning.patterns import compile_pattern, matches
         ("w.1", "wx1", False),
         ("w.1", "w.1", True),
         ("w-1", "w-1", True),
+        ("a**b", "axxb", True),
+        ("a**b", "a/b", False),
+        ("*", "a//", True),
+        ("*/b", "a//b", True),
+        ("a/b", "a//b", False),
         # Regular expressions are searched anywhere.
         ("(wq|wk)$", "layers/0/attn/wq", True),
         ("(wq|wk)$", "layers/0/attn/wqx", False),
@@ -91,6 +98,23 @@ def reference(pattern, path):
 
 
 word = st.text("ab_1", min_size=1, max_size=3)
+slow = [
+    ("/".join(["**", "a"] * 12) + "/b", "/".join(["a"] * 30)),
+    ("*a" * 6 + "*b", "a" * 60),
+    ("*a" * 30 + "*b", "a" * 5000),
+    ("/".join(["**", "*a*a*"] * 20) + "/b", "/".join(["a" * 50] * 200)),
+    ("/".join(["**", "*"] * 40) + "/b", "/".join(["a"] * 200)),
+]
+
+
+@pytest.mark.parametrize(("pattern", "path"), slow, ids=lambda text: text[:12])
+def test_no_glob_tries_every_way_to_read_a_path(pattern, path):
+    start = time.perf_counter()
+    assert not matches(pattern, path)
+    assert matches(pattern, f"{path}/b" if "/" in pattern else f"{path}b")
+    assert time.perf_counter() - start < 1
+
+
 glob_word = st.one_of(st.just("**"), st.text("ab_1*?", min_size=1, max_size=3))
 
 
@@ -112,3 +136,25 @@ def test_a_path_matches_itself(path):
     assert matches(text, text)
     assert matches(text, f"before/{text}")
     assert not matches(f"/{text}", f"before/{text}")
+
+
+numbered = st.text("ab019", min_size=1, max_size=3)
+any_pattern = st.one_of(
+    st.lists(st.one_of(st.just("**"), st.text("ab01*?", min_size=1, max_size=3)), min_size=1).map(
+        "/".join
+    ),
+    st.sampled_from(["a$", "a[0-1]", r"\d/b", r"(?P<x>\d)(?P=x)", "a|b", re.compile("A1", re.I)]),
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=500)
+@given(
+    st.lists(any_pattern, max_size=5),
+    st.lists(st.lists(numbered, min_size=1, max_size=3).map("/".join), max_size=20),
+)
+def test_many_patterns_together_match_as_each_does_alone(patterns, paths):
+    together = PatternList(patterns)
+    for path in paths:
+        hits = [place for place, pattern in enumerate(patterns) if matches(pattern, path)]
+        assert together.matching(path) == hits
+        assert together.first(path) == (hits[0] if hits else None)

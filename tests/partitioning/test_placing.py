@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
+from meshwright.partitioning import local_parts
 
 MESH = mw.mesh("fsdp:4, tp:2")
 W = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
@@ -201,6 +203,45 @@ def test_a_callback_that_gives_another_piece_names_the_leaf(made, message):
         mw.shard({"c": mw.FromCallback((64, 32), "float32", made)}, MESH, P("fsdp"))
 
 
+@pytest.mark.parametrize("spec", [P("tp"), P("fsdp"), P(None, "tp"), P()])
+def test_a_piece_that_several_devices_hold_is_asked_for_once(spec):
+    asked = []
+
+    def part(index):
+        asked.append(str(index))
+        return W[index]
+
+    placed = mw.shard(mw.FromCallback(W.shape, W.dtype, part), MESH, spec)
+    same(placed, W)
+    assert len(asked) == len(set(asked)) == placed.size // placed.addressable_data(0).size
+
+
+def test_an_error_of_the_callback_names_the_leaf():
+    with pytest.raises(ZeroDivisionError, match=r"c: raised by the function for the piece at \(sl"):
+        mw.shard({"c": mw.FromCallback((8, 8), "float32", lambda index: 1 / 0)}, MESH)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "fn", "message"),
+    [
+        (8, "float32", W.__getitem__, r"^FromCallback: 8 is not a shape, e\.g\. \(1024, 4096\)\.$"),
+        ((8, -1), "float32", W.__getitem__, r"^FromCallback: \(8, -1\) is not a shape"),
+        ((8.0,), "float32", W.__getitem__, r"^FromCallback: \(8\.0,\) is not a shape"),
+        (
+            (8,),
+            "flot32",
+            W.__getitem__,
+            r"^FromCallback: 'flot32' is not a dtype, e\.g\. 'float32'",
+        ),
+        ((8,), None, W.__getitem__, r"^FromCallback: None is not a dtype"),
+        ((8,), "float32", 3, r"^FromCallback: 3 is not a function\. Pass one that takes an index"),
+    ],
+)
+def test_a_callback_that_cannot_be_is_refused_when_made(shape, dtype, fn, message):
+    with pytest.raises(mw.PartitionError, match=message):
+        mw.FromCallback(shape, dtype, fn)
+
+
 # 64 bits.
 
 WIDE = ["int64", "uint64", "float64", "complex128"]
@@ -232,6 +273,30 @@ def test_values_are_narrowed_when_asked(dtype, form):
     assert abstract.dtype == placed.dtype
 
 
+@pytest.mark.parametrize(
+    ("values", "low", "high"),
+    [([2**40], 2**40, 2**40), ([0, -(2**31) - 1], -(2**31) - 1, 0), ([2**31], 2**31, 2**31)],
+)
+@pytest.mark.parametrize("form", ["array", "callback", "big-endian"])
+def test_integers_that_do_not_fit_are_refused_all_the_same(values, low, high, form):
+    leaf = array = np.array(values)
+    if form == "callback":
+        leaf = mw.FromCallback(array.shape, array.dtype, lambda index: array[index])
+    elif form == "big-endian":
+        leaf = array.astype(">i8")
+    message = rf"holds integers from {low} to {high}, and int32 only those from -2147483648 to"
+    with pytest.raises(mw.PartitionError, match=rf"a: .*{message} 2147483647"):
+        mw.shard({"a": leaf}, MESH, narrow="convert")
+
+
+def test_integers_at_the_edge_are_converted():
+    edges = np.array([-(2**31), 2**31 - 1])
+    same(mw.shard({"a": edges}, MESH, narrow="convert")["a"], edges)
+    whole = np.array([2**32 - 1], np.uint64)
+    same(mw.shard({"a": whole}, MESH, narrow="convert")["a"], whole)
+    assert mw.shard(np.zeros((0, 8), np.int64), MESH, narrow="convert").dtype == np.int32
+
+
 def test_with_64_bits_enabled_nothing_is_narrowed():
     with jax.enable_x64(True):
         placed = mw.shard({"w": W.astype("float64")}, MESH)["w"]
@@ -243,7 +308,40 @@ def test_narrow_takes_two_words():
         mw.shard({"w": W}, MESH, narrow=True)
 
 
+@pytest.mark.parametrize("dtype", [">i4", ">f4", ">c8", ">u2"])
+def test_numbers_in_the_other_byte_order_are_placed_as_they_read(dtype):
+    array = W.astype(dtype)
+    callback = mw.FromCallback(W.shape, dtype, lambda index: array[index])
+    for local in (False, True):
+        placed = mw.shard({"a": array, "c": callback}, MESH, P("fsdp"), local=local)
+        assert placed["a"].dtype == placed["c"].dtype == array.dtype.newbyteorder("=")
+        same(placed["a"], W)
+        same(placed["c"], W)
+
+
 # What cannot be placed.
+
+
+class OnDisk:
+    """Like a dataset of h5py: it has a shape, and is read by slicing."""
+
+    shape, dtype = W.shape, W.dtype
+
+    def __getitem__(self, index):
+        return W[index]
+
+
+@pytest.mark.parametrize("value", [OnDisk(), jax.typeof(W)], ids=["on disk", "aval"])
+def test_what_only_has_a_shape_says_how_to_read_it(value):
+    with pytest.raises(
+        mw.PartitionError,
+        match=r"w: \w+ has a shape but is no array\. Read it with numpy\.asarray\(x\), or in "
+        r"pieces with FromCallback",
+    ):
+        mw.shard({"w": value}, MESH)
+    if isinstance(value, OnDisk):
+        pieces = mw.FromCallback(value.shape, value.dtype, lambda index: value[index])
+        same(mw.shard(pieces, MESH, P("tp")), W)
 
 
 def test_under_jit_the_message_says_what_to_use():
@@ -295,15 +393,110 @@ def test_what_is_no_number_names_the_leaf(value):
         ({"a": P()}, "First difference: 'b/0' has no spec."),
         ({"a": P(), "b": [P(), P()]}, "First difference: 'b/1' has a spec but is not in the tree."),
         ({"a": P(), "b": (P(),)}, "same leaves in containers of different kinds"),
-        ({"a": ("fsdp",), "b": [P()]}, "First difference: 'a' has no spec"),
-        ("fsdp", "First difference: 'a' has no spec"),
-        ({"a": P(), "b": [None]}, r"b/0: None is not a PartitionSpec\. Use PartitionSpec\(\) for"),
-        ({"a": P(), "b": [3]}, r"b/0: 3 is not a PartitionSpec"),
     ],
 )
 def test_specs_in_another_tree_name_the_first_difference(specs, message):
     with pytest.raises(mw.PartitionError, match=rf"^specs: .*{message}"):
         mw.shard({"a": W, "b": [W]}, MESH, specs)
+
+
+@pytest.mark.parametrize(
+    ("specs", "lines"),
+    [
+        (
+            {"a": P(), "b": [None]},
+            [
+                "b/0: None is not a PartitionSpec. Use PartitionSpec() for an array that stays "
+                "whole."
+            ],
+        ),
+        ({"a": 2, "b": [3]}, ["a: 2 is not a PartitionSpec.", "b/0: 3 is not a PartitionSpec."]),
+        (
+            {"a": ("fsdp",), "b": [[None, ["fsdp", "tp"]]]},
+            [
+                "a: ('fsdp',) is not a PartitionSpec. Write P('fsdp').",
+                "b/0: [None, ['fsdp', 'tp']] is not a PartitionSpec. "
+                "Write P(None, ('fsdp', 'tp')).",
+            ],
+        ),
+        (
+            {"a": "tp", "b": ["fsdp"]},
+            [
+                "a: 'tp' is not a PartitionSpec. Write P('tp').",
+                "b/0: 'fsdp' is not a PartitionSpec. Write P('fsdp').",
+            ],
+        ),
+    ],
+)
+def test_every_leaf_without_a_spec_is_named_with_what_to_write(specs, lines):
+    with pytest.raises(mw.PartitionError, match=r"^specs: \d problems?\.\n") as caught:
+        mw.shard({"a": W, "b": [W]}, MESH, specs)
+    assert [line.strip() for line in str(caught.value).splitlines()[1:]] == lines
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ("fsdp", r"^specs: 'fsdp' is not a PartitionSpec\. Write P\('fsdp'\)\.$"),
+        (("tp", None), r"^specs: \('tp', None\) is not a PartitionSpec\. Write P\('tp', None\)\.$"),
+    ],
+)
+def test_names_in_place_of_one_spec_for_all_say_what_to_write(specs, message):
+    with pytest.raises(mw.PartitionError, match=message):
+        mw.shard({"a": W, "b": [W]}, MESH, specs)
+
+
+def test_how_many_more_have_no_spec_is_said():
+    with pytest.raises(mw.PartitionError, match="'a' has no spec, nor have 2 more"):
+        mw.shard({"a": W, "b": W, "c": W}, MESH, {})
+
+
+# Shardings in place of specs.
+
+
+def test_shardings_of_the_mesh_are_taken_for_specs():
+    tree = {"a": W, "b": [W.T], "n": 3}
+    shardings = mw.shardings(tree, MESH)
+    for placed in (
+        mw.shard(tree, MESH, shardings),
+        mw.shard(tree, MESH, shardings, local=True),
+        mw.reshard(tree, MESH, shardings),
+        mw.init(
+            lambda: {"a": jnp.ones(W.shape), "b": [jnp.ones(W.T.shape)], "n": 3},
+            mesh=MESH,
+            specs=shardings,
+        ),
+    ):
+        assert placed["a"].sharding == shardings["a"]
+        assert placed["b"][0].sharding == shardings["b"][0]
+    one = NamedSharding(MESH, P("tp"))
+    assert mw.shard(tree, MESH, one)["a"].sharding == one
+    assert mw.MeshPartitionHelper(MESH).shard_array(W, one).sharding == one
+    assert mw.partition_like(tree, tree, shardings)["a"] == shardings["a"].spec
+
+
+def test_shardings_of_another_mesh_are_all_refused():
+    other, few = mw.mesh("tp:8"), Mesh(np.array(jax.devices()[::-1]).reshape(4, 2), ("fsdp", "tp"))
+    specs = {"a": NamedSharding(other, P("tp")), "b": NamedSharding(few, P()), "c": P()}
+    calls = (
+        lambda: mw.shard({"a": W, "b": W, "c": W}, MESH, specs),
+        lambda: mw.reshard({"a": W, "b": W, "c": W}, MESH, specs),
+        lambda: mw.init(lambda: {"a": 0, "b": 0, "c": 0}, mesh=MESH, specs=specs),
+    )
+    for call in calls:
+        with pytest.raises(mw.PartitionError, match=r"specs: 2 problems") as caught:
+            call()
+        text = str(caught.value)
+        assert "a: a sharding on the mesh 'tp:8', but the mesh is 'fsdp:4, tp:2'. Pass its" in text
+        assert "b: a sharding on another mesh 'fsdp:4, tp:2', of other devices, another ord" in text
+
+
+def test_a_sharding_in_other_memory_is_refused():
+    there = NamedSharding(MESH, P(), memory_kind="pinned_host")
+    with pytest.raises(
+        mw.PartitionError, match=r"specs: a sharding in memory 'pinned_host'; arrays go to 'device'"
+    ):
+        mw.shard({"a": W}, MESH, there)
 
 
 def test_the_first_difference_of_a_large_tree_is_found():
@@ -379,6 +572,103 @@ def test_a_local_part_needs_specs_that_fit():
         mw.shard({"w": W}, MESH, local=True)
     with pytest.raises(mw.PartitionError, match=r"w: dim 0: no mesh axis 'fspd' in fsdp, tp"):
         mw.shard({"w": W}, MESH, P("fspd"), local=True)
+
+
+def test_parts_that_do_not_divide_are_all_named_and_none_is_placed():
+    gc.collect()
+    before = len(jax.live_arrays())
+    tree = {"a": W, "x": np.ones((9, 4), "float32"), "y": np.ones((4, 3), "float32")}
+    specs = {"a": P("fsdp"), "x": P("fsdp"), "y": P(None, "tp")}
+    with pytest.raises(
+        mw.PartitionError, match=r"^shard: 2 problems, nothing was placed"
+    ) as caught:
+        mw.shard(tree, MESH, specs, local=True)
+    assert (
+        "x: dim 0: this process's part has size 9, not divisible by the 4 pieces it holds (axes "
+        "fsdp). Pad it to 12, or drop the last batch." in str(caught.value)
+    )
+    assert "y: dim 1: this process's part has size 3, not divisible by the 2 pieces" in str(
+        caught.value
+    )
+    assert len(jax.live_arrays()) == before
+
+
+@pytest.mark.parametrize(
+    ("held", "count", "shares"),
+    [
+        ({0: {0, 1}, 1: {2, 3}}, 4, [2, 2]),
+        ({0: {0, 2}, 1: {1, 3}}, 4, [2, 2]),
+        ({0: {0}, 1: {0}, 2: {1}, 3: {1}}, 2, [1, 1, 1, 1]),
+        ({0: {0, 1}, 1: {0, 1}}, 2, [2, 2]),
+        ({0: {0, 1}, 1: {1, 2}}, 3, [None, None]),
+        ({0: {0, 1}, 1: {2}}, 3, [None, None]),
+    ],
+)
+def test_a_process_holds_an_equal_share_or_none_can_be_told(held, count, shares):
+    assert [local_parts.share(held, count, process) for process in held] == shares
+
+
+def test_parts_that_overlap_are_refused(monkeypatch):
+    monkeypatch.setattr(local_parts, "_pieces_here", lambda mesh, entry: None)
+    with pytest.raises(
+        mw.PartitionError,
+        match=r"w: dim 0: axes fsdp, tp do not give every process an equal part of its own\. Put",
+    ):
+        mw.shard({"w": W}, MESH, P(("fsdp", "tp")), local=True)
+
+
+def test_beside_parts_a_callback_tells_its_whole_shape():
+    callback = mw.FromCallback((9, 4), "float32", lambda index: 1 / 0)
+    with pytest.raises(mw.PartitionError, match="c: dim 0 has size 9, not divisible by 4"):
+        mw.shard({"c": callback}, MESH, P("fsdp"), local=True)
+
+
+def test_local_is_true_or_false():
+    with pytest.raises(mw.MeshwrightError, match=r"^local: 'yes' is not True or False\.$"):
+        mw.shard({"w": W}, MESH, P(), local="yes")
+
+
+# Arrays that stand in a tree twice.
+
+
+@pytest.mark.parametrize(
+    "array", [W, jnp.asarray(W), mw.FromCallback(W.shape, W.dtype, W.__getitem__)]
+)
+def test_an_array_that_stands_there_twice_is_placed_once(array):
+    tree = {"a": array, "b": [array], "c": array}
+    placed = mw.shard(tree, MESH, {"a": P("fsdp"), "b": [P("fsdp")], "c": P("tp")})
+    assert placed["a"] is placed["b"][0]
+    assert placed["c"] is not placed["a"]
+    assert placed["c"].sharding.spec == P("tp")
+    same(placed["c"], W)
+
+
+class Tied(nnx.Module):
+    def __init__(self):
+        self.a = nnx.Param(jnp.ones((8, 8)))
+        self.b = self.a
+        self.c = nnx.Param(jnp.ones((8, 8)))
+
+
+def test_variables_of_nnx_that_are_tied_are_refused_by_name():
+    match = (
+        r"1 problem, nothing was placed\.\n  b: the same variable as a, and two would come back\. "
+    )
+    for call in (
+        lambda: mw.shard(Tied(), MESH),
+        lambda: mw.reshard(Tied(), MESH, P()),
+        lambda: mw.init(Tied, mesh=MESH),
+        lambda: mw.MeshPartitionHelper(MESH).auto_shard_pytree(Tied()),
+    ):
+        with pytest.raises(mw.PartitionError, match=match + r"Pass nnx\.state\(model\)"):
+            call()
+
+
+def test_tied_variables_stay_tied_as_the_message_says():
+    model = Tied()
+    nnx.update(model, mw.shard(nnx.state(model), MESH, P("tp")))
+    assert model.a is model.b
+    assert model.b.get_value().sharding == NamedSharding(MESH, P("tp"))
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])

@@ -55,6 +55,32 @@ def test_specs_and_options_decide_what_is_described():
     assert mw.describe(tree, MESH, rules={"w": "fsdp"}).rows[0].text == "f32[64@fsdp,64]"
 
 
+def test_placed_arrays_are_described_as_they_lie():
+    host = {"w": np.ones((64, 64), np.float32), "v": np.ones((64, 64), np.float32)}
+    placed = mw.shard(host, MESH, {"w": P(), "v": P(None, "tp")})
+    report = mw.describe(placed, MESH)
+    assert [row.text for row in report.rows] == ["f32[64,64@tp]", "f32[64,64]"]
+    assert report.device_bytes == sum(x.addressable_shards[0].data.nbytes for x in placed.values())
+    shapes = mw.shard(jax.eval_shape(lambda: host), MESH, P())
+    assert mw.describe(shapes, MESH).device_bytes == 2 * 64 * 64 * 4
+    assert mw.describe(placed, MESH.abstract_mesh).rows == report.rows
+
+
+def test_specs_or_options_say_more_than_where_arrays_lie():
+    placed = mw.shard({"w": np.ones((64, 64), np.float32)}, MESH, P())
+    assert mw.describe(placed, MESH, P("tp")).rows[0].text == "f32[64@tp,64]"
+    assert mw.describe(placed, MESH, axes=["tp"]).rows[0].text == "f32[64@tp,64]"
+
+
+def test_arrays_that_are_not_on_this_mesh_are_described_as_partition_would_cut_them():
+    host = {"w": np.ones((1024, 1024), np.float32)}
+    other = mw.mesh("fsdp:2, tp:4")
+    turned = jax.sharding.Mesh(MESH.devices[::-1], MESH.axis_names)
+    for tree in (host, mw.shard(host, other, P()), mw.shard(host, turned, P()), jnp.ones((4,))):
+        specs = mw.partition(tree, MESH)
+        assert mw.describe(tree, MESH).rows == mw.describe(tree, MESH, specs).rows
+
+
 def test_a_long_tree_is_cut_short():
     text = str(mw.describe({f"w{place:04}": sds(8) for place in range(10_000)}, MESH))
     lines = text.splitlines()

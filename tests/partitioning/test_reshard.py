@@ -422,7 +422,13 @@ def deleted():
     [
         ({"w": X}, {"v": P()}, r"specs: the tree differs .* 'w' has no spec"),
         ({"w": X}, {"w": P(), "v": P()}, r"'v' has a spec but is not in the tree"),
-        ({"w": X}, {"w": None}, r"specs: w: None is not a PartitionSpec"),
+        ({"w": X}, {"w": None}, r"\n  specs: 1 problem\.\n  w: None is not a PartitionSpec"),
+        ({"w": X}, {"w": ("a",)}, r"w: \('a',\) is not a PartitionSpec\. Write P\('a'\)"),
+        (
+            {"w": X.astype(">f4")},
+            P("a"),
+            r"w: >f4 is in another byte order\. .*astype\('float32'\)",
+        ),
         ([X, X], [P()], r"First difference: '1' has no spec"),
         ({"w": X}, P("z"), r"w: dim 0: no mesh axis 'z' in a, b\."),
         ({"w": X}, P(None, "a"), r"w: dim 1 has size 6, not divisible by 4 \(axes a\)"),
@@ -448,6 +454,18 @@ def test_bad_input_is_refused(tree, specs, match):
         mw.reshard(tree, mesh(range(8), 4, 2), specs)
     with pytest.raises(PartitionError, match=match):
         raise error.value
+
+
+def test_donate_is_true_or_false():
+    with pytest.raises(mw.MeshwrightError, match=r"^donate: 'yes' is not True or False\.$"):
+        mw.reshard(X, mesh(range(8), 4, 2), P(), donate="yes")
+
+
+def test_a_donated_array_that_lies_in_place_or_is_shared_is_not_deleted():
+    at = mesh(range(8), 4, 2)
+    in_place = on(X, at, P("a"))
+    kept = mw.reshard(in_place, at, P("a"), donate=True)
+    assert not in_place.is_deleted() and not kept.is_deleted()
 
 
 def test_all_problems_are_named_at_once():

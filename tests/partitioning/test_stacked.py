@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.partitioning.stacked import STACKS, is_stacked
+from meshwright.partitioning.stacked import STACKS
 
 MESH = mw.mesh("fsdp:4, tp:2")
 
@@ -29,10 +29,94 @@ def sds(*shape):
         ("mlp/up", False),
         ("player/up", False),
         ("layers_0/up", False),
+        ("layers/layer_0/up", False),
+        ("layers/block0/up", False),
+        ("blocks/h_3/up", False),
+        ("layers/DecoderLayer_11/up", False),
+        ("layers/Dense_0/kernel", True),  # so Linen names the parts of a layer
+        ("blocks/0/layers/up", True),  # a stack in a list
     ],
 )
 def test_paths_tell_stacks_from_lists(path, stack):
-    assert is_stacked(path, 3, None) is stack
+    assert is_whole(path, sds(1024, 64, 3)) is stack
+
+
+def nested(path, leaf):
+    for word in reversed(path.split("/")):
+        leaf = {word: leaf}
+    return leaf
+
+
+def is_whole(path, leaf):
+    """Whether the first dim is left alone though it is the best one to cut."""
+    (spec,) = jax.tree.leaves(
+        mw.partition(nested(path, leaf), MESH, axes=["fsdp"]), is_leaf=is_spec
+    )
+    return spec[0] is None
+
+
+def is_spec(value):
+    return isinstance(value, P)
+
+
+def test_a_word_alone_makes_no_stack_of_arrays_with_other_first_dims():
+    tree = {"layers": {"w1": sds(4096, 10), "w2": sds(1024, 4097)}}
+    assert mw.partition(tree, MESH)["layers"] == {"w1": P(("fsdp", "tp")), "w2": P(("fsdp", "tp"))}
+    tree = {"layers": {"layer_0": {"w": sds(1024, 1024)}}}
+    assert mw.partition(tree, MESH)["layers"]["layer_0"]["w"] == P("fsdp", "tp")
+
+
+def test_a_scan_is_a_stack_whatever_its_name():
+    tree = {"params": {"blk": {"bias": sds(8, 256), "kernel": sds(8, 256, 256)}}}
+    specs = mw.partition(tree, MESH)["params"]["blk"]
+    assert specs == {"bias": P(None, ("fsdp", "tp")), "kernel": P(None, "fsdp", "tp")}
+
+
+def test_a_linen_scan_is_a_stack_whatever_its_name():
+    import flax.linen as nn
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.Dense(256)(nn.LayerNorm()(x)), None
+
+    scan = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=8)
+    shapes = jax.eval_shape(
+        scan(name="blk").init, jax.random.key(0), jax.numpy.ones((2, 256)), None
+    )
+    specs = mw.partition({"model": shapes}, MESH)
+    for spec in jax.tree.leaves(specs, is_leaf=is_spec):
+        assert spec[0] is None and len(spec) > 1
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"weight": sds(512, 512), "bias": sds(512)},  # Equinox keeps (out, in)
+        {"up": sds(512, 2048), "gate": sds(512, 2048)},
+        {"q": sds(512, 8, 64), "rank": sds(512, 32)},
+        {"conv": sds(64, 3, 7, 7), "skip": sds(64, 3)},
+    ],
+    ids=str,
+)
+def test_arrays_that_share_a_first_dim_by_chance_are_no_stack(tree):
+    alone = {name: mw.partition(leaf, MESH, stacked=False) for name, leaf in tree.items()}
+    assert mw.partition({"block": tree}, MESH)["block"] == alone
+
+
+def test_experts_are_no_stack():
+    mesh = mw.abstract_mesh("ep:8, tp:2")
+    for name in ("experts", "MoeBlock_0"):
+        tree = {name: {"up": sds(8, 256, 1024), "bias": sds(8, 1024)}}
+        assert mw.partition(tree, mesh)[name]["up"] == P("ep", None, "tp")
+
+
+def test_all_layers_of_a_list_are_judged_together():
+    plain = {"w": sds(8, 256, 256), "b": sds(8, 256)}
+    odd = {**plain, "scale": sds(256)}
+    for layers in ([plain, odd], [odd, plain]):
+        specs = mw.partition({"model": layers}, MESH)["model"]
+        assert specs[0]["w"] == specs[1]["w"] and specs[0]["b"] == specs[1]["b"]
 
 
 def test_the_layer_dim_stays_whole():
@@ -68,7 +152,7 @@ def test_no_stack_of_any_shape_is_cut_by_layer(word, shape):
 
 def test_patterns_name_the_stacks_by_hand():
     tree = {"tower": sds(8, 1024, 4096), "head": sds(8, 1024, 4096)}
-    for stacked in ("tower", ["tower"], ("nothing", "tow.*")):
+    for stacked in ("tower", ["tower"], ("/tower", "tow.*")):
         specs = mw.partition(tree, MESH, stacked=stacked)
         assert specs["tower"][0] is None
         assert specs["head"] == mw.partition(tree, MESH)["head"]
@@ -82,7 +166,26 @@ def test_false_switches_the_words_off():
 
 def test_patterns_replace_the_words():
     tree = {"layers": {"w": sds(4096, 3, 5)}}
+    tree = {**tree, "tower": sds(8, 8, 8)}
     assert mw.partition(tree, MESH, stacked="tower")["layers"]["w"] == P(("fsdp", "tp"))
+
+
+def test_a_pattern_that_matches_no_leaf_is_reported_unless_allowed():
+    tree = {"layers": {"w": sds(8, 64, 64)}}
+    with pytest.raises(mw.PartitionError, match=r"stacked: 'zz' matches no leaf\. Mend or drop it"):
+        mw.partition(tree, MESH, stacked=["w", "zz"])
+    assert mw.partition(tree, MESH, stacked=["w", "zz"], unused="allow")["layers"]["w"][0] is None
+
+
+@pytest.mark.parametrize("option", [{"stacked": "w"}, {"axes": ["tp"]}])
+def test_what_only_shapes_obey_is_refused_where_they_do_not_decide(option):
+    tree = {"w": sds(64, 64), "rest": sds(64, 64)}
+    message = rf"^{next(iter(option))}: is for deciding by shape, but rules= decides\. Drop it, or"
+    with pytest.raises(mw.PartitionError, match=message):
+        mw.partition(tree, MESH, rules=[("**", None)], **option)
+    with pytest.raises(mw.PartitionError, match="is for deciding by shape, but logical= decides"):
+        mw.partition(tree, MESH, logical={}, **option)
+    mw.partition(tree, MESH, rules=[("w", None)], unmatched="shape", **option)
 
 
 @pytest.mark.parametrize("stacked", [3, {"layers": 0}, 1.5])

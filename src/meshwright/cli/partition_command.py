@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
-import sys
+import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 from jax.sharding import AbstractMesh
 
 from meshwright.cli import screen
-from meshwright.errors import PartitionError, near, short
+from meshwright.cli.users_code import call
+from meshwright.errors import PartitionError, short
 from meshwright.meshes import abstract_mesh
 from meshwright.meshes.targets import live_devices
-from meshwright.partitioning import describe
+from meshwright.partitioning import PartitionReport, describe
 from meshwright.spec import MeshSpec
 
 
@@ -34,19 +34,39 @@ class PartitionCommand:
     """How many of them, joined by the slow network."""
     rules: Path | None = None
     """A JSON file of [pattern, spec] pairs, e.g. [["mlp/*", ["fsdp", "tp"]], ["**", null]]."""
+    unmatched: Literal["error", "replicate", "shape"] = "error"
+    """What to do with an array that no rule matches: keep it whole, or go by its shape."""
+    unused: Literal["error", "allow"] = "error"
+    """What to do with a rule that matches nothing."""
+    uneven: Literal["error", "replicate"] = "error"
+    """What to do with an axis that does not divide its dim: replicate drops it."""
+    min_shard_size: int | None = None
+    """By shape, arrays of fewer elements stay whole. Default: 1024."""
     json: bool = False
     """Print JSON."""
     html: Path | None = None
     """Also write the table with drawings to this file."""
 
     def run(self) -> None:
-        mesh = self._mesh()
-        options = {} if self.rules is None else {"rules": _read_rules(self.rules)}
-        report = describe(_call(self.source), mesh, **options)
+        report = self._report()
         if self.html is not None:
             page = screen.page(self.source, report._repr_html_())
             self.html.write_text(page, encoding="utf-8")
         print(json.dumps(report.to_json(), indent=2) if self.json else report)
+
+    def _report(self) -> PartitionReport:
+        mesh, options = self._mesh(), self._options()
+        tree = call(self.source)
+        try:
+            report = describe(tree, mesh, **options)
+        except PartitionError as error:
+            raise PartitionError(_as_words(str(error))) from error
+        if not report.rows:
+            raise PartitionError(
+                f"{self.source} returned {short(tree)}, which holds no arrays. Return a tree of "
+                "arrays or of jax.ShapeDtypeStruct."
+            )
+        return report
 
     def _mesh(self) -> AbstractMesh:
         spec = MeshSpec.parse(self.mesh)
@@ -54,28 +74,42 @@ class PartitionCommand:
             spec = spec.resolve(len(live_devices()))
         return abstract_mesh(spec, on=self.on, slices=self.slices)
 
+    def _options(self) -> dict[str, Any]:
+        """The options of `describe` that were given."""
+        words = {"unmatched": self.unmatched, "unused": self.unused, "uneven": self.uneven}
+        options: dict[str, Any] = {name: word for name, word in words.items() if word != "error"}
+        if self.rules is not None:
+            options["rules"] = _read_rules(self.rules)
+        if self.min_shard_size is not None:
+            options["min_shard_size"] = self.min_shard_size
+        return options
+
 
 def _read_rules(file: Path) -> Any:
     """Plain JSON; nothing in it is evaluated."""
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_without_doubles)
+    except PartitionError as error:
+        raise PartitionError(f"{file}: {error}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PartitionError(f"{file}: not JSON ({error}).") from error
 
 
-def _call(source: str) -> Any:
-    name, colon, function = source.partition(":")
-    if not (name and colon and function):
-        raise PartitionError(f"{short(source)} is not module:function, e.g. my_model:init_shapes.")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        module = importlib.import_module(name)
-    except ImportError as error:
-        raise PartitionError(f"cannot import {short(name)}: {error}.") from error
-    finally:
-        sys.path.pop(0)
-    found = getattr(module, function, None)
-    if not callable(found):
-        hint = near(function, [n for n in vars(module) if callable(getattr(module, n))])
-        raise PartitionError(f"{name} has no function {short(function)}.{hint}")
-    return found()
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for pattern, spec in pairs:
+        if pattern in found:
+            raise PartitionError(f"the rule {short(pattern)} is there twice. Keep one.")
+        found[pattern] = spec
+    return found
+
+
+def _as_words(message: str) -> str:
+    """A message of the library with its options as they are written on the command line."""
+    message = message.replace(
+        "decide with partition(..., uneven='replicate')", "pass uneven='replicate'"
+    )
+    message = message.replace("('**', None)", '["**", null]')
+    message = re.sub(r"\b(unmatched|unused|uneven)='(\w+)'", r"--\1 \2", message)
+    message = message.replace("--unmatched replicate or 'shape'", "--unmatched replicate or shape")
+    return message.replace("min_shard_size:", "--min-shard-size:")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.sharding import PartitionSpec
 
-from meshwright.errors import PartitionError, listing, near, short
-from meshwright.partitioning.leaves import Leaf, path_text
+from meshwright.errors import PartitionError, near, short
+from meshwright.partitioning.leaves import Leaf, path_text, shown
+from meshwright.partitioning.nodes import flatten
 from meshwright.partitioning.specs import make_spec
 
 Table = Mapping[str, Any] | Sequence[tuple[str, Any]]
@@ -41,25 +41,20 @@ def read_table(logical: Any) -> dict[str, tuple[str, ...]]:
     return table
 
 
-def read_names(leaves: Sequence[Leaf], names: Any) -> list[Names | None]:
-    """Names per leaf from a tree of tuples that mirrors the arrays' tree."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(names, is_leaf=_is_names)
+def read_names(leaves: Sequence[Leaf], names: Any) -> tuple[list[Names | None], list[str]]:
+    """Names per leaf from a tree of tuples that mirrors the arrays' tree, and what is wrong."""
+    flat, _ = flatten(names, _is_names)
     by_path = {path_text(path): value for path, value in flat}
-    missing = [leaf.path for leaf in leaves if leaf.path not in by_path and leaf.shape]
-    if missing:
-        raise PartitionError(
-            f"names: nothing for {listing(missing, 4)}. Give a tuple of names for every array, "
-            "in a tree like the arrays' own."
-        )
-    extra = sorted(set(by_path) - {leaf.path for leaf in leaves})
-    if extra:
-        raise PartitionError(f"names: {listing(extra, 4)} is not in the tree of arrays.")
+    ranks = {leaf.path: len(leaf.shape) for leaf in leaves}
+    wrong = []
     for path, value in by_path.items():
-        if not _is_names(value):
-            raise PartitionError(
-                f"names: {path}: {short(value)} is not a tuple such as ('embed', 'mlp')."
-            )
-    return [by_path.get(leaf.path) for leaf in leaves]
+        where = shown(path)
+        if path not in ranks:
+            wrong.append(f"names: {where} is not in the tree of arrays. Mend its path or drop it.")
+        elif not _is_names(value):
+            wrong.append(f"names: {where}: {short(value)} is not a tuple such as ('embed', 'mlp').")
+            by_path[path] = (None,) * ranks[path]
+    return [by_path.get(leaf.path) for leaf in leaves], wrong
 
 
 def _is_names(value: Any) -> bool:
@@ -85,18 +80,29 @@ def logical_problems(
     if names is None:
         if leaf.shape:
             yield (
-                f"{leaf.where}: {leaf.shape} has no logical names. Give them with names=..., or "
-                "create it with metadata (nnx.with_partitioning, nn.with_logical_partitioning)."
+                f"{leaf.where}: {leaf.shape} has no logical names. Give them with names=..., "
+                "create it with metadata (nnx.with_partitioning, nn.with_logical_partitioning), "
+                "or pass unmatched='replicate' or 'shape'."
             )
         return
-    if len(names) != len(leaf.shape):
+    if not fits(leaf, names):
         yield (
-            f"{leaf.where}: {len(names)} names {tuple(names)} for {len(leaf.shape)} dims "
-            f"{leaf.shape}. Give one name, or None, per dim."
+            f"{leaf.where}: {_count(len(names), 'name')} {tuple(names)} for "
+            f"{_count(len(leaf.shape), 'dim')} {leaf.shape}. Give one name, or None, per dim."
         )
+        return
     for dim, name in enumerate(names):
         if name is not None and name not in table:
             yield (
                 f"{leaf.where}: dim {dim}: no rule for logical axis {short(name)}."
                 f"{near(str(name), table)} Add it to the table, with None to keep the dim whole."
             )
+
+
+def fits(leaf: Leaf, names: Names) -> bool:
+    """Whether there is a name for every dim."""
+    return len(names) == len(leaf.shape)
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"

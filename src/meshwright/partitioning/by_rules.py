@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
 from meshwright.errors import PartitionError, short
-from meshwright.partitioning.leaves import Leaf
+from meshwright.partitioning.leaves import Leaf, shown
+from meshwright.partitioning.pattern_list import PatternList
 from meshwright.partitioning.patterns import compile_pattern
 from meshwright.partitioning.specs import make_spec
 
@@ -37,39 +38,66 @@ def read_rules(rules: Any) -> list[tuple[Any, PartitionSpec]]:
 
 
 def read_spec(value: Any, where: str) -> PartitionSpec:
-    """A spec from a `PartitionSpec`, `None`, one axis name, or a list of entries (as in JSON)."""
+    """A spec from a `PartitionSpec`, `None`, one axis name, or a list of entries (as in JSON).
+
+    It is as long as it was written, whole dims at the end included.
+    """
     if isinstance(value, PartitionSpec):
         return value
     if value is None:
         return make_spec()
-    if isinstance(value, str):
+    if isinstance(value, str) and value:
         return make_spec([value])
     if not isinstance(value, (list, tuple)):
         raise PartitionError(f"{where}: {short(value)} is not a spec, e.g. ('fsdp', None, 'tp').")
     entries: list[Any] = []
     for entry in value:
-        inner = tuple(entry) if isinstance(entry, (list, tuple)) else entry
-        names = inner if isinstance(inner, tuple) else (inner,)
-        if not all(name is None or isinstance(name, str) for name in names):
-            raise PartitionError(f"{where}: {short(entry)} is not an axis name, a list or None.")
-        entries.append(inner)
-    return make_spec(entries)
+        names = tuple(entry) if isinstance(entry, (list, tuple)) else (entry,)
+        named = bool(names) and all(isinstance(name, str) and name for name in names)
+        if entry is not None and not named:
+            raise PartitionError(
+                f"{where}: {short(entry)} is not an axis name, a list of them, or None for a whole "
+                "dim."
+            )
+        entries.append(names if isinstance(entry, (list, tuple)) else entry)
+    return PartitionSpec(*entries)  # type: ignore[no-untyped-call]
 
 
 def match_rules(
     leaves: Sequence[Leaf], rules: list[tuple[Any, PartitionSpec]]
-) -> tuple[list[PartitionSpec | None], list[Any]]:
-    """The spec of the first rule that matches each leaf, and the rules that matched none."""
-    compiled = [(compile_pattern(pattern), spec) for pattern, spec in rules]
-    used = [False] * len(rules)
-    specs: list[PartitionSpec | None] = []
-    for leaf in leaves:
-        found = None
-        # Flax's variables and boxes hold their array as `value`, which nobody calls it by.
-        named = leaf.path.removesuffix("/value")
-        for place, (pattern, spec) in enumerate(compiled):
-            if pattern.search(leaf.path) or (named != leaf.path and pattern.search(named)):
-                found, used[place] = spec, True
-                break
-        specs.append(found)
-    return specs, [pattern for (pattern, _), hit in zip(rules, used, strict=True) if not hit]
+) -> tuple[list[PartitionSpec | None], Iterator[str]]:
+    """The spec of the first rule that matches each leaf, and what is wrong with unused rules."""
+    patterns = PatternList([pattern for pattern, _ in rules])
+    places = [patterns.first(leaf.path) for leaf in leaves]
+    specs = [None if place is None else rules[place][1] for place in places]
+    return specs, _unused(leaves, places, [pattern for pattern, _ in rules])
+
+
+def _unused(
+    leaves: Sequence[Leaf], places: Sequence[int | None], patterns: Sequence[Any]
+) -> Iterator[str]:
+    """What is wrong with rules that take no leaf: they match none, or another comes first."""
+    used = set(places)
+    never = [place for place in range(len(patterns)) if place not in used]
+    late = PatternList([patterns[place] for place in never])
+    before: dict[int, tuple[str, int]] = {}
+    for leaf, place in zip(leaves, places, strict=True):
+        if never and place is not None:
+            for hit in late.matching(leaf.path):
+                before.setdefault(never[hit], (leaf.path, place))
+    for rule in never:
+        if rule not in before:
+            yield (
+                f"rule {_text(patterns[rule])} matches no leaf. Mend or drop it, or pass "
+                "unused='allow'."
+            )
+            continue
+        path, first = before[rule]
+        yield (
+            f"rule {_text(patterns[rule])} is never reached: rule {_text(patterns[first])} comes "
+            f"first and takes {shown(path)}. Move it up, drop it, or pass unused='allow'."
+        )
+
+
+def _text(pattern: Any) -> str:
+    return short(str(getattr(pattern, "pattern", pattern)))

@@ -1,6 +1,6 @@
 """A spec from a shape alone: a scored choice, the same for the same shape.
 
-Every way to put the weight axes on the dims is scored; axes that do not divide a dim and axes of
+The ways to put the weight axes on the dims are scored; axes that do not divide a dim and axes of
 size one are never used. In this order:
 
 1. the fewest bytes per device;
@@ -9,14 +9,17 @@ size one are never used. In this order:
 3. axes that belong together (`fsdp` and `sp`) on one dim, others on dims of their own;
 4. each axis where it is wanted: tensor axes on the largest dim (the last among equals), expert
    axes on the first, the others on the largest that is left.
+
+All ways are scored where there are at most `EVERY_WAY` of them, as for five axes on four dims.
+Beyond that the axes are placed one by one, the largest first, and the best `KEPT` ways so far are
+followed.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
@@ -25,6 +28,10 @@ from meshwright.partitioning.specs import make_spec
 
 # (axis name, size, group): axes of one group like to share a dim.
 Axis = tuple[str, int, int]
+Owners = tuple[int | None, ...]
+
+EVERY_WAY = 4096
+KEPT = 32
 
 
 def weight_axes(sizes: Mapping[str, int], asked: Sequence[str] | None = None) -> tuple[Axis, ...]:
@@ -65,36 +72,50 @@ def choose(shape: tuple[int, ...], bits: int, axes: tuple[Axis, ...], first: int
     >>> choose((6, 4096), 32, (("fsdp", 4, 0), ("tp", 2, 1)), 0)
     P(None, ('fsdp', 'tp'))
     """
+    score = functools.partial(_score, shape, bits, axes, _by_size(shape))
     dims = [d for d in range(first, len(shape)) if shape[d] > 1]
-    best: tuple[tuple[float, ...], tuple[int | None, ...]] | None = None
-    for owners in itertools.product([*dims, None], repeat=len(axes)):
-        cuts = [1] * len(shape)
-        for (_, size, _), dim in zip(axes, owners, strict=True):
-            if dim is not None:
-                cuts[dim] *= size
-        if any(side % cut for side, cut in zip(shape, cuts, strict=True)):
-            continue
-        score = _score(shape, bits, axes, owners, cuts)
-        if best is None or score < best[0]:
-            best = (score, owners)
-    return _spec(axes, best[1], len(shape)) if best else make_spec()
+    ways = math.prod(1 + sum(not shape[d] % size for d in dims) for _, size, _ in axes)
+    found: list[Owners] = [(None,) * len(axes)]
+    for place in sorted(range(len(axes)), key=lambda place: -axes[place][1]):
+        found = [more for owners in found for more in _placed(shape, axes, owners, place, dims)]
+        if ways > EVERY_WAY:
+            found = sorted(found, key=score)[:KEPT]
+    return _spec(axes, min(found, key=score), len(shape))
+
+
+def _placed(
+    shape: tuple[int, ...], axes: tuple[Axis, ...], owners: Owners, place: int, dims: Sequence[int]
+) -> Iterator[Owners]:
+    """The ways to put one more axis: nowhere, and on each dim that it still divides."""
+    yield owners
+    for dim in dims:
+        cut = math.prod(axis[1] for axis, owner in zip(axes, owners, strict=True) if owner == dim)
+        if shape[dim] % (cut * axes[place][1]) == 0:
+            yield (*owners[:place], dim, *owners[place + 1 :])
+
+
+def _by_size(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """For every dim its place among all from the largest down, the last first among equals."""
+    order = sorted(range(len(shape)), key=lambda d: (-shape[d], -d))
+    return tuple(order.index(d) for d in range(len(shape)))
 
 
 def _score(
     shape: tuple[int, ...],
     bits: int,
     axes: tuple[Axis, ...],
-    owners: Sequence[int | None],
-    cuts: Sequence[int],
+    by_size: tuple[int, ...],
+    owners: Owners,
 ) -> tuple[float, ...]:
-    local = [side // cut for side, cut in zip(shape, cuts, strict=True)]
+    local = list(shape)
     placed = [(axis, dim) for axis, dim in zip(axes, owners, strict=True) if dim is not None]
+    for axis, dim in placed:
+        local[dim] //= axis[1]
     together = {(axis[2], dim) for axis, dim in placed}
     spread = len(together) - len({group for group, _ in together})
     crowded = len(together) - len({dim for _, dim in together})
-    by_size = sorted(range(len(shape)), key=lambda d: (-shape[d], -d))
     wanted = sum(
-        dim if role(axis[0]).name == "expert" else by_size.index(dim) * _eagerness(axis[0])
+        dim if role(axis[0]).name == "expert" else by_size[dim] * _eagerness(axis[0])
         for axis, dim in placed
     )
     order = [-1 if dim is None else dim for dim in owners]

@@ -26,11 +26,20 @@ class DataShard:
     index: int
     count: int
 
+    def __post_init__(self) -> None:
+        if not (_is_count(self.index) and _is_count(self.count) and self.index < self.count):
+            raise PartitionError(
+                f"DataShard: part {short(self.index)} of {short(self.count)}. Parts are counted "
+                "from 0, so the index is less than the count."
+            )
+
     def rows(self, batch: int) -> slice:
         """
         >>> DataShard(1, 4).rows(64)
         slice(16, 32, None)
         """
+        if not _is_count(batch):
+            raise PartitionError(f"a batch of {short(batch)} is not a count of rows.")
         if batch % self.count:
             raise PartitionError(
                 f"a batch of {batch} does not split into {self.count} equal parts. "
@@ -38,6 +47,12 @@ class DataShard:
             )
         size = batch // self.count
         return slice(self.index * size, (self.index + 1) * size)
+
+
+def _is_count(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        return False
+    return int(value) >= 0
 
 
 def data_shard(mesh: Mesh, spec: Any = None, *, process: int | None = None) -> DataShard:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshwright.errors import PartitionError, short
+from meshwright.errors import PartitionError
 from meshwright.partitioning.by_logical import (
-    Names,
     Table,
+    fits,
     logical_problems,
     logical_spec,
     read_names,
@@ -28,9 +28,9 @@ from meshwright.partitioning.specs import (
     make_spec,
     mesh_axes,
     problems,
-    without_uneven,
 )
-from meshwright.partitioning.stacked import is_stacked
+from meshwright.partitioning.stacked import find_stacks
+from meshwright.partitioning.uneven import drop_uneven
 
 
 def partition(
@@ -53,11 +53,12 @@ def partition(
     table from logical names to mesh axes; the names come from `names`, a tree of tuples, or from
     Flax metadata in the tree. By shape when neither is given: `axes` (default: those meant for
     weights) are used so that bytes per device are least; arrays below `min_shard_size` elements
-    stay whole. `stacked` names the leaves whose first dim counts layers and stays whole.
+    stay whole. `stacked` names the leaves whose first dim counts layers and stays whole; without
+    it the tree tells, as the page on partitioning says.
 
     Options: `uneven="replicate"` drops axes that do not divide a dim, `unmatched="replicate"` or
-    `"shape"` takes leaves that no rule matches (or that have no names), `unused="allow"` rules that
-    match nothing.
+    `"shape"` takes leaves that no rule matches (or that have no names), `unused="allow"` rules and
+    patterns that match nothing.
 
     >>> import jax, meshwright as mw
     >>> mesh = mw.mesh("fsdp:4, tp:2")
@@ -92,14 +93,20 @@ def shardings(tree: Any, mesh: AnyMesh, **options: Any) -> Any:
 def decide(found: Walk, tree: Any, mesh: AnyMesh, options: Options) -> list[PartitionSpec]:
     """The specs of a walked tree, one per array; raises once for everything that is wrong."""
     sizes = mesh_axes(mesh)
-    by_shape = _by_shape(sizes, options)
+    options.check_axes(sizes)
+    specs: list[PartitionSpec | None] = [None] * len(found.arrays)
+    wrong: list[str] = []
     if options.rules is not None:
-        specs, wrong = _by_rules(found.arrays, options, by_shape)
+        specs, wrong = _by_rules(found.arrays, options)
     elif options.logical is not None:
         specs, wrong = _by_logical(found.arrays, tree, options)
-    else:
-        return [by_shape(leaf) for leaf in found.arrays]
-    return _checked(found.arrays, specs, sizes, options, wrong)
+    specs, more = _checked(found.arrays, specs, sizes, options)
+    wrong += more
+    if options.by_shape:
+        specs, more = _by_shape(found.arrays, specs, sizes, options)
+        wrong += more
+    refuse("partition", wrong)
+    return [make_spec() if spec is None else spec for spec in specs]
 
 
 def settle(
@@ -115,81 +122,74 @@ def settle(
     return per_leaf
 
 
-def _checked(
-    leaves: Sequence[Leaf],
-    specs: list[PartitionSpec],
-    sizes: dict[str, int],
-    options: Options,
-    wrong: list[str],
-) -> list[PartitionSpec]:
-    seen: dict[Any, PartitionSpec] = {}
-    for place, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
-        key = (leaf.shape, spec)
-        if key not in seen:
-            if options.uneven == "replicate":
-                spec = without_uneven(leaf.shape, spec, sizes)
-            bad = list(problems(leaf.path, leaf.shape, spec, sizes))
-            wrong.extend(bad)
-            if bad:
-                continue
-            seen[key] = spec
-        specs[place] = seen[key]
-    refuse("partition", wrong)
-    return specs
-
-
 def _by_rules(
-    leaves: Sequence[Leaf], options: Options, by_shape: Callable[[Leaf], PartitionSpec]
-) -> tuple[list[PartitionSpec], list[str]]:
+    leaves: Sequence[Leaf], options: Options
+) -> tuple[list[PartitionSpec | None], list[str]]:
     specs, never = match_rules(leaves, read_rules(options.rules))
-    wrong = []
-    if never and options.unused == "error":
-        wrong = [
-            f"rule {short(str(getattr(p, 'pattern', p)))} matches no leaf. Mend or drop it, or "
-            "pass unused='allow'."
-            for p in never
+    wrong = list(never) if options.unused == "error" else []
+    if options.unmatched == "error":
+        wrong += [
+            f"{leaf.where}: {leaf.shape} matches no rule. Add one, e.g. ('**', None), or pass "
+            "unmatched='replicate' or 'shape'."
+            for leaf, spec in zip(leaves, specs, strict=True)
+            if spec is None and leaf.shape
         ]
-    result = []
-    for leaf, spec in zip(leaves, specs, strict=True):
-        if spec is None and options.unmatched == "error" and leaf.shape:
-            wrong.append(
-                f"{leaf.where}: {leaf.shape} matches no rule. Add one, e.g. ('**', None), or pass "
-                "unmatched='replicate' or 'shape'."
-            )
-        if spec is None:
-            spec = by_shape(leaf) if options.unmatched == "shape" else make_spec()
-        result.append(spec)
-    return result, wrong
+    return specs, wrong
 
 
 def _by_logical(
     leaves: Sequence[Leaf], tree: Any, options: Options
-) -> tuple[list[PartitionSpec], list[str]]:
+) -> tuple[list[PartitionSpec | None], list[str]]:
     table = read_table(options.logical)
-    per_leaf = _names(leaves, tree, options)
-    wrong = [
-        problem
-        for leaf, given in zip(leaves, per_leaf, strict=True)
-        if given is not None or options.unmatched == "error"
-        for problem in logical_problems(leaf, given, table)
-    ]
-    return [logical_spec(given or (), table) for given in per_leaf], wrong
-
-
-def _names(leaves: Sequence[Leaf], tree: Any, options: Options) -> list[Names | None]:
+    wrong: list[str] = []
     if options.names is None:
-        return read_metadata(tree, leaves)
-    return read_names(leaves, options.names)
+        per_leaf = read_metadata(tree, leaves)
+    else:
+        per_leaf, wrong = read_names(leaves, options.names)
+    specs: list[PartitionSpec | None] = []
+    for leaf, names in zip(leaves, per_leaf, strict=True):
+        if names is not None or options.unmatched == "error":
+            wrong.extend(logical_problems(leaf, names, table))
+        # Names that are too few or too many were reported; their spec would say it again.
+        fit = names is not None and fits(leaf, names)
+        specs.append(logical_spec(names or (), table) if fit else None)
+    return specs, wrong
 
 
-def _by_shape(sizes: dict[str, int], options: Options) -> Callable[[Leaf], PartitionSpec]:
-    options.check_axes(sizes)
+def _checked(
+    leaves: Sequence[Leaf],
+    specs: Sequence[PartitionSpec | None],
+    sizes: dict[str, int],
+    options: Options,
+) -> tuple[list[PartitionSpec | None], list[str]]:
+    """The specs as they will be used, and what is wrong with them."""
+    seen: dict[Any, PartitionSpec | None] = {}
+    result, wrong = [], []
+    for leaf, spec in zip(leaves, specs, strict=True):
+        key = (leaf.shape, spec)
+        if spec is not None and key not in seen:
+            if options.uneven == "replicate":
+                spec = drop_uneven(leaf.shape, spec, sizes)
+            bad = list(problems(leaf.path, leaf.shape, spec, sizes))
+            wrong.extend(bad)
+            if not bad:
+                seen[key] = make_spec(spec) if spec and spec[-1] is None else spec
+        result.append(seen.get(key))
+    return result, wrong
+
+
+def _by_shape(
+    leaves: Sequence[Leaf],
+    specs: Sequence[PartitionSpec | None],
+    sizes: dict[str, int],
+    options: Options,
+) -> tuple[list[PartitionSpec | None], list[str]]:
+    """Specs for the leaves that have none yet, and patterns for stacks that match no leaf."""
     usable = weight_axes(sizes, options.axes)
-
-    def by_shape(leaf: Leaf) -> PartitionSpec:
-        if leaf.size < options.min_shard_size:
-            return make_spec()
-        first = 1 if is_stacked(leaf.path, len(leaf.shape), options.stacked) else 0
-        return choose(leaf.shape, bits(leaf.dtype), usable, first)
-
-    return by_shape
+    stacks, unused = find_stacks(leaves, options.stacked)
+    result = list(specs)
+    for place, leaf in enumerate(leaves):
+        if result[place] is None and leaf.size >= options.min_shard_size:
+            first = 1 if len(leaf.shape) > 1 and leaf.path in stacks else 0
+            result[place] = choose(leaf.shape, bits(leaf.dtype), usable, first)
+    return result, unused if options.unused == "error" else []

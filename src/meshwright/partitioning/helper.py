@@ -9,9 +9,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.errors import PartitionError, listing, near, short
 from meshwright.partitioning.by_shape import Axis, choose, together
-from meshwright.partitioning.leaves import refuse, walk
+from meshwright.partitioning.leaves import is_shape, refuse, walk
+from meshwright.partitioning.matching import plain_specs
+from meshwright.partitioning.options import Options
 from meshwright.partitioning.placing import check_values, put
 from meshwright.partitioning.specs import AnyMesh, make_spec, mesh_axes, problems
+from meshwright.partitioning.ties import tie_problems
 
 Method = tuple[str, ...]
 
@@ -41,8 +44,9 @@ class MeshPartitionHelper:
         self, array_shape: Sequence[int], methods: Sequence[Method], min_shard_size: int = 1024
     ) -> PartitionSpec:
         """The methods applied to the dims; `PartitionSpec()` for a scalar or when nothing fits."""
-        shape = tuple(int(side) for side in array_shape)
+        shape = _read_shape(array_shape)
         axes = self._axes(methods)
+        Options(min_shard_size=min_shard_size)  # checks it
         size = 1
         for side in shape:
             size *= side
@@ -55,26 +59,28 @@ class MeshPartitionHelper:
         found = walk(array)
         if len(found.arrays) != 1 or found.arrays[0].value is not array:
             raise PartitionError(f"{short(array)} is not one array.")
-        shape = found.arrays[0].shape
-        refuse("shard_array", list(problems("", shape, partition_spec, self.axis_sizes)))
-        check_values(found.arrays, "error")
-        return put(found.arrays, [NamedSharding(self.mesh, partition_spec)])[0]
+        shape, spec = found.arrays[0].shape, plain_specs(partition_spec, self.mesh)
+        refuse("shard_array", list(problems("", shape, spec, mesh_axes(self.mesh))))
+        check_values(found.arrays, what="shard_array")
+        return put(found.arrays, [NamedSharding(self.mesh, spec)], what="shard_array")[0]
 
     def auto_shard_pytree(self, pytree: Any, min_shard_size: int = 1024) -> Any:
         """The same tree, every array placed by its best spec, in one transfer."""
+        mesh_axes(self.mesh)
         found = walk(pytree)
+        refuse("auto_shard_pytree", tie_problems(pytree))
         seen: dict[Any, NamedSharding] = {}
         for leaf in found.arrays:
             if leaf.shape not in seen:
                 methods = self._suggest_methods(leaf.shape)
                 spec = self.create_partition_spec(leaf.shape, methods, min_shard_size)
                 seen[leaf.shape] = NamedSharding(self.mesh, spec)
-        check_values(found.arrays, "error")
+        check_values(found.arrays, what="auto_shard_pytree")
         return found.rebuild(put(found.arrays, [seen[leaf.shape] for leaf in found.arrays]))
 
     def _suggest_methods(self, shape: Sequence[int]) -> list[Method]:
         """Axes that belong together, as methods; experts first for three dims and more."""
-        if not len(shape):
+        if not _read_shape(shape):
             return []
         deep = len(shape) > 2
         if deep not in self._suggested:
@@ -88,8 +94,14 @@ class MeshPartitionHelper:
         return list(self._suggested[deep])
 
     def _axes(self, methods: Sequence[Method]) -> tuple[Axis, ...]:
+        if not isinstance(methods, (list, tuple)):
+            raise PartitionError(
+                f"methods: {short(methods)} is not a list such as [('fsdp',), ('tp',)]."
+            )
         axes: list[Axis] = []
         for group, method in enumerate(methods):
+            if not isinstance(method, (str, list, tuple)):
+                raise PartitionError(f"methods: {short(method)} is not a tuple of mesh axes.")
             for name in (method,) if isinstance(method, str) else method:
                 if name not in self.axis_sizes:
                     raise PartitionError(
@@ -101,6 +113,12 @@ class MeshPartitionHelper:
                 if self.axis_sizes[name] > 1:
                     axes.append((name, self.axis_sizes[name], group))
         return tuple(axes)
+
+
+def _read_shape(shape: Any) -> tuple[int, ...]:
+    if not is_shape(shape):
+        raise PartitionError(f"array_shape: {short(shape)} is not a shape, e.g. (1024, 4096).")
+    return tuple(int(side) for side in shape)
 
 
 # Axes that cut weights here, as `together` groups them.

@@ -13,6 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.errors import PartitionError, listing
+from meshwright.partitioning.nodes import flatten, unflatten
+
+# Paths longer than this lose their middle: what is wrong with the leaf must fit beside them.
+_LONGEST_PATH = 120
+# Those that `refuse` assures that nothing has happened yet.
+_PLACING = frozenset(
+    "shard shard_like shard_array auto_shard_pytree init reshard to_groups".split()
+)
 
 
 class Leaf(NamedTuple):
@@ -26,8 +34,8 @@ class Leaf(NamedTuple):
 
     @property
     def where(self) -> str:
-        """The path, in words when the tree is one array."""
-        return self.path or "(the array)"
+        """The path as messages show it."""
+        return shown(self.path)
 
     @property
     def size(self) -> int:
@@ -51,12 +59,12 @@ class Walk:
         leaves = list(self.leaves)
         for leaf, value in zip(self.arrays, values, strict=True):
             leaves[leaf.place] = value
-        return jax.tree.unflatten(self.treedef, leaves)
+        return unflatten(self.treedef, leaves)
 
 
 def walk(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Walk:
     """Flatten a tree once; paths are words joined by `/`."""
-    flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    flat, treedef = flatten(tree, is_leaf)
     arrays = tuple(
         Leaf(path_text(path), place, tuple(value.shape), value.dtype, value)
         for place, (path, value) in enumerate(flat)
@@ -70,13 +78,40 @@ def is_array(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type)
 
 
+def is_shape(value: Any) -> bool:
+    """A tuple or list of sizes."""
+    return isinstance(value, (tuple, list)) and all(
+        isinstance(side, (int, np.integer)) and not isinstance(side, bool) and side >= 0
+        for side in value
+    )
+
+
 def path_text(path: Sequence[Any]) -> str:
     """
     >>> import jax
     >>> path_text(jax.tree_util.tree_flatten_with_path({"a": [1]})[0][0][0])
     'a/0'
     """
-    return str(jax.tree_util.keystr(tuple(path), simple=True, separator="/"))
+    return printable(str(jax.tree_util.keystr(tuple(path), simple=True, separator="/")))
+
+
+def printable(text: str) -> str:
+    """Keys may hold anything; line breaks and escape sequences are written out.
+
+    >>> printable("a" + chr(10) + "b")
+    'a\\\\nb'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def shown(path: str) -> str:
+    """A path in a message: in words when the tree is one array, without its middle when long."""
+    if len(path) <= _LONGEST_PATH:
+        return path or "(the array)"
+    half = _LONGEST_PATH // 2 - 3
+    return f"{path[:half]} ... {path[-half:]}"
 
 
 @functools.cache
@@ -95,6 +130,7 @@ def bits(dtype: Any) -> int:
 def refuse(what: str, problems: Sequence[str]) -> None:
     """Raise one error for all problems of a tree, or return when there are none."""
     if problems:
-        shown = listing((f"\n  {problem}" for problem in problems), 6).replace(", \n", "\n")
+        lines = listing((f"\n  {problem}" for problem in problems), 6).replace(", \n", "\n")
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-        raise PartitionError(f"{what}: {count}, nothing was placed.{shown}")
+        assured = ", nothing was placed" if what in _PLACING else ""
+        raise PartitionError(f"{what}: {count}{assured}.{lines}")

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from meshwright.partitioning.leaves import Leaf, path_text
+from meshwright.partitioning.nodes import flatten
 
 
 def read_metadata(tree: Any, leaves: Sequence[Leaf]) -> list[tuple[str | None, ...] | None]:
@@ -17,7 +18,7 @@ def read_metadata(tree: Any, leaves: Sequence[Leaf]) -> list[tuple[str | None, .
     Linen's `Partitioned` and `LogicallyPartitioned` boxes hold `names`. NNX variables hold them as
     metadata (`sharding_names`, or `sharding` in older versions). Nothing of Flax is imported.
     """
-    boxes, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_box)
+    boxes, _ = flatten(tree, _is_box)
     named = {path_text(path): _names(box) for path, box in boxes if _is_box(box)}
     return [_nearest(leaf.path, named) for leaf in leaves]
 

@@ -35,9 +35,29 @@ class Options:
             raise PartitionError("pass rules or logical, not both.")
         if self.names is not None and self.logical is None:
             raise PartitionError("names go with logical={name: mesh axes}.")
+        self._check_by_shape()
         size = self.min_shard_size
         if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
             raise PartitionError(f"min_shard_size: {short(size)} is not a count of elements.")
+        if size < 0:
+            raise PartitionError(f"min_shard_size: {size} is less than 0. Use 0 to cut all arrays.")
+
+    @property
+    def by_shape(self) -> bool:
+        """Whether shapes decide, about all leaves or those that are left."""
+        return (self.rules is None and self.logical is None) or self.unmatched == "shape"
+
+    def _check_by_shape(self) -> None:
+        """Whether options that say how to decide by shape are obeyed by anything."""
+        if self.by_shape:
+            return
+        given = "rules" if self.rules is not None else "logical"
+        for option, value in (("axes", self.axes), ("stacked", self.stacked)):
+            if value is not None:
+                raise PartitionError(
+                    f"{option}: is for deciding by shape, but {given}= decides. Drop it, or pass "
+                    "unmatched='shape' to decide so about the leaves that are left."
+                )
 
     def check_axes(self, sizes: Mapping[str, int]) -> None:
         """Whether `axes` are axes of this mesh, once each."""

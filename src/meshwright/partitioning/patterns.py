@@ -4,53 +4,58 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 from meshwright.errors import PartitionError, short
+from meshwright.partitioning.globs import Globs
 
 # What a glob never needs and a regular expression rarely lacks.
 _REGULAR = re.compile(r"[\^$()|+\\\[\]{}]|\.\*|\.\?")
 
+Matcher = Callable[[str], bool]
 
-def compile_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
-    """A pattern as a regular expression to be searched in a path.
 
-    A string with any of ``^ $ ( ) | + \\ [ ] { }`` or ``.*`` is a regular expression. Any other
-    is a glob, matched word by word against the end of the path: `*` is a piece of one word, `**`
-    any number of words; a leading `/` ties it to the beginning.
+def is_glob(pattern: Any) -> bool:
+    """Whether a pattern is a glob; with any of ``^ $ ( ) | + \\ [ ] { }`` or ``.*`` it is not."""
+    return isinstance(pattern, str) and not _REGULAR.search(pattern)
 
-    >>> bool(compile_pattern("attn/w*").search("layers/0/attn/wq"))
+
+def compile_pattern(pattern: str | re.Pattern[str]) -> Matcher:
+    """A pattern as a function that says whether it matches a path.
+
+    A glob is matched word by word against the end of the path: `*` is a piece of one word, `**`
+    any number of words; a leading `/` ties it to the beginning. A regular expression is searched
+    in the path.
+
+    >>> compile_pattern("attn/w*")("layers/0/attn/wq")
     True
-    >>> bool(compile_pattern("/layers/*/mlp/**").search("layers/0/mlp/up/kernel"))
+    >>> compile_pattern("/layers/*/mlp/**")("layers/0/mlp/up/kernel")
     True
-    >>> bool(compile_pattern("(wq|wk)$").search("layers/0/attn/wq"))
+    >>> compile_pattern("(wq|wk)$")("layers/0/attn/wq")
     True
     """
     if isinstance(pattern, re.Pattern) and isinstance(pattern.pattern, str):
-        return pattern
+        return _searching(pattern)
     if not isinstance(pattern, str) or not pattern:
         raise PartitionError(f"pattern {short(pattern)} is not a string or a compiled expression.")
     return _compile(pattern)
 
 
 @functools.lru_cache(maxsize=4096)
-def _compile(pattern: str) -> re.Pattern[str]:
-    if _REGULAR.search(pattern):
-        try:
-            return re.compile(pattern)
-        except re.error as error:
-            raise PartitionError(f"pattern {short(pattern)} does not compile: {error}.") from error
-    anchor = "^" if pattern.startswith("/") else ""
-    return re.compile(anchor + "".join(map(_glob_word, pattern.strip("/").split("/"))) + "$")
+def _compile(pattern: str) -> Matcher:
+    if is_glob(pattern):
+        globs = Globs([pattern])
+        return lambda path: bool(globs.matching(path))
+    try:
+        return _searching(re.compile(pattern))
+    except re.error as error:
+        raise PartitionError(f"pattern {short(pattern)} does not compile: {error}.") from error
 
 
-def _glob_word(word: str) -> str:
-    """A word with the slash before it, which the first word of a path does not have."""
-    if word == "**":
-        return "(?:(?:^|/)[^/]+)*"
-    text = re.escape(word).replace(r"\*", "[^/]*").replace(r"\?", "[^/]")
-    return f"(?:^|/){text}(?=/|$)"
+def _searching(expression: re.Pattern[str]) -> Matcher:
+    return lambda path: expression.search(path) is not None
 
 
 def matches(pattern: Any, path: str) -> bool:
-    return compile_pattern(pattern).search(path) is not None
+    return compile_pattern(pattern)(path)

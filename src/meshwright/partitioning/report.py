@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwright.partitioning.decide import settle
 from meshwright.partitioning.leaves import Leaf, bits, walk
+from meshwright.partitioning.matching import plain_specs
 from meshwright.partitioning.specs import (
     AnyMesh,
     entry_axes,
@@ -88,7 +90,10 @@ class PartitionReport:
 
 
 def describe(tree: Any, mesh: AnyMesh, specs: Any = None, **options: Any) -> PartitionReport:
-    """What `partition(tree, mesh, **options)`, or the given specs, make of a tree.
+    """What the given specs, or `partition(tree, mesh, **options)`, make of a tree.
+
+    With neither specs nor options, arrays (and shapes) that lie on this mesh already are shown as
+    they lie, and the others as `partition` would cut them.
 
     >>> import jax, meshwright as mw
     >>> tree = {"w": jax.ShapeDtypeStruct((1024, 4096), "float32")}
@@ -99,11 +104,33 @@ def describe(tree: Any, mesh: AnyMesh, specs: Any = None, **options: Any) -> Par
     """
     found = walk(tree)
     sizes = mesh_axes(mesh)
-    per_leaf = settle("describe", found, tree, mesh, specs, options)
+    per_leaf = settle("describe", found, tree, mesh, plain_specs(specs, mesh), options)
+    if specs is None and not options:
+        per_leaf = [
+            _lies(leaf, mesh, spec) for leaf, spec in zip(found.arrays, per_leaf, strict=True)
+        ]
     return PartitionReport(
         sizes,
         tuple(_row(leaf, spec, sizes) for leaf, spec in zip(found.arrays, per_leaf, strict=True)),
     )
+
+
+def _lies(leaf: Leaf, mesh: AnyMesh, otherwise: PartitionSpec) -> PartitionSpec:
+    """How an array lies on the mesh; `otherwise` if it is not there."""
+    sharding = getattr(leaf.value, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not _same_mesh(sharding.mesh, mesh):
+        return otherwise
+    return sharding.spec
+
+
+@functools.lru_cache(maxsize=64)
+def _same_mesh(one: AnyMesh, other: AnyMesh) -> bool:
+    """The same axes, over the same devices where both have devices."""
+    if tuple(one.shape.items()) != tuple(other.shape.items()):
+        return False
+    if isinstance(one, Mesh) and isinstance(other, Mesh):
+        return bool((one.devices == other.devices).all())
+    return True
 
 
 def _row(leaf: Leaf, spec: PartitionSpec, sizes: dict[str, int]) -> LeafRow:

@@ -6,9 +6,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from meshwright.errors import PartitionError, listing, near, short
+from meshwright.errors import MeshError, PartitionError, listing, near, short
+from meshwright.meshes.targets import check_current
+from meshwright.partitioning.leaves import shown
 
 Uneven = Literal["error", "replicate"]
 AnyMesh = Mesh | AbstractMesh
@@ -23,13 +25,24 @@ def make_spec(entries: Iterable[Any] = ()) -> PartitionSpec:
 
 
 def mesh_axes(mesh: AnyMesh) -> dict[str, int]:
-    """`{axis name: size}` of a mesh or abstract mesh."""
+    """`{axis name: size}` of a mesh or abstract mesh, whose devices must still be there."""
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise PartitionError(
             f"mesh: {short(mesh)} is not a jax.sharding.Mesh or AbstractMesh. "
             "Make one with meshwright.mesh('fsdp:-1')."
         )
+    if isinstance(mesh, Mesh):
+        _check_devices(mesh)
     return {str(name): size for name, size in mesh.shape.items()}
+
+
+def _check_devices(mesh: Mesh) -> None:
+    try:
+        check_current(
+            tuple(mesh.devices.flat[:1])
+        )  # one tells for all, and a mesh may have 100,000
+    except MeshError:
+        check_current(tuple(mesh.devices.flat))
 
 
 def entry_axes(entry: Any) -> tuple[str, ...]:
@@ -48,13 +61,16 @@ def problems(
     path: str, shape: tuple[int, ...], spec: PartitionSpec, axes: Mapping[str, int]
 ) -> Iterator[str]:
     """Everything that is wrong with a spec for an array of this shape."""
-    where = path or "(the array)"
+    where = shown(path)
     if not isinstance(spec, PartitionSpec):
-        yield f"{where}: {short(spec)} is not a PartitionSpec."
+        yield f"{where}: {short(spec)} is not a PartitionSpec.{write_as(spec)}"
+        return
+    if not is_split(spec):
+        yield f"{where}: {short(spec)} asks for more than a split. Name axes of dims only."
         return
     if len(spec) > len(shape):
         yield (
-            f"{where}: {spec} has {len(spec)} entries for an array with {len(shape)} dims "
+            f"{where}: {short(spec)} has {len(spec)} entries for an array with {len(shape)} dims "
             f"{shape}. Drop {len(spec) - len(shape)}."
         )
     seen: set[str] = set()
@@ -64,7 +80,7 @@ def problems(
                 hint = near(axis, axes) if isinstance(axis, str) else ""
                 yield f"{where}: dim {dim}: no mesh axis {short(axis)} in {listing(axes)}.{hint}"
             elif axis in seen:
-                yield f"{where}: {spec} uses axis {axis!r} twice. Use it on one dim."
+                yield f"{where}: {short(spec)} uses axis {axis!r} twice. Use it on one dim."
             seen.add(axis)
         if dim < len(shape) and shape[dim] % ways(entry, axes):
             n = ways(entry, axes)
@@ -75,15 +91,37 @@ def problems(
             )
 
 
-def without_uneven(
-    shape: tuple[int, ...], spec: PartitionSpec, axes: Mapping[str, int]
-) -> PartitionSpec:
-    """The spec with every entry dropped that does not divide its dim."""
-    entries = [
-        None if dim < len(shape) and shape[dim] % ways(entry, axes) else entry
-        for dim, entry in enumerate(spec)
-    ]
-    return make_spec(entries)
+def is_split(spec: PartitionSpec) -> bool:
+    """Whether a spec names axes of dims alone, and no sums that are open or closed."""
+    return not (spec.unreduced or spec.reduced)
+
+
+def write_as(value: Any) -> str:
+    """How to write as a spec what looks like one.
+
+    >>> write_as(("dp", ["fsdp", "tp"]))
+    " Write P('dp', ('fsdp', 'tp'))."
+    """
+    if value is None:
+        return " Use PartitionSpec() for an array that stays whole."
+    if not looks_like_spec(value):
+        return ""
+    entries = (value,) if isinstance(value, str) else value
+    texts = [repr(tuple(entry) if isinstance(entry, list) else entry) for entry in entries]
+    return f" Write P({listing(texts)})."
+
+
+def looks_like_spec(value: Any) -> bool:
+    """A name of an axis, or a tuple or list of names, of several for one dim, and of `None`s."""
+    if isinstance(value, str):
+        return True
+    plain = isinstance(value, (tuple, list)) and not hasattr(value, "_fields")
+    return plain and all(
+        entry is None
+        or isinstance(entry, str)
+        or (isinstance(entry, (tuple, list)) and all(isinstance(axis, str) for axis in entry))
+        for entry in value
+    )
 
 
 def shard_shape(
@@ -92,7 +130,3 @@ def shard_shape(
     """The shape of one device's piece."""
     entries = (*spec, *[None] * (len(shape) - len(spec)))
     return tuple(-(-size // ways(entry, axes)) for size, entry in zip(shape, entries, strict=True))
-
-
-def named(mesh: AnyMesh, spec: PartitionSpec) -> NamedSharding:
-    return NamedSharding(mesh, spec)

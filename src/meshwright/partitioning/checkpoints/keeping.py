@@ -27,6 +27,8 @@ from meshwright.partitioning.checkpoints.leaves import (
     from_stored,
     leaf_problems,
     to_stored,
+    type_name,
+    where,
 )
 from meshwright.partitioning.checkpoints.orbax_files import (
     cause,
@@ -39,10 +41,11 @@ from meshwright.partitioning.checkpoints.places import absolute, check_destinati
 from meshwright.partitioning.checkpoints.processes import add_up, is_first, together
 from meshwright.partitioning.checkpoints.targets import target_problems
 from meshwright.partitioning.leaves import is_array
+from meshwright.spec.checks import check_flag
 
 
 def save_checkpoint(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = False) -> None:
-    """Write a tree of arrays, on any mesh, into the directory `path`.
+    """Write a tree of arrays, on any mesh, into the directory `path` (`~` is your home).
 
     The directory is an Orbax checkpoint with one more file, `meshwright.json`: shape, type and
     checksum of every leaf. Python numbers and strings are in it too. With `overwrite`, the
@@ -58,6 +61,7 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any, *, overwrite: bool 
     meshwright.errors.PartitionError: ...step_1: there is a checkpoint already. ...
     """
     with together():
+        overwrite = check_flag("overwrite", overwrite)
         orbax()
         place = absolute(path)
         leaves = flatten(tree)
@@ -98,6 +102,7 @@ def restore_checkpoint(path: str | os.PathLike[str], target: Any, *, verify: boo
     (1, 8)
     """
     with together():
+        verify = check_flag("verify", verify)
         orbax()
         place = find(absolute(path))
         saved = _saved(place, verify)
@@ -132,13 +137,13 @@ def _write(place: Path, leaves: Sequence[tuple[Words, Any]]) -> None:
 def _entry(words: Words, value: Any, sums: Mapping[Words, int]) -> Entry:
     if not is_array(value):
         return python_entry(words, value)
-    return Entry(words, str(value.dtype), tuple(value.shape), f"{sums.get(words, 0):016x}")
+    return Entry(words, type_name(value.dtype), tuple(value.shape), f"{sums.get(words, 0):016x}")
 
 
 def _verify(place: Path, saved: Mapping[Words, Entry], stored: Mapping[Words, jax.Array]) -> None:
     sums = add_up(checksums(list(stored.values())))
     wrong = [
-        f"{saved[words].path or '(the tree)'}: {saved[words]} has other values than were saved."
+        f"{where(words)}: {saved[words]} has other values than were saved."
         for words, total in zip(stored, sums, strict=True)
         if f"{total:016x}" != saved[words].checksum
     ]

@@ -16,7 +16,9 @@ import numpy as np
 
 from meshwright.errors import short
 from meshwright.partitioning.checkpoints.index import PYTHON_TYPES
-from meshwright.partitioning.leaves import is_array, path_text
+from meshwright.partitioning.leaves import is_array, printable, shown
+from meshwright.partitioning.nodes import flatten as flatten_tree
+from meshwright.partitioning.values import native
 
 # What Orbax 0.12 (TensorStore 0.1) stores as it is.
 _PLAIN = frozenset(
@@ -51,9 +53,23 @@ def shape_of(shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> jax.Sh
 
 
 def flatten(tree: Any) -> list[tuple[Words, Any]]:
-    """Every leaf with the words of its path."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [(tuple(path_text((key,)) for key in path), value) for path, value in flat]
+    """Every leaf with the words of its path, whatever is in them."""
+    flat, _ = flatten_tree(tree)
+    return [(tuple(map(_word, path)), value) for path, value in flat]
+
+
+def _word(key: Any) -> str:
+    return str(jax.tree_util.keystr((key,), simple=True))
+
+
+def where(words: Words) -> str:
+    """The path of a leaf in a message."""
+    return shown(printable("/".join(words))) if words else "(the tree)"
+
+
+def type_name(dtype: Any) -> str:
+    """The name of a type; numbers are saved in one byte order."""
+    return str(native(dtype))
 
 
 def to_stored(value: Any) -> Any:
@@ -97,15 +113,16 @@ def leaf_problems(leaves: Sequence[tuple[Words, Any]]) -> Iterator[str]:
     """Everything about a tree that keeps it from being saved."""
     if not leaves:
         yield "the tree has no leaves."
-    seen: dict[str, str] = {}
+    seen: dict[str, Words] = {}
     for words, value in leaves:
         path, name = "/".join(words), ".".join(words)
         if path in seen or name in seen:
-            yield f"{path}: has the same name as {seen.get(name, path)}. Rename one of them."
-        seen[path] = seen[name] = path
+            other = seen.get(name, words)
+            yield f"{where(words)}: has the same name as {where(other)}. Rename one of them."
+        seen[path] = seen[name] = words
         problem = _value_problem(value)
         if problem:
-            yield f"{path or '(the tree)'}: {problem}"
+            yield f"{where(words)}: {problem}"
 
 
 def _value_problem(value: Any) -> str:
@@ -115,6 +132,11 @@ def _value_problem(value: Any) -> str:
         return "is the shape of an array, without values. Save the arrays themselves."
     if not is_array(value):
         return "" if type(value) in PYTHON_TYPES.values() else f"{short(value)} {_CANNOT}"
+    if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        return (
+            f"{type(value).__name__} has a shape but is no array. Save numpy.asarray(x), or place "
+            "it first with meshwright.shard(tree, mesh)."
+        )
     if not is_key(value.dtype) and value.dtype.name not in _PLAIN | _WIDENED.keys():
         return f"type {value.dtype} cannot be saved. Convert it to a number type of JAX."
     if isinstance(value, jax.Array):

@@ -11,7 +11,7 @@ import jax
 
 from meshwright.errors import PartitionError, short
 from meshwright.partitioning.checkpoints.index import NAME, Entry
-from meshwright.partitioning.checkpoints.leaves import Words, flatten, stored_form
+from meshwright.partitioning.checkpoints.leaves import Words, flatten, stored_form, where
 
 _ALONE = "array"  # the name on the disk of a tree that is one array
 
@@ -106,7 +106,7 @@ def _nested(flat: Mapping[Words, Any]) -> dict[str, Any]:
 def _named_in(text: str, targets: Iterable[Words]) -> str:
     """The leaf an error of TensorStore speaks of: `"a.b/0.0"` is a chunk of `a/b`."""
     named = [words for words in targets if f'"{".".join(words or (_ALONE,))}/' in text]
-    return max(("/".join(words) for words in named), key=len, default="an array")
+    return where(max(named, key=lambda words: len("/".join(words)))) if named else "an array"
 
 
 def cause(error: BaseException) -> str:

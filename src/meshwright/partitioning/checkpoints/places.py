@@ -13,10 +13,16 @@ _ORBAX_MARK = "_CHECKPOINT_METADATA"
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    text = os.fspath(path)
-    if not isinstance(text, str) or "://" in text:
+    """The directory that is meant, `~` and links followed."""
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+    if not isinstance(text, str) or not text.strip() or "://" in text:
         raise PartitionError(f"path {short(text)} is not a directory of a file system. Pass one.")
-    place = Path(text).resolve()
+    try:
+        place = Path(text).expanduser().resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a loop, an unknown user, a zero byte
+        raise PartitionError(
+            f"path {short(text)} leads nowhere ({short(str(error))}). Pass another."
+        ) from error
     if not place.name:
         raise PartitionError(
             f"path {short(text)} is the root. Name a directory for the checkpoint."

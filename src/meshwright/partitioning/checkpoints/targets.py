@@ -12,13 +12,24 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from meshwright import _compat
 from meshwright.errors import near, short
 from meshwright.partitioning.checkpoints.index import PYTHON_TYPES, Entry, type_text
-from meshwright.partitioning.checkpoints.leaves import Words, is_key, shape_of, stored_form
+from meshwright.partitioning.checkpoints.leaves import (
+    Words,
+    is_key,
+    shape_of,
+    stored_form,
+    type_name,
+    where,
+)
 from meshwright.partitioning.leaves import is_array
 from meshwright.partitioning.specs import mesh_axes, problems
 
 FIX = (
     "Pass meshwright.shard(shapes, mesh), or a ShapeDtypeStruct with a sharding from "
     "meshwright.shardings(tree, mesh)."
+)
+_X64 = (
+    "JAX narrowed the target: call jax.config.update('jax_enable_x64', True) before it is made, "
+    "or save the narrow type."
 )
 # Looking for a near name takes a while: for so many, among so many.
 MOST_HINTS, MOST_NAMES = 6, 1000
@@ -30,7 +41,7 @@ def target_problems(
     """Paths that only one side has, then shapes, types and shardings that do not fit."""
     wanted = {words for words, _ in target}
     missing = [entry for words, entry in saved.items() if words not in wanted]
-    yield from (f"{entry.path}: saved as {entry}, not in the target." for entry in missing)
+    yield from (f"{where(e.words)}: saved as {e}, not in the target." for e in missing)
     names = [entry.path for entry in missing] if len(missing) <= MOST_NAMES else []
     unknown = 0
     for words, value in target:
@@ -39,9 +50,9 @@ def target_problems(
         if entry is None:
             unknown += 1
             hint = near(path, names) if unknown <= MOST_HINTS else ""
-            yield f"{path}: in the target, not in the checkpoint.{hint}"
+            yield f"{where(words)}: in the target, not in the checkpoint.{hint}"
         else:
-            yield from (f"{path or '(the tree)'}: {text}" for text in _faults(entry, value))
+            yield from (f"{where(words)}: {text}" for text in _faults(entry, value))
 
 
 def _faults(entry: Entry, value: Any) -> Iterator[str]:
@@ -64,9 +75,10 @@ def _faults(entry: Entry, value: Any) -> Iterator[str]:
 
 
 def _type_faults(entry: Entry, value: Any) -> Iterator[str]:
-    mine = (str(value.dtype), tuple(value.shape))
+    mine = (type_name(value.dtype), tuple(value.shape))
     if mine != (entry.dtype, entry.shape) and entry.checksum:
-        yield f"saved as {entry}, but the target is {type_text(*mine)}. Make them the same."
+        fix = _X64 if mine == (_narrowed(entry.dtype), entry.shape) else "Make them the same."
+        yield f"saved as {entry}, but the target is {type_text(*mine)}. {fix}"
     elif not entry.checksum:  # what Orbax knows is the form on the disk
         form = stored_form(shape_of(value.shape, value.dtype))
         if (str(form.dtype), form.shape) != (entry.dtype, entry.shape):
@@ -76,6 +88,14 @@ def _type_faults(entry: Entry, value: Any) -> Iterator[str]:
             f"type {value.dtype} needs 64 bits on the devices. "
             "Call jax.config.update('jax_enable_x64', True) first."
         )
+
+
+def _narrowed(dtype: str) -> str:
+    """What JAX makes of a type, which is less where 64 bits are not enabled."""
+    try:
+        return str(jax.dtypes.canonicalize_dtype(dtype))
+    except TypeError:
+        return dtype
 
 
 def _sharding_faults(value: Any) -> Iterator[str]:
@@ -91,6 +111,5 @@ def _sharding_faults(value: Any) -> Iterator[str]:
     elif isinstance(sharding, NamedSharding):
         if PartitionSpec.UNCONSTRAINED in tuple(sharding.spec):
             yield f"{sharding.spec} leaves a dim unconstrained. Use None, or an axis."
-        axes = mesh_axes(sharding.mesh)
-        for text in problems("", tuple(value.shape), sharding.spec, axes):
+        for text in problems("", tuple(value.shape), sharding.spec, mesh_axes(sharding.mesh)):
             yield text.removeprefix("(the array): ")

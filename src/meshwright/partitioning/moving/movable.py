@@ -14,9 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from meshwright import _compat
 from meshwright.errors import PartitionError, short
 from meshwright.partitioning.leaves import Leaf, Walk
-from meshwright.partitioning.matching import match_specs
+from meshwright.partitioning.matching import match_specs, plain_specs
 from meshwright.partitioning.moving.moves import Move
-from meshwright.partitioning.specs import AnyMesh, mesh_axes, problems
+from meshwright.partitioning.specs import AnyMesh, is_split, mesh_axes, problems
+from meshwright.partitioning.ties import tie_problems
 
 Finish = Callable[[jax.Array], Any]
 
@@ -32,9 +33,9 @@ class Plan:
 
 def plan(tree: Any, found: Walk, mesh: AnyMesh, specs: Any) -> Plan:
     sizes = mesh_axes(mesh)
-    wrong = list(_mesh_problems(mesh))
+    wrong = [*_mesh_problems(mesh), *tie_problems(tree)]
     try:
-        per_leaf = match_specs(found, _broadcast(specs, tree))
+        per_leaf = match_specs(found, _broadcast(plain_specs(specs, mesh), tree))
     except PartitionError as error:
         return Plan(problems=(*wrong, str(error)))
     for leaf, spec in zip(found.arrays, per_leaf, strict=True):
@@ -105,6 +106,9 @@ def value_problems(leaf: Leaf) -> Iterator[str]:
 
 
 def _dtype_problems(where: str, dtype: np.dtype[Any]) -> Iterator[str]:
+    if not dtype.isnative:
+        yield f"{where}: {dtype} is in another byte order. Use x.astype({dtype.name!r})."
+        return
     try:
         jax.typeof(np.empty(0, dtype))
         known = dtype != jax.dtypes.float0
@@ -119,12 +123,12 @@ def _dtype_problems(where: str, dtype: np.dtype[Any]) -> Iterator[str]:
 
 def spec_problems(leaf: Leaf, spec: PartitionSpec, sizes: Mapping[str, int]) -> Iterator[str]:
     """Why an array cannot lie as its spec says."""
-    if spec.unreduced or spec.reduced:
-        yield f"{leaf.where}: {spec} asks for more than a split. Name axes of dims only."
-        return
     yield from problems(leaf.path, leaf.shape, spec, sizes)
-    if any(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
-        yield f"{leaf.where}: {spec} leaves a dim open. Say how to split it, or None for whole."
+    if is_split(spec) and PartitionSpec.UNCONSTRAINED in tuple(spec):
+        yield (
+            f"{leaf.where}: {short(spec)} leaves a dim open. Say how to split it, or None for "
+            "whole."
+        )
 
 
 def _move(leaf: Leaf, target: NamedSharding) -> tuple[Move, Finish]:

@@ -20,6 +20,7 @@ from meshwright.partitioning.moving.movable import plan, spans_processes
 from meshwright.partitioning.moving.moves import Move, platform
 from meshwright.partitioning.moving.ways import Way, assemble, keep, put, put_from_host, way
 from meshwright.partitioning.specs import AnyMesh
+from meshwright.spec.checks import check_flag
 
 # Arrays are moved in batches: small ones together, for speed, large ones alone, for memory.
 _LARGEST_BATCH = 64 * 2**20
@@ -30,10 +31,14 @@ def reshard(tree: Any, mesh: AnyMesh, specs: Any, *, donate: bool = False) -> An
     """The tree with every array on `mesh`, split by `specs`; other leaves pass through.
 
     No bit changes. Arrays may come from any mesh, split, single device or from host memory, and
-    go to fewer, more or other devices. `specs` is a tree of `PartitionSpec`s, a prefix of one, or
-    one spec for all. An array that already lies as asked is not copied. `donate=True` gives up
-    the arrays as they are moved, so that little more than one of them exists twice; one whose
-    memory is shared with another live array is left alone.
+    go to fewer, more or other devices. `specs` is a tree of `PartitionSpec`s (or of
+    `NamedSharding`s on `mesh`), a prefix of one, or one spec for all. Pieces that already lie as
+    asked are not copied: the result then shares its memory with the array that was given, so
+    donating one of the two to a jitted function deletes the other.
+
+    `donate=True` gives up the arrays as they are moved, so that little more than one of them
+    exists twice. An array stays as it was, not deleted, when its pieces already lie in place, or
+    when its memory is shared with another live array.
 
     In several processes all call it with the same global arrays. A process that holds no part of
     an array passes the global array without shards, as JAX makes it, or a
@@ -47,6 +52,7 @@ def reshard(tree: Any, mesh: AnyMesh, specs: Any, *, donate: bool = False) -> An
     >>> mw.reshard(params, serve, P(None, "tp"))["w"].sharding.shard_shape((8, 8))
     (8, 4)
     """
+    donate = check_flag("donate", donate)
     found = walk(tree)
     planned = plan(tree, found, mesh, specs)
     problems: Sequence[str] = planned.problems
