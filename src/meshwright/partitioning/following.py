@@ -14,6 +14,7 @@ from meshwright.partitioning.matching import check_specs, match_specs
 from meshwright.partitioning.options import MIN_SHARD_SIZE
 from meshwright.partitioning.placing import put
 from meshwright.partitioning.specs import AnyMesh, make_spec
+from meshwright.partitioning.ties import tie_problems
 from meshwright.partitioning.values import check_values
 
 Followed = tuple[tuple[int, ...], PartitionSpec]
@@ -54,6 +55,7 @@ def shard_like(
     True
     """
     found, of_params = walk(state), walk(params)
+    refuse("shard_like", tie_problems(state))
     refuse("shard_like", [text for leaf in of_params.arrays if (text := _unplaced(leaf))])
     specs = [leaf.value.sharding.spec for leaf in of_params.arrays]
     meshes = [leaf.value.sharding.mesh for leaf in of_params.arrays]
