@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -88,3 +89,105 @@ def coordination_client() -> Any:
     from jax._src import distributed
 
     return distributed.global_state.client
+
+
+def backends_started() -> bool:
+    """Whether JAX has started its devices, after which some options have no effect.
+
+    No public door in jax 0.10 to 0.12.
+    """
+    from jax._src import xla_bridge
+
+    return bool(xla_bridge.backends_are_initialized())
+
+
+def cross_host_address() -> str:
+    """What `jax_cross_host_transfer_socket_address` is set to.
+
+    The option is public to set, but has no attribute to read it by in jax 0.10 to 0.12.
+    """
+    return str(jax.config.values.get("jax_cross_host_transfer_socket_address") or "")
+
+
+def puts_by_itself() -> bool:
+    """Whether this platform's `jax.device_put` crosses processes without options of its own.
+
+    An attribute of the client that JAX asks too (jax 0.10 to 0.12).
+    """
+    return bool(getattr(client_of(None), "supports_cross_host_transfers", False))
+
+
+def transfer_server(address: str, transports: list[str]) -> Any:
+    """A server that offers arrays to other processes, and connects to theirs.
+
+    `jax.experimental.transfer` is experimental in jax 0.10 to 0.12 and has no public twin. What
+    we rely on, and test: an offered array may be dropped but not deleted or donated; several
+    arrays on several devices make one message; a message offered twice under one number at the
+    same time is lost; arrays without elements never arrive; sizes are not compared.
+    """
+    from jax.experimental import transfer
+
+    return transfer.start_transfer_server(client_of(None), address, transports)
+
+
+@functools.cache
+def jaxprs() -> Any:
+    """`Jaxpr`, `Var`, `Literal` and their kin: programs as data.
+
+    `jax.extend.core` is public but outside `jax`'s stability promise; 0.10 to 0.12.
+    """
+    from jax.extend import core
+
+    return core
+
+
+@functools.cache
+def known_primitives() -> dict[str, Any]:
+    """The primitives that hold programs or add cotangents, which cutting must know by name."""
+    from jax.extend.core import primitives
+
+    return {
+        "jit": primitives.jit_p,
+        "remat": primitives.remat_p,
+        "custom_jvp": primitives.custom_jvp_call_p,
+        "custom_vjp": primitives.custom_vjp_call_p,
+        "closed_call": primitives.closed_call_p,
+        "add": primitives.add_jaxvals_p,
+        "constraint": primitives.sharding_constraint_p,
+    }
+
+
+def identity_primitive(name: str) -> Any:
+    """A primitive that gives back its operands, whose transpose says `backward=True`.
+
+    Rules for differentiation, batching and lowering are registered through `jax.interpreters`,
+    which has no public twin in jax 0.10 to 0.12.
+    """
+    from jax.interpreters import ad, batching, mlir
+
+    primitive = jaxprs().Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *operands, **_: list(operands))
+    primitive.def_abstract_eval(lambda *avals, **_: list(avals))
+    mlir.register_lowering(primitive, lambda _, *operands, **__: operands)
+
+    def batched(operands: Any, dims: Any, **params: Any) -> Any:
+        return primitive.bind(*operands, **params), dims
+
+    def transposed(cotangents: Any, *_: Any, **params: Any) -> Any:
+        filled = map(ad.instantiate_zeros, cotangents)
+        return primitive.bind(*filled, **{**params, "backward": True})
+
+    batching.primitive_batchers[primitive] = batched
+    ad.deflinear2(primitive, transposed)  # type: ignore[no-untyped-call]
+    return primitive
+
+
+def region_primitive(name: str, shapes: Any) -> Any:
+    """A primitive that stands for a whole program in a trace and never runs by itself."""
+    primitive = jaxprs().Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(
+        lambda *_, **params: [jax.core.ShapedArray(s, d) for s, d in shapes(**params)]
+    )
+    return primitive

@@ -56,6 +56,10 @@ class ScheduleError(MeshwrightError):
     """A schedule is not defined for these sizes, or is broken; the text names the task."""
 
 
+class PipelineError(MeshwrightError):
+    """A function cannot be cut into stages or run by these groups; the text names the place."""
+
+
 class IdleDevicesWarning(UserWarning):
     """A mesh uses a part of the devices; the text says which part stays idle."""
 

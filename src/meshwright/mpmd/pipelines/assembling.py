@@ -1,0 +1,174 @@
+"""Put a step together: what comes before the tasks, the tasks, and what comes after."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from meshwright.errors import PipelineError
+from meshwright.mpmd.pipelines import outer
+from meshwright.mpmd.pipelines.board import Board
+from meshwright.mpmd.pipelines.cutting import Cut
+from meshwright.mpmd.pipelines.operations import Code, set_drops
+from meshwright.mpmd.pipelines.outer import EVERYWHERE, Node, Phase, size
+from meshwright.mpmd.pipelines.programs import Key, Program
+from meshwright.mpmd.pipelines.reading import Traced
+from meshwright.mpmd.pipelines.sums import Part, Sums
+from meshwright.mpmd.pipelines.tasking import Tasks
+from meshwright.mpmd.schedules.proving import Proof
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Assembled:
+    """A step as operations; `results` are the cells of what it returns, `homes` their groups."""
+
+    board: Board
+    results: tuple[int, ...]
+
+
+def assemble(
+    traced: Traced,
+    cut: Cut,
+    programs: dict[Key, Program],
+    proof: Proof,
+    board: Board,
+    donated: frozenset[int],
+) -> Assembled:
+    """Write everything onto the board, in the order in which it runs."""
+    homes = _homes(traced, cut, programs, proof)
+    _before(traced, board)
+    sums = Sums(board, cut, traced, proof.schedule.group_of)
+    sums.begin()
+    tasks = Tasks(board, cut, programs, proof, traced, sums)
+    tasks.cut_batch()
+    tasks.write()
+    results = _after(traced, cut, tasks, sums, board, homes, donated)
+    set_drops(board.operations, set(results) | set(board.fixed))
+    return Assembled(board, results)
+
+
+def _homes(traced: Traced, cut: Cut, programs: dict[Key, Program], proof: Proof) -> dict[Any, int]:
+    """Where parameters live: in the group of the first stage that uses them."""
+    arguments = set(traced.invars)
+    operand = dict(zip(cut.invars, traced.operands, strict=True))
+    split = {
+        var for var, role in zip(traced.operands, cut.region.roles, strict=True) if role == "split"
+    }
+    homes: dict[Any, int] = {}
+    for key in sorted(programs, key=lambda key: (key[1], key[0])):
+        for var in programs[key].ins:
+            found = operand.get(var)
+            if found in arguments and found not in split and size(found) > 1:
+                homes.setdefault(found, proof.schedule.group_of[key[1]])
+    for found, role in zip(traced.operands, cut.region.roles, strict=True):
+        if role == "params" and found in arguments and size(found) > 1:
+            homes.setdefault(found, 0)  # nothing uses it
+    return homes
+
+
+def _before(traced: Traced, board: Board) -> None:
+    """What the batch goes through before it is cut, in the first group."""
+    nodes = [outer.equation_node(eqn) for eqn in traced.before]
+    for node in nodes:
+        node.group = 0
+    made = {var for node in nodes for var in node.outs}
+    for phase in outer.phases(nodes, [(var, 0) for var in traced.operands if var in made]):
+        _run(phase, board, ())
+
+
+def _after(
+    traced: Traced,
+    cut: Cut,
+    tasks: Tasks,
+    sums: Sums,
+    board: Board,
+    homes: dict[Any, int],
+    donated: frozenset[int],
+) -> tuple[int, ...]:
+    nodes = _results(traced, cut, tasks, sums, homes)
+    nodes += [outer.equation_node(eqn) for eqn in traced.after]
+    for node in nodes:
+        if node.group is not None:
+            homes.update(dict.fromkeys(node.outs, node.group))
+    outer.settle(nodes, homes)
+    made = {var: node for node in nodes for var in node.outs}
+    at = {
+        var: 0 if made[var].group == EVERYWHERE else made[var].group or 0
+        for var in traced.outvars
+        if var in made
+    }
+    phases = outer.phases(nodes, list(at.items()))
+    last = {var: phase for phase in phases for var in phase.ins}
+    _keep_layouts(board, phases, homes)
+    for phase in phases:
+        gone = [
+            n
+            for n, var in enumerate(phase.ins)
+            if board.arguments.get(var) in donated and last[var] is phase
+        ]
+        _run(phase, board, tuple(gone))
+    return tuple(board.fetch(var, at.get(var, homes.get(var, 0))) for var in traced.outvars)
+
+
+def _run(phase: Phase, board: Board, donated: tuple[int, ...]) -> None:
+    ins = [board.fetch(var, phase.group) for var in phase.ins]
+    outs = [board.layout(var, phase.group) for var in phase.outs]
+    code = Code(f"group {phase.group}: update {phase.level}", phase.run, list(outs), donated)
+    cells = board.run(phase.group, code, ins, [var.aval for var in phase.outs])
+    for var, cell in zip(phase.outs, cells, strict=True):
+        board.cell_of[var, phase.group] = cell
+
+
+def _keep_layouts(board: Board, phases: Sequence[Phase], homes: dict[Any, int]) -> None:
+    """What takes an argument's place (alike in group, shape and dtype) lies as it did."""
+    alike: dict[tuple[Any, ...], Any] = {}
+    for var in board.arguments:
+        if var in homes and size(var) > 1:
+            alike.setdefault((homes[var], var.aval.shape, var.aval.dtype), var)
+    for phase in phases:
+        for var in phase.outs:
+            like = alike.get((phase.group, var.aval.shape, var.aval.dtype))
+            if like is not None:
+                board.layout_of[var, phase.group] = board.layout(like, phase.group)
+
+
+def _results(
+    traced: Traced, cut: Cut, tasks: Tasks, sums: Sums, homes: dict[Any, int]
+) -> list[Node]:
+    """The region's results, from sums and from values of single microbatches."""
+    nodes = []
+    for number, (var, how) in enumerate(
+        zip(traced.results, cut.region.all_reductions, strict=True)
+    ):
+        if how in ("stack", "carry"):
+            nodes.append(_stacked(cut, tasks, number, var, how))
+            continue
+        place = number - len(cut.outs)
+        home = homes.get(sums.operands[place]) if place >= 0 else None
+        nodes.append(sums.result(number, var, home))
+    return nodes
+
+
+def _stacked(cut: Cut, tasks: Tasks, number: int, var: Any, how: str) -> Node:
+    inner, count = cut.outs[number], tasks.schedule.microbatches
+    groups = [tasks.group(key) for key, program in tasks.programs.items() if inner in program.outs]
+    if not groups:
+        raise PipelineError(
+            "an auxiliary output does not depend on what the stages compute. Compute it outside "
+            "of the differentiated function."
+        )
+    group = groups[0]
+    parts = []
+    for i in range(count) if how == "stack" else (count - 1,):
+        part = Part(inner.aval)
+        tasks.board.cell_of[part, group] = tasks.values[inner, i, group]
+        parts.append(part)
+
+    def stack(values: dict[Any, Any]) -> list[Any]:
+        items = [values[part] for part in parts]
+        return [jnp.stack(items)] if how == "stack" else items
+
+    return Node(tuple(parts), (var,), stack, group)

@@ -1,0 +1,72 @@
+"""Compile a step's programs ahead of time, several at once."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from meshwright.mpmd.pipelines.board import Board
+from meshwright.mpmd.pipelines.operations import Code, Operation
+from meshwright.mpmd.pipelines.progress import Progress
+
+
+def compile_all(board: Board, operations: Sequence[Operation]) -> None:
+    """Compile what the operations run, each program once, in waves.
+
+    How some values lie is known only when the program that makes them is compiled: programs
+    that take them wait for the next wave.
+    """
+    waiting: dict[int, Operation] = {}
+    for operation in operations:
+        if operation.code is not None and operation.code.compiled is None:
+            waiting.setdefault(id(operation.code), operation)
+    threads = min(len(waiting) or 1, os.cpu_count() or 1)
+    with (
+        Progress("compiling", len(waiting)) as progress,
+        concurrent.futures.ThreadPoolExecutor(threads) as pool,
+    ):
+        while waiting:
+            ready = [o for o in waiting.values() if all(board.lies[c] is not None for c in o.ins)]
+            lowered = [(operation, _lower(board, operation)) for operation in ready]
+            made = [(o, pool.submit(program.compile)) for o, program in lowered]
+            for operation, future in made:
+                code = _code(operation)
+                code.compiled = future.result()
+                progress.one(code.name)
+                del waiting[id(code)]
+            _learn(board, operations)
+    for operation in operations:
+        if operation.code is not None:
+            operation.call = operation.code.compiled
+
+
+def _lower(board: Board, operation: Operation) -> Any:
+    code = _code(operation)
+    shapes = [
+        jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+            board.avals[cell].shape, board.avals[cell].dtype, sharding=board.lies[cell]
+        )
+        for cell in operation.ins
+    ]
+    jitted = jax.jit(code.fn, out_shardings=code.outs, donate_argnums=code.donated)
+    return jitted.lower(*shapes)
+
+
+def _learn(board: Board, operations: Sequence[Operation]) -> None:
+    """How results lie that the compiler was free to place."""
+    for operation in operations:
+        code = operation.code
+        if code is None or code.compiled is None or None not in code.outs:
+            continue
+        for cell, sharding in zip(operation.outs, code.compiled.output_shardings, strict=True):
+            if board.lies[cell] is None:
+                board.lies[cell] = sharding
+
+
+def _code(operation: Operation) -> Code:
+    assert operation.code is not None  # noqa: S101 - for the type checker
+    return operation.code

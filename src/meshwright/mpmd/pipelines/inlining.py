@@ -1,0 +1,117 @@
+"""Flatten a traced program: whatever hides a mark is opened, and every remat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from meshwright import _compat
+from meshwright.errors import PipelineError
+from meshwright.mpmd.pipelines.marks import mark
+from meshwright.mpmd.pipelines.regions import region_primitive
+
+
+def flat(jaxpr: Any, *, open_remat: bool) -> Any:
+    """The same program, closed, with marks and regions at its top level.
+
+    A remat is opened because its forward and its backward become different programs, so that
+    nothing can undo it.
+    """
+    avals = [var.aval for var in jaxpr.invars]
+    return jax.make_jaxpr(lambda *args: _run(jaxpr, args, open_remat))(
+        *(jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals)  # type: ignore[no-untyped-call]
+    )
+
+
+def _run(jaxpr: Any, args: Sequence[Any], open_remat: bool) -> list[Any]:
+    jc, known = _compat.jaxprs(), _compat.known_primitives()
+    values = dict(zip(jaxpr.invars, args, strict=True))
+
+    def read(var: Any) -> Any:
+        return var.val if isinstance(var, jc.Literal) else values[var]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(var) for var in eqn.invars]
+        inner = _opened(eqn, known, open_remat)
+        if inner is not None:
+            found = _run(inner[0], [*inner[1], *operands], open_remat)
+        else:
+            found = run_equation(jc, eqn, values)
+        values.update(zip(eqn.outvars, found, strict=True))
+    return [read(var) for var in jaxpr.outvars]
+
+
+def _opened(eqn: Any, known: dict[str, Any], open_remat: bool) -> tuple[Any, Sequence[Any]] | None:
+    """The program inside an equation, with its constants, where it must be opened."""
+    primitive = eqn.primitive
+    inside = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    if primitive is known["remat"] and (open_remat or has_marks(inside)):
+        return _closed(inside)
+    hidden = [where for program in _programs(eqn) for where in marks_in(program)]
+    if not hidden:
+        return None
+    if primitive in (known["jit"], known["closed_call"], known["custom_jvp"], known["custom_vjp"]):
+        return _closed(inside)
+    raise PipelineError(
+        f"stage(...) at {hidden[0]} is inside of {primitive.name}, which runs as one program and "
+        "cannot be cut. Write the loop out in Python around the marks, or move the mark outside."
+    )
+
+
+def _closed(program: Any) -> tuple[Any, Sequence[Any]]:
+    """A program whose constants are its first operands."""
+    jc = _compat.jaxprs()
+    consts = getattr(program, "consts", ())
+    jaxpr = getattr(program, "jaxpr", program)
+    if not jaxpr.constvars:
+        return jaxpr, ()
+    names = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    opened = jc.Jaxpr(
+        (), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, jaxpr.effects, names
+    )
+    return opened, consts
+
+
+def run_equation(jc: Any, eqn: Any, values: dict[Any, Any]) -> list[Any]:
+    """One equation on its own: a program of one line needs no rules for its parameters."""
+    used = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, jc.Literal)))
+    made = [v for v in eqn.outvars if not isinstance(v, jc.DropVar)]
+    run = program_of(used, made, [eqn])
+    results = dict(zip(made, run(*(values[v] for v in used)), strict=True))
+    return [results.get(var) for var in eqn.outvars]
+
+
+def program_of(ins: Sequence[Any], outs: Sequence[Any], eqns: Sequence[Any]) -> Callable[..., Any]:
+    """Equations as a function of `ins` that gives `outs`."""
+    jc = _compat.jaxprs()
+    effects = jc.no_effects.union(*(eqn.effects for eqn in eqns)) if eqns else jc.no_effects
+    names = jc.DebugInfo("pipeline", "task", None, None)
+    jaxpr = jc.Jaxpr((), list(ins), list(outs), list(eqns), effects, names)
+    run: Callable[..., Any] = jc.jaxpr_as_fun(jc.ClosedJaxpr(jaxpr, ()))
+    return run
+
+
+def has_marks(program: Any) -> bool:
+    return next(marks_in(program), None) is not None
+
+
+def marks_in(program: Any) -> Iterator[str]:
+    """Where the marks and regions inside a program come from."""
+    for eqn in getattr(program, "jaxpr", program).eqns:
+        if eqn.primitive is mark():
+            yield eqn.params["where"]
+        elif eqn.primitive is region_primitive():
+            yield "value_and_grad"
+        for inner in _programs(eqn):
+            yield from marks_in(inner)
+
+
+def _programs(eqn: Any) -> Iterator[Any]:
+    """Programs among an equation's parameters."""
+    jc = _compat.jaxprs()
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, (jc.Jaxpr, jc.ClosedJaxpr)):
+                yield item

@@ -1,0 +1,69 @@
+"""How values lie in the groups: parameters as partitioned, activations by rows, the rest whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshwright.axes import role
+from meshwright.partitioning import partition
+from meshwright.partitioning.specs import make_spec
+
+
+@dataclasses.dataclass(frozen=True)
+class Layouts:
+    """Shardings on the groups' meshes."""
+
+    meshes: tuple[Mesh, ...]
+    rules: Any = None
+
+    def whole(self, group: int) -> NamedSharding:
+        return NamedSharding(self.meshes[group], make_spec())
+
+    def rows(self, group: int, shape: tuple[int, ...], dim: int = 0) -> NamedSharding:
+        """Cut along one dim over the axes that carry data, as far as they divide it."""
+        axes, cut = [], 1
+        for name, size in self._data_axes(group):
+            if len(shape) > dim and size > 1 and shape[dim] % (cut * size) == 0:
+                axes.append(name)
+                cut *= size
+        if not axes:
+            return self.whole(group)
+        entry = tuple(axes) if len(axes) > 1 else axes[0]
+        return NamedSharding(self.meshes[group], make_spec([*[None] * dim, entry]))
+
+    def parameter(self, group: int, name: str, shape: tuple[int, ...], dtype: Any) -> NamedSharding:
+        """By rules where there are any, else by shape."""
+        mesh = self.meshes[group]
+        if math.prod(mesh.shape.values()) == 1 or not shape:
+            return self.whole(group)
+        leaf = jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
+        tree: Any = leaf
+        for word in reversed(name.split("/")):
+            tree = {word: tree}
+        options = (
+            {}
+            if self.rules is None
+            else {
+                "rules": self.rules,
+                "unmatched": "shape",
+                "unused": "allow",
+            }
+        )
+        (spec,) = jax.tree.leaves(
+            partition(tree, mesh, **options), is_leaf=lambda x: isinstance(x, PartitionSpec)
+        )
+        return NamedSharding(mesh, spec)
+
+    def _data_axes(self, group: int) -> list[tuple[str, int]]:
+        return [
+            (name, size) for name, size in self.meshes[group].shape.items() if _carries_data(name)
+        ]
+
+
+def _carries_data(axis: str) -> bool:
+    return role(axis).name in ("data", "fsdp")

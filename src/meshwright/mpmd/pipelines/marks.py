@@ -1,0 +1,68 @@
+"""`stage(y)`: the end of a stage, inside an ordinary function."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshwright import _compat
+from meshwright.errors import PipelineError
+
+_numbers = itertools.count()
+
+
+@functools.cache
+def mark() -> Any:
+    """The primitive in a traced program where a stage ends; its transpose ends it backwards."""
+    return _compat.identity_primitive("stage_mark")
+
+
+def stage(values: Any) -> Any:
+    """End a stage of a pipeline here: what comes next belongs to the next stage.
+
+    `values` is what the next stage goes on with, an array or a tree of them; they come back
+    unchanged. Outside of `pipeline(...)` it does nothing.
+
+    >>> import jax, jax.numpy as jnp, meshwright as mw
+    >>> def loss(params, x):
+    ...     h = mw.stage(jnp.tanh(x @ params["a"]))
+    ...     return jnp.mean((h @ params["b"]) ** 2)
+    >>> params = {"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2))}
+    >>> jax.jit(loss)(params, jnp.zeros((4, 2)))
+    Array(0., dtype=float32)
+    """
+    leaves, treedef = jax.tree.flatten(values)
+    # Whole numbers have no gradient, so no backward: they need no mark to find their way.
+    inexact = [n for n, leaf in enumerate(leaves) if jnp.issubdtype(_dtype(leaf), jnp.inexact)]
+    if not inexact:
+        raise PipelineError(
+            f"stage(...) at {_caller()}: no array of floating-point numbers to go on with. Mark "
+            "what the next stage is computed from."
+        )
+    where = _caller()
+    marked = mark().bind(
+        *(jnp.asarray(leaves[n]) for n in inexact),
+        number=next(_numbers),
+        where=where,
+        backward=False,
+    )
+    for n, value in zip(inexact, marked, strict=True):
+        leaves[n] = value
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _dtype(leaf: Any) -> Any:
+    return getattr(leaf, "dtype", None) or jnp.result_type(type(leaf))
+
+
+def _caller() -> str:
+    """File and line of the nearest frame outside of this file."""
+    frame: Any = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

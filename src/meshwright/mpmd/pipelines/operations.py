@@ -1,0 +1,62 @@
+"""A step as a list of operations on numbered cells: nothing is looked up while it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.sharding import NamedSharding
+
+from meshwright.mpmd.schedules.tasks import Task
+
+Call = Callable[..., Sequence[Any]]
+
+
+@dataclasses.dataclass(eq=False)
+class Code:
+    """A function to be compiled once for all operations that run it.
+
+    A result whose sharding is None lies as the compiler sees fit.
+    """
+
+    name: str
+    fn: Call
+    outs: Sequence[NamedSharding | None]
+    donated: tuple[int, ...] = ()
+    compiled: Any = None
+
+
+@dataclasses.dataclass(eq=False)
+class Operation:
+    """`call` the values of `ins`, put the results into `outs`, then forget `drop`."""
+
+    group: int
+    name: str
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+    code: Code | None = None
+    task: Task | None = None
+    call: Call | None = None
+    drop: tuple[int, ...] = ()
+
+
+def set_drops(operations: Sequence[Operation], kept: set[int]) -> None:
+    """Every cell is forgotten after its last use, so that memory follows the schedule."""
+    last: dict[int, int] = {}
+    for number, operation in enumerate(operations):
+        for cell in (*operation.ins, *operation.outs):
+            last[cell] = number
+    for cell, number in last.items():
+        if cell not in kept:
+            operations[number].drop += (cell,)
+
+
+def run(operations: Sequence[Operation], cells: list[Any]) -> None:
+    """Dispatch every operation; the devices work on while this goes ahead."""
+    for operation in operations:
+        results = operation.call(*[cells[cell] for cell in operation.ins])  # type: ignore[misc]
+        for cell, value in zip(operation.outs, results, strict=True):
+            cells[cell] = value
+        for cell in operation.drop:
+            cells[cell] = None

@@ -1,0 +1,125 @@
+"""A step as it was traced: what comes before its microbatches, the region, what comes after."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from meshwright import _compat
+from meshwright.errors import PipelineError
+from meshwright.mpmd.pipelines.inlining import flat, marks_in
+from meshwright.mpmd.pipelines.regions import (
+    Region,
+    forward,
+    region_primitive,
+    tracing,
+    value_and_grad,
+)
+from meshwright.mpmd.pipelines.statics import Split, as_shape
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Traced:
+    """A step, flat. `operands` and `results` are the region's, as variables of the step."""
+
+    invars: tuple[Any, ...]
+    consts: dict[Any, Any]
+    before: tuple[Any, ...]
+    region: Region
+    operands: tuple[Any, ...]
+    results: tuple[Any, ...]
+    after: tuple[Any, ...]
+    outvars: tuple[Any, ...]
+    out_tree: Any
+
+
+def read(
+    fn: Callable[..., Any], args: Split, microbatches: int, forward_only: bool, options: Any
+) -> Traced:
+    """Trace a step, or a loss function, whose gradients are then the step."""
+    closed, out_tree = _trace(fn, args, microbatches)
+    if not _regions(closed.jaxpr):
+        wrap = forward if forward_only else value_and_grad
+        closed, out_tree = _trace(wrap(fn, **options), args, microbatches)
+    jaxpr = closed.jaxpr
+    (place,) = _regions(jaxpr) if len(_regions(jaxpr)) == 1 else (None,)
+    if place is None:
+        raise PipelineError(
+            f"the step calls value_and_grad {len(_regions(jaxpr))} times. A pipeline runs one "
+            "region of microbatches per step: put the losses into one function."
+        )
+    for where in (w for eqn in jaxpr.eqns for w in _outside(eqn)):
+        raise PipelineError(
+            f"stage(...) at {where} is outside of the differentiated function. Marks belong into "
+            "the function that value_and_grad is given."
+        )
+    eqn = jaxpr.eqns[place]
+    before = _ancestors(jaxpr.eqns[:place], eqn.invars)
+    rest = [e for n, e in enumerate(jaxpr.eqns[:place]) if n not in before]
+    return Traced(
+        tuple(jaxpr.invars),
+        dict(zip(jaxpr.constvars, closed.consts, strict=True)),
+        tuple(jaxpr.eqns[n] for n in sorted(before)),
+        eqn.params["region"],
+        tuple(eqn.invars),
+        tuple(eqn.outvars),
+        (*rest, *jaxpr.eqns[place + 1 :]),
+        tuple(jaxpr.outvars),
+        out_tree,
+    )
+
+
+def _trace(fn: Callable[..., Any], args: Split, microbatches: int) -> tuple[Any, Any]:
+    shapes = [as_shape(array) for array in args.arrays]
+    trees: list[Any] = []
+
+    def arrays(*values: Any) -> list[Any]:
+        leaves, tree = jax.tree.flatten(fn(*args.rebuild(values)))
+        trees.append(tree)
+        return leaves
+
+    with tracing(microbatches):
+        closed = jax.make_jaxpr(arrays)(*shapes)
+    jc, jaxpr = _compat.jaxprs(), closed.jaxpr
+    names = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    opened = jc.Jaxpr(
+        (), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, jaxpr.effects, names
+    )
+    flattened = flat(opened, open_remat=False)
+    count = len(closed.consts)
+    inner = flattened.jaxpr
+    lifted = jc.Jaxpr(
+        [*inner.constvars, *inner.invars[:count]],
+        inner.invars[count:],
+        inner.outvars,
+        inner.eqns,
+        inner.effects,
+        inner.debug_info._replace(arg_names=None, result_paths=None),
+    )
+    return jc.ClosedJaxpr(lifted, [*flattened.consts, *closed.consts]), trees[-1]
+
+
+def _regions(jaxpr: Any) -> list[int]:
+    return [n for n, eqn in enumerate(jaxpr.eqns) if eqn.primitive is region_primitive()]
+
+
+def _outside(eqn: Any) -> Sequence[str]:
+    """Marks of an equation that is not a region."""
+    if eqn.primitive is region_primitive():
+        return ()
+    jc = _compat.jaxprs()
+    return list(marks_in(jc.Jaxpr((), (), (), [eqn], eqn.effects)))
+
+
+def _ancestors(eqns: Sequence[Any], targets: Sequence[Any]) -> set[int]:
+    jc = _compat.jaxprs()
+    needed = {var for var in targets if not isinstance(var, jc.Literal)}
+    found = set()
+    for n in reversed(range(len(eqns))):
+        if any(var in needed for var in eqns[n].outvars):
+            found.add(n)
+            needed.update(v for v in eqns[n].invars if not isinstance(v, jc.Literal))
+    return found

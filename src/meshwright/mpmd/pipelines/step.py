@@ -1,0 +1,156 @@
+"""`pipeline(...)`: a training or inference step that runs as a pipeline over groups."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshwright.errors import PipelineError, short
+from meshwright.mpmd.groups import Groups, as_groups
+from meshwright.mpmd.pipelines.assembling import Assembled, assemble
+from meshwright.mpmd.pipelines.board import Board
+from meshwright.mpmd.pipelines.compiling import compile_all
+from meshwright.mpmd.pipelines.cutting import cut
+from meshwright.mpmd.pipelines.layouts import Layouts
+from meshwright.mpmd.pipelines.operations import Operation, run
+from meshwright.mpmd.pipelines.placing import begin, put, settle_constants
+from meshwright.mpmd.pipelines.programs import programs
+from meshwright.mpmd.pipelines.reading import Traced, read
+from meshwright.mpmd.pipelines.statics import Split, take_apart
+from meshwright.mpmd.schedules.auto import Auto
+from meshwright.mpmd.schedules.named.catalogue import schedule as named_schedule
+from meshwright.mpmd.schedules.proving import Proof, check
+from meshwright.mpmd.schedules.schedule import Schedule
+
+
+def pipeline(
+    fn: Callable[..., Any] | Sequence[Callable[..., Any]],
+    groups: Any,
+    *,
+    schedule: str | Schedule | Auto = "1f1b",
+    microbatches: int,
+    rules: Any = None,
+    donate: int | Sequence[int] = (),
+    **options: Any,
+) -> PipelineStep:
+    """Run a step as a pipeline."""
+    if not callable(fn):
+        fn = _chained(fn)
+    donated = (donate,) if isinstance(donate, int) else tuple(donate)
+    return PipelineStep(fn, as_groups(groups), schedule, microbatches, rules, donated, options)
+
+
+class PipelineStep:
+    """A step that runs as a pipeline; call it like the function it was made from."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        groups: Groups,
+        schedule: str | Schedule | Auto,
+        microbatches: int,
+        rules: Any,
+        donated: tuple[int, ...],
+        options: dict[str, Any],
+    ):
+        self.fn, self.groups, self.schedule = fn, groups, schedule
+        self.microbatches, self.options, self.donated = microbatches, options, donated
+        self.layouts = Layouts(tuple(groups.meshes), rules)
+        self._plans: dict[Any, Plan] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        parts = take_apart(args)
+        plan = self._plan(parts)
+        cells = begin(plan.assembled.board, parts.arrays)
+        run(plan.operations, cells)
+        results = [cells[cell] for cell in plan.assembled.results]
+        return jax.tree.unflatten(plan.traced.out_tree, results)
+
+    def _plan(self, parts: Split) -> Plan:
+        """What to do with arguments like these; worked out and compiled the first time."""
+        kinds = tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in parts.arrays)
+        key = (parts.treedef, parts.places, parts.rest, kinds)
+        if key not in self._plans:
+            self._plans[key] = self._make_plan(parts)
+        return self._plans[key]
+
+    def _make_plan(self, parts: Split) -> Plan:
+        traced = read(self.fn, parts, self.microbatches, self._is_forward(), self.options)
+        stages = cut(traced.region)
+        proof = check(self._schedule(stages.stages))
+        tasks = {(task.kind, task.stage) for row in proof.schedule.tasks for task in row}
+        numbers = [int(path.partition("/")[0]) for path in parts.paths]
+        names = [path.partition("/")[2] or path for path in parts.paths]
+        board = Board(
+            self.layouts,
+            {var: n for n, var in enumerate(traced.invars)},
+            traced.consts,
+            parts.arrays,
+            names,
+        )
+        donated = frozenset(n for n, number in enumerate(numbers) if number in self.donated)
+        assembled = assemble(traced, stages, programs(stages, tasks), proof, board, donated)
+        operations = board.operations
+        settle_constants(board)
+        for operation in operations:
+            if operation.code is None:
+                layouts = [board.lies[cell] for cell in operation.outs]
+                operation.call = functools.partial(put, layouts)
+        compile_all(board, operations)
+        return Plan(traced, proof, assembled, operations)
+
+    def _is_forward(self) -> bool:
+        if isinstance(self.schedule, Schedule):
+            return self.schedule.forward_only
+        return self.schedule == "forward"
+
+    def _schedule(self, stages: int) -> Schedule:
+        count = self.groups.mpmd_dim
+        if isinstance(self.schedule, Schedule):
+            found = self.schedule
+        elif isinstance(self.schedule, Auto):
+            found = self.schedule.build(count, self.microbatches, stages)
+        else:
+            found = named_schedule(
+                self.schedule, groups=count, microbatches=self.microbatches, stages=stages
+            )
+        if (found.groups, found.microbatches, found.stages) != (count, self.microbatches, stages):
+            raise PipelineError(
+                f"schedule {found.name} has {found.groups} groups, {found.microbatches} "
+                f"microbatches and {found.stages} stages; the pipeline has {count}, "
+                f"{self.microbatches} and {stages} (one more than marks)."
+            )
+        return found
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """A step for arguments of one kind: traced, proved, put together and compiled."""
+
+    traced: Traced
+    proof: Proof
+    assembled: Assembled
+    operations: Sequence[Operation]
+
+
+def _chained(functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    """Stage functions one after the other: `f(params[i], x)` gives the next one's `x`."""
+    from meshwright.mpmd.pipelines.marks import stage
+
+    if not functions or not all(map(callable, functions)):
+        raise PipelineError(f"{short(functions)} is not a function or a list of stage functions.")
+
+    def chained(params: Sequence[Any], *batch: Any) -> Any:
+        if len(params) != len(functions):
+            raise PipelineError(f"{len(functions)} stages, but parameters for {len(params)}.")
+        value = functions[0](params[0], *batch)
+        for function, own in zip(functions[1:], params[1:], strict=True):
+            value = function(own, stage(value))
+        return value
+
+    return chained
