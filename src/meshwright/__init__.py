@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from meshwright.errors import MeshOrderWarning as MeshOrderWarning
     from meshwright.errors import MeshwrightError as MeshwrightError
     from meshwright.errors import PartitionError as PartitionError
+    from meshwright.errors import PipelineError as PipelineError
     from meshwright.errors import PlacementError as PlacementError
     from meshwright.errors import ScheduleError as ScheduleError
     from meshwright.errors import SpecError as SpecError
@@ -47,21 +48,30 @@ if TYPE_CHECKING:
     from meshwright.meshes import split_axis as split_axis
     from meshwright.mpmd import Auto as Auto
     from meshwright.mpmd import Costs as Costs
+    from meshwright.mpmd import Link as Link
     from meshwright.mpmd import MeshGroups as MeshGroups
     from meshwright.mpmd import MpmdArray as MpmdArray
     from meshwright.mpmd import MpmdMesh as MpmdMesh
     from meshwright.mpmd import MpmdSharding as MpmdSharding
+    from meshwright.mpmd import PipelineStep as PipelineStep
     from meshwright.mpmd import Proof as Proof
+    from meshwright.mpmd import Route as Route
     from meshwright.mpmd import Schedule as Schedule
     from meshwright.mpmd import Task as Task
     from meshwright.mpmd import Timeline as Timeline
+    from meshwright.mpmd import allow_puts as allow_puts
     from meshwright.mpmd import check as check
     from meshwright.mpmd import compare_schedules as compare_schedules
+    from meshwright.mpmd import connect as connect
     from meshwright.mpmd import from_groups as from_groups
+    from meshwright.mpmd import pipeline as pipeline
     from meshwright.mpmd import read_schedule as read_schedule
+    from meshwright.mpmd import route as route
     from meshwright.mpmd import schedule as schedule
     from meshwright.mpmd import simulate as simulate
+    from meshwright.mpmd import stage as stage
     from meshwright.mpmd import to_groups as to_groups
+    from meshwright.mpmd import value_and_grad as value_and_grad
     from meshwright.mpmd import write_schedule as write_schedule
     from meshwright.partitioning import DataShard as DataShard
     from meshwright.partitioning import FromCallback as FromCallback
@@ -95,6 +105,7 @@ _ROOMS = {
         "MeshOrderWarning",
         "MeshwrightError",
         "PartitionError",
+        "PipelineError",
         "PlacementError",
         "ScheduleError",
         "SpecError",
@@ -121,21 +132,29 @@ _ROOMS = {
     "mpmd": (
         "Auto",
         "Costs",
+        "Link",
         "MeshGroups",
         "MpmdArray",
         "MpmdMesh",
         "MpmdSharding",
         "Proof",
+        "Route",
         "Schedule",
         "Task",
         "Timeline",
+        "allow_puts",
         "check",
         "compare_schedules",
+        "connect",
         "from_groups",
+        "pipeline",
         "read_schedule",
+        "route",
         "schedule",
         "simulate",
+        "stage",
         "to_groups",
+        "value_and_grad",
         "write_schedule",
     ),
     "partitioning": (

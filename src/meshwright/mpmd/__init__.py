@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from meshwright.mpmd.arrays import MpmdArray, MpmdSharding, from_groups, to_groups
 from meshwright.mpmd.groups import Groups, MeshGroups, MpmdMesh, as_groups
+from meshwright.mpmd.pipelines.marks import stage
+from meshwright.mpmd.pipelines.regions import value_and_grad
+from meshwright.mpmd.pipelines.step import PipelineStep, pipeline
 from meshwright.mpmd.schedules.auto import Auto
 from meshwright.mpmd.schedules.compare import compare_schedules
 from meshwright.mpmd.schedules.costs import Costs
@@ -14,26 +17,36 @@ from meshwright.mpmd.schedules.proving import Proof, check
 from meshwright.mpmd.schedules.schedule import Schedule
 from meshwright.mpmd.schedules.tasks import Task
 from meshwright.mpmd.schedules.timeline import Timeline, simulate
+from meshwright.mpmd.transfers import Link, Route, allow_puts, connect, route
 
 __all__ = [
     "Auto",
     "Costs",
     "Groups",
+    "Link",
     "MeshGroups",
     "MpmdArray",
     "MpmdMesh",
     "MpmdSharding",
+    "PipelineStep",
     "Proof",
+    "Route",
     "Schedule",
     "Task",
     "Timeline",
+    "allow_puts",
     "as_groups",
     "check",
     "compare_schedules",
+    "connect",
     "from_groups",
+    "pipeline",
     "read_schedule",
+    "route",
     "schedule",
     "simulate",
+    "stage",
     "to_groups",
+    "value_and_grad",
     "write_schedule",
 ]
