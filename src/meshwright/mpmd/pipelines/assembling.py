@@ -12,7 +12,7 @@ from meshwright.errors import PipelineError
 from meshwright.mpmd.pipelines import outer
 from meshwright.mpmd.pipelines.board import Board
 from meshwright.mpmd.pipelines.cutting import Cut
-from meshwright.mpmd.pipelines.operations import Code, set_drops
+from meshwright.mpmd.pipelines.operations import Code
 from meshwright.mpmd.pipelines.outer import EVERYWHERE, Node, Phase, size
 from meshwright.mpmd.pipelines.programs import Key, Program
 from meshwright.mpmd.pipelines.reading import Traced
@@ -23,10 +23,11 @@ from meshwright.mpmd.schedules.proving import Proof
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Assembled:
-    """A step as operations; `results` are the cells of what it returns, `homes` their groups."""
+    """A step as operations. `results` are the cells of what it returns, by group: arrays have
+    one home, single numbers are known to every group."""
 
     board: Board
-    results: tuple[int, ...]
+    results: tuple[dict[int, int], ...]
 
 
 def assemble(
@@ -39,6 +40,7 @@ def assemble(
 ) -> Assembled:
     """Write everything onto the board, in the order in which it runs."""
     homes = _homes(traced, cut, programs, proof)
+    board.homes = dict(homes)
     _before(traced, board)
     sums = Sums(board, cut, traced, proof.schedule.group_of)
     sums.begin()
@@ -46,7 +48,6 @@ def assemble(
     tasks.cut_batch()
     tasks.write()
     results = _after(traced, cut, tasks, sums, board, homes, donated)
-    set_drops(board.operations, set(results) | set(board.fixed))
     return Assembled(board, results)
 
 
@@ -87,20 +88,22 @@ def _after(
     board: Board,
     homes: dict[Any, int],
     donated: frozenset[int],
-) -> tuple[int, ...]:
+) -> tuple[dict[int, int], ...]:
     nodes = _results(traced, cut, tasks, sums, homes)
     nodes += [outer.equation_node(eqn) for eqn in traced.after]
     for node in nodes:
         if node.group is not None:
             homes.update(dict.fromkeys(node.outs, node.group))
     outer.settle(nodes, homes)
+    board.homes.update((var, at) for var, at in homes.items() if var in board.arguments)
     made = {var: node for node in nodes for var in node.outs}
+    everywhere = range(board.groups)
     at = {
-        var: 0 if made[var].group == EVERYWHERE else made[var].group or 0
+        var: everywhere if made[var].group == EVERYWHERE else [made[var].group or 0]
         for var in traced.outvars
         if var in made
     }
-    phases = outer.phases(nodes, list(at.items()))
+    phases = outer.phases(nodes, [(var, group) for var, groups in at.items() for group in groups])
     last = {var: phase for phase in phases for var in phase.ins}
     _keep_layouts(board, phases, homes)
     for phase in phases:
@@ -110,7 +113,11 @@ def _after(
             if board.arguments.get(var) in donated and last[var] is phase
         ]
         _run(phase, board, tuple(gone))
-    return tuple(board.fetch(var, at.get(var, homes.get(var, 0))) for var in traced.outvars)
+    found = []
+    for var in traced.outvars:
+        groups = everywhere if size(var) == 1 else at.get(var, [homes.get(var, 0)])
+        found.append({group: board.fetch(var, group) for group in groups})
+    return tuple(found)
 
 
 def _run(phase: Phase, board: Board, donated: tuple[int, ...]) -> None:

@@ -40,34 +40,40 @@ class Board:
         names: Sequence[str],
     ):
         self.layouts, self.consts = layouts, consts
+        self.homes: dict[Any, int] = {}
         self.arguments, self.given, self.names = arguments, given, names
         self.groups = len(layouts.meshes)
         self.avals: list[Any] = []
         self.lies: list[NamedSharding | None] = []
+        self.group_of: list[int] = []
         self.operations: list[Operation] = []
         self.placed: list[Argument] = []
         self.fixed: dict[int, Any] = {}
         self.cell_of: dict[tuple[Any, int], int] = {}
         self.layout_of: dict[tuple[Any, int], NamedSharding] = {}
 
-    def new(self, aval: Any, sharding: NamedSharding | None) -> int:
-        """A cell for a value of this shape that lies so."""
+    def new(self, aval: Any, sharding: NamedSharding | None, group: int) -> int:
+        """A cell for a value of this shape that lies so in a group."""
         self.avals.append(aval)
         self.lies.append(sharding)
+        self.group_of.append(group)
         return len(self.avals) - 1
 
     def run(
         self, group: int, code: Code, ins: Sequence[int], avals: Sequence[Any], task: Any = None
     ) -> list[int]:
         """An operation; returns the cells of its results."""
-        outs = [self.new(aval, to) for aval, to in zip(avals, code.outs, strict=True)]
+        outs = [self.new(aval, to, group) for aval, to in zip(avals, code.outs, strict=True)]
         self.operations.append(Operation(group, code.name, tuple(ins), tuple(outs), code, task))
         return outs
 
     def send(self, cells: Sequence[int], group: int, layouts: Sequence[NamedSharding]) -> list[int]:
         """Values to another group, all in one transfer; returns their cells there."""
-        outs = [self.new(self.avals[c], to) for c, to in zip(cells, layouts, strict=True)]
-        self.operations.append(Operation(group, "transfer", tuple(cells), tuple(outs)))
+        outs = [self.new(self.avals[c], to, group) for c, to in zip(cells, layouts, strict=True)]
+        source = self.group_of[cells[0]]
+        name = f"transfer {len(self.operations)}, group {source} to {group}"
+        moved = Operation(group, name, tuple(cells), tuple(outs), source=source)
+        self.operations.append(moved)
         return outs
 
     def layout(self, var: Any, group: int) -> NamedSharding:
@@ -97,16 +103,19 @@ class Board:
             value = var.val if literal else self.consts[var]
             return self.fix(jax.numpy.asarray(value), group)
         layout = self.layout(var, group)
-        if var in self.arguments:
-            cell = self.new(var.aval, layout)
+        if var in self.arguments and self.homes.get(var, group) == group:
+            cell = self.new(var.aval, layout, group)
             self.placed.append(Argument(self.arguments[var], group, layout, cell))
             return cell
+        # An argument that several groups need comes to its home, and goes on from there.
+        if var in self.arguments:
+            self.fetch(var, self.homes[var])
         source = next(at for at in range(self.groups) if (var, at) in self.cell_of)
         (cell,) = self.send([self.cell_of[var, source]], group, [layout])
         return cell
 
     def fix(self, value: Any, group: int) -> int:
         """A cell with a constant."""
-        cell = self.new(jax.typeof(value), self.layouts.whole(group))
+        cell = self.new(jax.typeof(value), self.layouts.whole(group), group)
         self.fixed[cell] = value
         return cell

@@ -8,19 +8,23 @@ and backwards. The exceptions, each for a reason:
 - What depends only on the batch, before the first mark, moves to the stage that needs it (labels).
 - A backward equation that touches one stage only goes back to that stage, however late it comes:
   the cast of a gradient, at the very end, belongs where the gradient is made.
+- What a remat computes again goes to the backward that needs it, and starts from the value that
+  was handed over at the mark.
+- What is computed only to be carried on stays in the stage that uses what is carried.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from meshwright import _compat
-from meshwright.mpmd.pipelines.inlining import flat
+from meshwright.errors import PipelineError
+from meshwright.mpmd.pipelines.inlining import flat, is_again
 from meshwright.mpmd.pipelines.marks import mark
 from meshwright.mpmd.pipelines.regions import Region
 
@@ -62,6 +66,8 @@ def cut(region: Region) -> Cut:
     work = _Work(region, jaxpr)
     work.read_in_order()
     work.move_to_users()
+    work.drop_and_delay()
+    work.settle_results()
     grads = tuple(tuple(work.parts(var)) for var in work.grads)
     eqns: dict[Home, list[Any]] = {}
     for eqn, home in zip(work.eqns, work.homes, strict=True):
@@ -88,8 +94,7 @@ class _Work:
         self.jc = _compat.jaxprs()
         self.adds = _compat.known_primitives()["add"]
         self.jaxpr = jaxpr
-        marks = [e for e in jaxpr.eqns if e.primitive is mark() and not e.params["backward"]]
-        self.stages = len(marks) + 1
+        self.stages = sum(map(_ends_a_stage, jaxpr.eqns)) + 1
         values = len(region.reductions)
         self.alias: dict[Any, Any] = {}
         self.eqns: list[Any] = []
@@ -103,6 +108,9 @@ class _Work:
         }
         self.pinned: set[Any] = set()  # what is handed over at a mark
         self.added: dict[Home, list[Any]] = {}
+        roles = zip(jaxpr.invars, region.roles, strict=True)
+        self.state = [var for var, role in roles if role == "carry"]
+        self.reductions = region.reductions
         self.results, self.gradients = jaxpr.outvars[:values], jaxpr.outvars[values:]
 
     def vars_in(self, eqn: Any) -> list[Any]:
@@ -115,15 +123,21 @@ class _Work:
         """Homes by program order; free equations and marks are taken out on the way."""
         here: Home = ("F", 0)
         opened: dict[int, list[int]] = {}  # a mark traced once may be passed several times
+        ends: dict[int, list[Any]] = {}
         passed, forwards = 0, self._needed_forwards()
         for n, eqn in enumerate(self.jaxpr.eqns):
             if eqn.primitive is mark():
                 number = eqn.params["number"]
+                if _is_recomputed(eqn):
+                    self._pass_again(eqn, ends[number], here)
+                    continue
+                self._refuse_inner_gradient(eqn, here, opened)
                 if eqn.params["backward"]:
                     stage = opened[number].pop()
                     here = ("B", stage) if here[0] == "F" or stage < here[1] else here
                 else:
                     opened.setdefault(number, []).append(passed)
+                    ends.setdefault(number, []).append(eqn)
                     passed += 1
                     here = ("F", passed)
                 for before, after in zip(eqn.invars, eqn.outvars, strict=True):
@@ -137,6 +151,25 @@ class _Work:
             self._place(eqn, ("B", here[1]) if ended else here)
         self.outs = [self.look(var) for var in self.results]
         self.grads = [self.look(var) for var in self.gradients]
+
+    def _refuse_inner_gradient(self, eqn: Any, here: Home, opened: dict[int, list[int]]) -> None:
+        """All marks are passed forwards, then all backwards, unless there are two gradients."""
+        back = eqn.params["backward"]
+        if (back and self.gradients and opened.get(eqn.params["number"])) or (
+            not back and here[0] == "F"
+        ):
+            return
+        raise PipelineError(
+            f"stage(...) at {eqn.params['where']} is inside of a gradient that the function itself "
+            "takes, which cannot be cut. Move the mark outside of it."
+        )
+
+    def _pass_again(self, eqn: Any, ends: Sequence[Any], here: Home) -> None:
+        """A mark in what a remat computes again: the stage has its value from the first time."""
+        for n, (before, after) in enumerate(zip(eqn.invars, eqn.outvars, strict=True)):
+            only = ends[0].outvars[n] if len(ends) == 1 else None
+            self.alias[after] = self.look(before if only is None else only)
+            self.home_of[after] = here if only is None else self.home_of[only]
 
     def _place(self, eqn: Any, here: Home) -> None:
         seen = self.vars_in(eqn)
@@ -171,6 +204,114 @@ class _Work:
             for var in self.vars_in(eqn):
                 needed[var] = min(stage, needed.get(var, stage))
 
+    def drop_and_delay(self) -> None:
+        """Drop what nobody needs; what only later backwards need is computed there.
+
+        The latter is what a remat computes again, for several stages at once.
+        """
+        results = {var for var in (*self.outs, *self.grads) if not self._is_literal(var)}
+        fixed = results | self.pinned | self._cotangents()
+        users: dict[Any, set[Home]] = {}
+        for n in reversed(range(len(self.eqns))):
+            eqn, home = self.eqns[n], self.homes[n]
+            needed = any(var in results or var in users for var in eqn.outvars)
+            if home is None or not (needed or eqn.effects):
+                self.homes[n] = None
+                continue
+            if home[0] == "B" and not any(var in fixed for var in eqn.outvars):
+                stages = [at[1] for var in eqn.outvars for at in users.get(var, ())]
+                home = self.homes[n] = ("B", min(home[1], max(stages, default=home[1])))
+            for var in self.vars_in(eqn):
+                users.setdefault(var, set()).add(home)
+
+    def _cotangents(self) -> set[Any]:
+        """What the backward makes, but for what a remat computes again from the forward."""
+        found: set[Any] = set()
+        for eqn, home in zip(self.eqns, self.homes, strict=True):
+            if home is not None and home[0] == "B":
+                if not is_again(eqn) or any(var in found for var in self.vars_in(eqn)):
+                    found.update(eqn.outvars)
+        return found
+
+    def settle_results(self) -> None:
+        """Give every result an equation in the forward of a stage, the right one where carried."""
+        used = self._first_uses()
+        alone = self._for_state_only()
+        at = {
+            var: home[1]
+            for eqn, home in zip(self.eqns, self.homes, strict=True)
+            if home is not None and home[0] == "F"
+            for var in eqn.outvars
+        }
+        at.update({var: used.get(var, 0) for var in self.state})
+        for n in alone:
+            stage = max((at.get(var, 0) for var in self.vars_in(self.eqns[n])), default=0)
+            self.homes[n] = ("F", stage)
+            at.update(dict.fromkeys(self.eqns[n].outvars, stage))
+        carried = iter(self.state)
+        made = {var for eqn in self.eqns for var in eqn.outvars}
+        for n, (var, how) in enumerate(zip(self.outs, self.reductions, strict=True)):
+            user = next(carried) if how == "carry" else None
+            stage = used.get(user, 0) if user is not None else 0
+            if self._is_literal(var) or var not in made:
+                roots = [] if self._is_literal(var) else self._roots(var)
+                stage = max(stage, *(used.get(root, 0) for root in roots), 0)
+                self.outs[n] = self._copied(var, ("F", stage))
+            elif user is not None and at[var] < stage:
+                self.outs[n] = self._copied(var, ("F", stage))
+            elif how in ("sum", "mean") and var.aval.dtype == jnp.bool_:
+                self.outs[n] = self._copied(var, ("F", at[var]), lambda x: x.astype(jnp.int32))
+
+    def _first_uses(self) -> dict[Any, int]:
+        """The first stage whose forward uses an operand or a constant."""
+        alone, found = set(self._for_state_only()), dict[Any, int]()
+        for n, (eqn, home) in enumerate(zip(self.eqns, self.homes, strict=True)):
+            if n in alone or home is None or home[0] != "F":
+                continue
+            for root in {root for var in self.vars_in(eqn) for root in self._roots(var)}:
+                found[root] = min(home[1], found.get(root, home[1]))
+        return found
+
+    def _for_state_only(self) -> list[int]:
+        """Forward equations that make nothing but what is carried on to the next microbatch."""
+        outs = zip(self.outs, self.reductions, strict=True)
+        state = {var for var, how in outs if how == "carry" and not self._is_literal(var)}
+        outs = zip(self.outs, self.reductions, strict=True)
+        others = {var for var, how in outs if how != "carry" and not self._is_literal(var)}
+        others |= {var for var in self.grads if not self._is_literal(var)}
+        found = []
+        for n in reversed(range(len(self.eqns))):
+            eqn, home = self.eqns[n], self.homes[n]
+            if home is None:
+                continue
+            if home[0] == "B" or eqn.effects or any(var in others for var in eqn.outvars):
+                others.update(self.vars_in(eqn))
+            elif any(var in state for var in eqn.outvars):
+                state.update(self.vars_in(eqn))
+                found.append(n)
+        return found[::-1]
+
+    def _roots(self, var: Any) -> frozenset[Any]:
+        """What a free variable comes from; any other comes from itself."""
+        known = self.__dict__.setdefault("_root_of", {})
+        if var not in known:
+            eqn = self.free.get(var)
+            inner = [] if eqn is None else [self._roots(v) for v in self.vars_in(eqn)]
+            known[var] = frozenset([var]) if eqn is None else frozenset().union(*inner)
+        found: frozenset[Any] = known[var]
+        return found
+
+    def _copied(self, var: Any, home: Home, how: Callable[[Any], Any] = jnp.copy) -> Any:
+        """A variable that an equation of this stage makes of another."""
+        shape = jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)  # type: ignore[no-untyped-call]
+        # A function of its own each time: JAX remembers traces, with their variables.
+        (eqn,) = jax.make_jaxpr(lambda x: how(x))(shape).jaxpr.eqns
+        self.added.setdefault(home, []).append(eqn.replace(invars=[var]))
+        return eqn.outvars[0]
+
+    def _is_literal(self, var: Any) -> bool:
+        return isinstance(var, self.jc.Literal)
+
     def _needed_forwards(self) -> set[int]:
         """Equations that the results come from: the last stage's forward; the rest is backward."""
         needed = {var for var in self.results if not isinstance(var, self.jc.Literal)}
@@ -187,8 +328,15 @@ class _Work:
 
         A sum over stages is taken apart; so is a cast, a transpose and the like of such a sum.
         """
-        if isinstance(var, self.jc.Literal) or var in self.free or var in self.roots:
+        if self._is_literal(var):
             return [(FREE, var)]
+        if var in self.free or var in self.roots:
+            roots = self._roots(var)
+            if not roots:
+                return [(FREE, var)]
+            # The same for every microbatch, as the gradient of a weight decay is.
+            last = ("B", max(self._first_uses().get(root, 0) for root in roots))
+            return [(last, self._copied(var, last))]
         if var not in self._makers():
             return [(("B", 0), var)]  # the batch itself
         n = self._makers()[var]
@@ -231,6 +379,14 @@ class _Work:
     def _users(self, var: Any) -> int:
         self._makers()
         return self._uses.get(var, 0)
+
+
+def _ends_a_stage(eqn: Any) -> bool:
+    return eqn.primitive is mark() and not eqn.params["backward"] and not _is_recomputed(eqn)
+
+
+def _is_recomputed(eqn: Any) -> bool:
+    return is_again(eqn) and not eqn.params["backward"]
 
 
 _LINEAR = ("convert_element_type", "transpose", "reshape", "neg", "squeeze", "copy")

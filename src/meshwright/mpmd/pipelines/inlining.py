@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +12,12 @@ from meshwright import _compat
 from meshwright.errors import PipelineError
 from meshwright.mpmd.pipelines.marks import mark
 from meshwright.mpmd.pipelines.regions import region_primitive
+
+AGAIN = "computed_again"  # the scope of what a remat computes in the backward
+
+
+def is_again(eqn: Any) -> bool:
+    return AGAIN in str(eqn.source_info.name_stack).split("/")
 
 
 def flat(jaxpr: Any, *, open_remat: bool) -> Any:
@@ -36,7 +43,9 @@ def _run(jaxpr: Any, args: Sequence[Any], open_remat: bool) -> list[Any]:
         operands = [read(var) for var in eqn.invars]
         inner = _opened(eqn, known, open_remat)
         if inner is not None:
-            found = _run(inner[0], [*inner[1], *operands], open_remat)
+            second = eqn.primitive is known["remat"] and eqn.params["differentiated"]
+            with jax.named_scope(AGAIN) if second else contextlib.nullcontext():
+                found = _run(inner[0], [*inner[1], *operands], open_remat)
         else:
             found = run_equation(jc, eqn, values)
         values.update(zip(eqn.outvars, found, strict=True))
@@ -99,7 +108,12 @@ def has_marks(program: Any) -> bool:
 
 def marks_in(program: Any) -> Iterator[str]:
     """Where the marks and regions inside a program come from."""
-    for eqn in getattr(program, "jaxpr", program).eqns:
+    return marks_of(getattr(program, "jaxpr", program).eqns)
+
+
+def marks_of(eqns: Iterable[Any]) -> Iterator[str]:
+    """The same, of equations."""
+    for eqn in eqns:
         if eqn.primitive is mark():
             yield eqn.params["where"]
         elif eqn.primitive is region_primitive():

@@ -29,7 +29,10 @@ class Code:
 
 @dataclasses.dataclass(eq=False)
 class Operation:
-    """`call` the values of `ins`, put the results into `outs`, then forget `drop`."""
+    """`call` the values of `ins`, put the results into `outs`, then forget `drop`.
+
+    It has `code` to run in its group, or it brings its values there from the group `source`.
+    """
 
     group: int
     name: str
@@ -37,6 +40,7 @@ class Operation:
     outs: tuple[int, ...]
     code: Code | None = None
     task: Task | None = None
+    source: int | None = None
     call: Call | None = None
     drop: tuple[int, ...] = ()
 

@@ -1,4 +1,4 @@
-"""Bring a step's arguments and constants to the groups that need them."""
+"""Bring a step's arguments and constants to the groups that need them, and its results out."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from meshwright.mpmd.pipelines.board import Board
 
 
-def settle_constants(board: Board) -> None:
+def settle_constants(board: Board, mine: frozenset[int]) -> None:
     """Constants are placed once, not in every step."""
-    cells = list(board.fixed)
+    cells = [cell for cell in board.fixed if board.group_of[cell] in mine]
     placed = put([board.lies[cell] for cell in cells], *(board.fixed[cell] for cell in cells))
-    board.fixed.update(zip(cells, placed, strict=True))
+    board.fixed = dict(zip(cells, placed, strict=True))
 
 
-def begin(board: Board, arrays: Sequence[Any]) -> list[Any]:
+def begin(board: Board, arrays: Sequence[Any], mine: frozenset[int]) -> list[Any]:
     """Fresh cells with the constants and the arguments; those that lie right stay."""
     cells: list[Any] = [None] * len(board.avals)
     for cell, value in board.fixed.items():
@@ -26,6 +28,8 @@ def begin(board: Board, arrays: Sequence[Any]) -> list[Any]:
     away = []
     for argument in board.placed:
         value = arrays[argument.number]
+        if argument.group not in mine:
+            continue
         if getattr(value, "sharding", None) == argument.sharding:
             cells[argument.cell] = value
         else:
@@ -36,7 +40,40 @@ def begin(board: Board, arrays: Sequence[Any]) -> list[Any]:
     return cells
 
 
-def put(targets: Sequence[NamedSharding | None], *values: Any) -> list[Any]:
-    """One call of JAX for all values."""
-    found: list[Any] = jax.device_put(list(values), list(targets))
+def results(
+    board: Board, cells: Sequence[Any], wanted: Sequence[dict[int, int]], mine: frozenset[int]
+) -> list[Any]:
+    """What the step returns; without shards where another process holds it."""
+    found = []
+    for by_group in wanted:
+        here = [cell for group, cell in by_group.items() if group in mine]
+        found.append(cells[here[0]] if here else _elsewhere(board, by_group))
     return found
+
+
+def _elsewhere(board: Board, by_group: dict[int, int]) -> Any:
+    cell = next(iter(by_group.values()))
+    aval, lies = board.avals[cell], board.lies[cell]
+    assert lies is not None  # noqa: S101 - results of phases always have a layout
+    return jax.make_array_from_single_device_arrays(
+        aval.shape, lies, [], dtype=aval.dtype
+    )
+
+
+def put(targets: Sequence[NamedSharding | None], *values: Any) -> list[Any]:
+    """One call of JAX for all values; piece by piece where other processes hold the rest."""
+    if all(target is None or target.is_fully_addressable for target in targets):
+        found: list[Any] = jax.device_put(list(values), list(targets))
+        return found
+    return [_piecewise(value, target) for value, target in zip(values, targets, strict=True)]
+
+
+def _piecewise(value: Any, target: Any) -> Any:
+    if jnp.issubdtype(getattr(value, "dtype", np.float32), jax.dtypes.prng_key):
+        whole: Any = value
+    else:
+        whole = np.asarray(value)
+    dtype: Any = jax.dtypes.canonicalize_dtype(whole.dtype, allow_extended_dtype=True)
+    return jax.make_array_from_callback(
+        np.shape(whole), target, lambda index: whole[index], dtype=dtype
+    )

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 
 from meshwright import _compat
-from meshwright.errors import PipelineError
-from meshwright.mpmd.pipelines.inlining import flat, marks_in
+from meshwright.errors import MeshwrightError, PipelineError
+from meshwright.mpmd.pipelines.inlining import flat, marks_of
+from meshwright.mpmd.pipelines.marks import mark
 from meshwright.mpmd.pipelines.regions import (
     Region,
     forward,
@@ -40,10 +41,19 @@ def read(
     fn: Callable[..., Any], args: Split, microbatches: int, forward_only: bool, options: Any
 ) -> Traced:
     """Trace a step, or a loss function, whose gradients are then the step."""
-    closed, out_tree = _trace(fn, args, microbatches)
+    wrapped = (forward if forward_only else value_and_grad)(fn, **options)
+    with tracing(microbatches) as step:
+        try:
+            closed, out_tree = _trace(fn, args)
+        except Exception as error:
+            if step.regions or isinstance(error, MeshwrightError):
+                raise
+            # A loss function may be made for the rows of a microbatch alone.
+            closed, out_tree = _trace(wrapped, args)
     if not _regions(closed.jaxpr):
-        wrap = forward if forward_only else value_and_grad
-        closed, out_tree = _trace(wrap(fn, **options), args, microbatches)
+        _refuse_gradients(closed.jaxpr)
+        with tracing(microbatches):
+            closed, out_tree = _trace(wrapped, args)
     jaxpr = closed.jaxpr
     (place,) = _regions(jaxpr) if len(_regions(jaxpr)) == 1 else (None,)
     if place is None:
@@ -72,7 +82,7 @@ def read(
     )
 
 
-def _trace(fn: Callable[..., Any], args: Split, microbatches: int) -> tuple[Any, Any]:
+def _trace(fn: Callable[..., Any], args: Split) -> tuple[Any, Any]:
     shapes = [as_shape(array) for array in args.arrays]
     trees: list[Any] = []
 
@@ -81,8 +91,7 @@ def _trace(fn: Callable[..., Any], args: Split, microbatches: int) -> tuple[Any,
         trees.append(tree)
         return leaves
 
-    with tracing(microbatches):
-        closed = jax.make_jaxpr(arrays)(*shapes)
+    closed = jax.make_jaxpr(arrays)(*shapes)
     jc, jaxpr = _compat.jaxprs(), closed.jaxpr
     names = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     opened = jc.Jaxpr(
@@ -106,12 +115,19 @@ def _regions(jaxpr: Any) -> list[int]:
     return [n for n, eqn in enumerate(jaxpr.eqns) if eqn.primitive is region_primitive()]
 
 
+def _refuse_gradients(jaxpr: Any) -> None:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is mark() and eqn.params["backward"]:
+            raise PipelineError(
+                f"stage(...) at {eqn.params['where']} is inside of a gradient that the step takes "
+                "by itself. Take it with meshwright.value_and_grad, which a pipeline runs in "
+                "microbatches."
+            )
+
+
 def _outside(eqn: Any) -> Sequence[str]:
     """Marks of an equation that is not a region."""
-    if eqn.primitive is region_primitive():
-        return ()
-    jc = _compat.jaxprs()
-    return list(marks_in(jc.Jaxpr((), (), (), [eqn], eqn.effects)))
+    return () if eqn.primitive is region_primitive() else list(marks_of([eqn]))
 
 
 def _ancestors(eqns: Sequence[Any], targets: Sequence[Any]) -> set[int]:

@@ -19,9 +19,16 @@ from meshwright.mpmd.pipelines.statics import Split, as_shape, take_apart
 Role = Literal["whole", "params", "split", "carry"]
 REDUCTIONS = ("mean", "sum", "max", "stack")
 
-_microbatches: contextvars.ContextVar[int | None] = contextvars.ContextVar(
-    "microbatches", default=None
-)
+
+@dataclasses.dataclass
+class Tracing:
+    """A trace of a step in progress: how many regions it has written down so far."""
+
+    microbatches: int
+    regions: int = 0
+
+
+_tracing: contextvars.ContextVar[Tracing | None] = contextvars.ContextVar("tracing", default=None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,7 +52,7 @@ class Region:
         found = []
         for var, how in zip(self.jaxpr.outvars, self.all_reductions, strict=True):
             shape = (self.microbatches, *var.aval.shape) if how == "stack" else var.aval.shape
-            found.append((shape, var.aval.dtype))
+            found.append((shape, _reduced_dtype(var.aval.dtype, how)))
         return found
 
     @property
@@ -54,19 +61,29 @@ class Region:
         return self.reductions + (self.gradient or "",) * grads
 
 
+def _reduced_dtype(dtype: Any, how: str) -> Any:
+    """As `jnp.sum` and `jnp.mean` have it: truths are counted, means of whole numbers are not."""
+    if how == "sum" and dtype == jnp.bool_:
+        return jnp.dtype(jnp.int32)
+    if how == "mean" and not jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.dtype(jnp.float32)
+    return dtype
+
+
 @functools.cache
 def region_primitive() -> Any:
     return _compat.region_primitive("microbatched", lambda region: region.results)
 
 
 @contextlib.contextmanager
-def tracing(microbatches: int) -> Iterator[None]:
+def tracing(microbatches: int) -> Iterator[Tracing]:
     """Inside, `value_and_grad` and `forward` write down a region instead of running."""
-    token = _microbatches.set(microbatches)
+    begun = Tracing(microbatches)
+    token = _tracing.set(begun)
     try:
-        yield
+        yield begun
     finally:
-        _microbatches.reset(token)
+        _tracing.reset(token)
 
 
 def value_and_grad(
@@ -98,10 +115,10 @@ def value_and_grad(
     @functools.wraps(fn)
     def wrapped(*args: Any) -> Any:
         call = _Call(fn, tuple(map(take_apart, args)), argnums, carry, has_aux)
-        microbatches = _microbatches.get()
-        if microbatches is None:
+        step = _tracing.get()
+        if step is None:
             return call.packed(call.run([list(part.arrays) for part in call.parts]))
-        return call.packed(_write_down(call, aux, reduce, microbatches))
+        return call.packed(_write_down(call, aux, reduce, step))
 
     return wrapped
 
@@ -111,10 +128,10 @@ def forward(fn: Callable[..., Any], *, outputs: Any = "stack") -> Callable[..., 
 
     def wrapped(*args: Any) -> Any:
         call = _Call(fn, tuple(map(take_apart, args)), 0, None, False, gradient=False)
-        microbatches = _microbatches.get()
-        if microbatches is None:
+        step = _tracing.get()
+        if step is None:
             return fn(*args)
-        return call.packed(_write_down(call, outputs, None, microbatches))
+        return call.packed(_write_down(call, outputs, None, step))
 
     return wrapped
 
@@ -197,8 +214,10 @@ class _Call:
         return value, leaves
 
 
-def _write_down(call: _Call, aux: Any, reduce: str | None, microbatches: int) -> list[Any]:
+def _write_down(call: _Call, aux: Any, reduce: str | None, step: Tracing) -> list[Any]:
     """Trace the call with one microbatch, and leave it in the outer trace as a region."""
+    step.regions += 1
+    microbatches = step.microbatches
     roles: list[Role] = []
     names, operands, shapes = list[str](), list[Any](), list[list[Any]]()
     for number, part in enumerate(call.parts):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,15 +16,17 @@ from meshwright.mpmd.pipelines.board import Board
 from meshwright.mpmd.pipelines.compiling import compile_all
 from meshwright.mpmd.pipelines.cutting import cut
 from meshwright.mpmd.pipelines.layouts import Layouts
-from meshwright.mpmd.pipelines.operations import Operation, run
-from meshwright.mpmd.pipelines.placing import begin, put, settle_constants
+from meshwright.mpmd.pipelines.operations import Operation, run, set_drops
+from meshwright.mpmd.pipelines.placing import begin, results, settle_constants
 from meshwright.mpmd.pipelines.programs import programs
 from meshwright.mpmd.pipelines.reading import Traced, read
+from meshwright.mpmd.pipelines.sharing import local_groups, share
 from meshwright.mpmd.pipelines.statics import Split, take_apart
 from meshwright.mpmd.schedules.auto import Auto
 from meshwright.mpmd.schedules.named.catalogue import schedule as named_schedule
 from meshwright.mpmd.schedules.proving import Proof, check
 from meshwright.mpmd.schedules.schedule import Schedule
+from meshwright.mpmd.transfers import connect
 
 
 def pipeline(
@@ -61,15 +62,18 @@ class PipelineStep:
         self.fn, self.groups, self.schedule = fn, groups, schedule
         self.microbatches, self.options, self.donated = microbatches, options, donated
         self.layouts = Layouts(tuple(groups.meshes), rules)
+        self.mine = local_groups(groups)
+        self.link = connect() if groups.spans_processes else None
         self._plans: dict[Any, Plan] = {}
 
     def __call__(self, *args: Any) -> Any:
         parts = take_apart(args)
         plan = self._plan(parts)
-        cells = begin(plan.assembled.board, parts.arrays)
+        board = plan.assembled.board
+        cells = begin(board, parts.arrays, self.mine)
         run(plan.operations, cells)
-        results = [cells[cell] for cell in plan.assembled.results]
-        return jax.tree.unflatten(plan.traced.out_tree, results)
+        found = results(board, cells, plan.assembled.results, self.mine)
+        return jax.tree.unflatten(plan.traced.out_tree, found)
 
     def _plan(self, parts: Split) -> Plan:
         """What to do with arguments like these; worked out and compiled the first time."""
@@ -95,12 +99,10 @@ class PipelineStep:
         )
         donated = frozenset(n for n, number in enumerate(numbers) if number in self.donated)
         assembled = assemble(traced, stages, programs(stages, tasks), proof, board, donated)
-        operations = board.operations
-        settle_constants(board)
-        for operation in operations:
-            if operation.code is None:
-                layouts = [board.lies[cell] for cell in operation.outs]
-                operation.call = functools.partial(put, layouts)
+        settle_constants(board, self.mine)
+        operations = share(board, self.mine, self.link)
+        kept = {cell for by_group in assembled.results for cell in by_group.values()}
+        set_drops(operations, kept | set(board.fixed))
         compile_all(board, operations)
         return Plan(traced, proof, assembled, operations)
 

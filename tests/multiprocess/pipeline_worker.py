@@ -1,0 +1,94 @@
+"""One process of a pipeline: trains a small model, prints what it saw as JSON."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import meshwright as mw
+from meshwright import _compat
+
+WIDTH, LAYERS, ROWS, STEPS = 8, 4, 32, 3
+
+
+def start(port: int, me: int, processes: int, devices: int) -> None:
+    """Join the others over loopback, if there are any."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+    if processes > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        address = f"127.0.0.1:{port}"
+        jax.distributed.initialize(
+            address, processes, me, coordinator_bind_address=address, initialization_timeout=60
+        )
+
+
+def make_params():
+    rng = np.random.default_rng(0)
+    weights = [rng.normal(size=(WIDTH, WIDTH)).astype("float32") / 3 for _ in range(LAYERS)]
+    return {"layers": weights, "tied": rng.normal(size=(WIDTH, WIDTH)).astype("float32") / 3}
+
+
+def make_loss(stages: int):
+    def loss(params, x, y):
+        h = x @ params["tied"]
+        for n, weight in enumerate(params["layers"]):
+            h = jnp.tanh(h @ weight)
+            if n + 1 < LAYERS and (n + 1) % (LAYERS // stages) == 0:
+                h = mw.stage(h)
+        return jnp.mean((h @ params["tied"].T - y) ** 2), jnp.max(h)
+
+    return loss
+
+
+def train(groups, schedule: str, stages: int):
+    """A few steps; what this process holds of the results, by name."""
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+    loss = make_loss(stages)
+
+    def step(params, state, x, y):
+        (value, peak), grads = mw.value_and_grad(loss, has_aux=True, aux="max")(params, x, y)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value, peak
+
+    run = mw.pipeline(step, groups, schedule=schedule, microbatches=4)
+    params = make_params()
+    state = jax.tree.map(np.asarray, tx.init(params))
+    rng = np.random.default_rng(1)
+    found = {}
+    for n in range(STEPS):
+        x = rng.normal(size=(ROWS, WIDTH)).astype("float32")
+        params, state, value, peak = run(params, state, x, np.roll(x, 1, axis=1))
+        found |= {f"value {n}": value, f"peak {n}": peak}
+    found |= {
+        f"params{jax.tree_util.keystr(k)}": v
+        for k, v in jax.tree_util.tree_leaves_with_path(params)
+    }
+    found |= {
+        f"state{jax.tree_util.keystr(k)}": v for k, v in jax.tree_util.tree_leaves_with_path(state)
+    }
+    return {name: array for name, array in found.items() if array.addressable_shards}
+
+
+def main() -> None:
+    port, me, processes, devices, groups = map(int, sys.argv[1:6])
+    schedule, stages, folder = sys.argv[6], int(sys.argv[7]), Path(sys.argv[8])
+    start(port, me, processes, devices)
+    everything = np.array(jax.devices()).reshape(groups, -1)
+    mesh = jax.sharding.Mesh(everything, ("pp", "dp"))
+    held = train(mw.MpmdMesh(mesh, "pp"), schedule, stages)
+    arrays = {name: np.asarray(array.addressable_shards[0].data) for name, array in held.items()}
+    np.savez(folder / f"{me}.npz", **arrays)
+    if processes > 1:  # the others may still be pulling
+        _compat.coordination_client().wait_at_barrier("done", 30_000)
+    print(json.dumps({"held": sorted(arrays)}), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

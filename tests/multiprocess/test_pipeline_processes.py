@@ -1,0 +1,51 @@
+"""Real processes over loopback: a pipeline gives what it gives in one process, bit for bit."""
+
+import functools
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launching import launch
+
+WORKER = Path(__file__).with_name("pipeline_worker.py")
+# Processes, devices in each, groups; schedule and stages.
+RUNS = [
+    (2, 1, 2, "1f1b", 2),
+    (4, 1, 4, "zb-h1", 4),
+    (4, 1, 2, "1f1b", 2),
+    (2, 2, 2, "interleaved-1f1b", 4),
+]
+
+
+@functools.cache
+def results(processes, devices, groups, schedule, stages):
+    """Every result, by name, from each process that holds it."""
+    with tempfile.TemporaryDirectory() as folder:
+        launch(WORKER, processes, devices, groups, schedule, stages, folder)
+        found = [dict(np.load(Path(folder) / f"{me}.npz")) for me in range(processes)]
+    return found
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_processes_give_what_one_gives(run):
+    processes, devices, *rest = run
+    (alone,) = results(1, processes * devices, *rest)
+    together = results(*run)
+    assert set().union(*together) == set(alone)
+    for held in together:
+        for name, array in held.items():
+            assert array.tobytes() == alone[name].tobytes(), name
+
+
+@pytest.mark.parametrize("run", RUNS[:1], ids=str)
+def test_every_process_knows_the_loss(run):
+    for held in results(*run):
+        assert {"value 0", "value 1", "value 2", "peak 2"} <= set(held)
+
+
+@pytest.mark.parametrize("run", RUNS[:1], ids=str)
+def test_parameters_stay_in_their_group(run):
+    first, last = results(*run)
+    assert "params['layers'][0]" in first and "params['layers'][0]" not in last
+    assert "params['layers'][3]" in last and "params['layers'][3]" not in first
