@@ -55,9 +55,7 @@ def _elsewhere(board: Board, by_group: dict[int, int]) -> Any:
     cell = next(iter(by_group.values()))
     aval, lies = board.avals[cell], board.lies[cell]
     assert lies is not None  # noqa: S101 - results of phases always have a layout
-    return jax.make_array_from_single_device_arrays(
-        aval.shape, lies, [], dtype=aval.dtype
-    )
+    return jax.make_array_from_single_device_arrays(aval.shape, lies, [], dtype=aval.dtype)
 
 
 def put(targets: Sequence[NamedSharding | None], *values: Any) -> list[Any]:

@@ -14,11 +14,13 @@ from meshwright.mpmd.groups import Groups, as_groups
 from meshwright.mpmd.pipelines.assembling import Assembled, assemble
 from meshwright.mpmd.pipelines.board import Board
 from meshwright.mpmd.pipelines.compiling import compile_all
-from meshwright.mpmd.pipelines.cutting import cut
+from meshwright.mpmd.pipelines.cutting import Cut, cut
+from meshwright.mpmd.pipelines.explaining import Explanation, explain
 from meshwright.mpmd.pipelines.layouts import Layouts
+from meshwright.mpmd.pipelines.measuring import MeasuredTimeline, measure
 from meshwright.mpmd.pipelines.operations import Operation, run, set_drops
 from meshwright.mpmd.pipelines.placing import begin, results, settle_constants
-from meshwright.mpmd.pipelines.programs import programs
+from meshwright.mpmd.pipelines.programs import Key, Program, programs
 from meshwright.mpmd.pipelines.reading import Traced, read
 from meshwright.mpmd.pipelines.sharing import local_groups, share
 from meshwright.mpmd.pipelines.statics import Split, take_apart
@@ -26,6 +28,7 @@ from meshwright.mpmd.schedules.auto import Auto
 from meshwright.mpmd.schedules.named.catalogue import schedule as named_schedule
 from meshwright.mpmd.schedules.proving import Proof, check
 from meshwright.mpmd.schedules.schedule import Schedule
+from meshwright.mpmd.schedules.timeline import simulate
 from meshwright.mpmd.transfers import connect
 
 
@@ -75,6 +78,38 @@ class PipelineStep:
         found = results(board, cells, plan.assembled.results, self.mine)
         return jax.tree.unflatten(plan.traced.out_tree, found)
 
+    def explain(self, *args: Any) -> Explanation:
+        """What became of the function: its stages, what each holds, sends and repeats.
+
+        `args` are those of a call; without them the last call's. Nothing runs.
+        """
+        plan = self._plan(take_apart(args)) if args else self._last()
+        return explain(plan, plan.names, simulate(plan.proof.schedule))
+
+    def timeline(self, *args: Any) -> MeasuredTimeline:
+        """Run a step and note when every task ran, against what its times predict.
+
+        The results are dropped; donated arguments are copied first.
+        """
+        if self.link is not None:
+            raise PipelineError(
+                "timeline() sees one process only. Run the pipeline in a single process for it."
+            )
+        plan = self._plan(take_apart(args))
+        copies = [
+            jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, arg)
+            if number in self.donated
+            else arg
+            for number, arg in enumerate(args)
+        ]
+        arrays = take_apart(tuple(copies)).arrays
+        return measure(plan, begin(plan.assembled.board, arrays, self.mine))
+
+    def _last(self) -> Plan:
+        if not self._plans:
+            raise PipelineError("explain() before the first call: pass the step's arguments.")
+        return next(reversed(self._plans.values()))
+
     def _plan(self, parts: Split) -> Plan:
         """What to do with arguments like these; worked out and compiled the first time."""
         kinds = tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in parts.arrays)
@@ -98,13 +133,14 @@ class PipelineStep:
             names,
         )
         donated = frozenset(n for n, number in enumerate(numbers) if number in self.donated)
-        assembled = assemble(traced, stages, programs(stages, tasks), proof, board, donated)
+        pieces = programs(stages, tasks)
+        assembled = assemble(traced, stages, pieces, proof, board, donated)
         settle_constants(board, self.mine)
         operations = share(board, self.mine, self.link)
         kept = {cell for by_group in assembled.results for cell in by_group.values()}
         set_drops(operations, kept | set(board.fixed))
         compile_all(board, operations)
-        return Plan(traced, proof, assembled, operations)
+        return Plan(traced, stages, pieces, proof, assembled, operations, names)
 
     def _is_forward(self) -> bool:
         if isinstance(self.schedule, Schedule):
@@ -135,9 +171,12 @@ class Plan:
     """A step for arguments of one kind: traced, proved, put together and compiled."""
 
     traced: Traced
+    cut: Cut
+    programs: dict[Key, Program]
     proof: Proof
     assembled: Assembled
     operations: Sequence[Operation]
+    names: Sequence[str]
 
 
 def _chained(functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:

@@ -1,0 +1,191 @@
+"""`step.explain()`: what became of the function: stages, what they hold, send and repeat."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from meshwright._tables import html_table, table
+from meshwright.mpmd.pipelines.programs import Key, Program
+from meshwright.mpmd.schedules.timeline import Timeline
+from meshwright.partitioning.leaves import bits
+from meshwright.partitioning.show import amount
+
+if TYPE_CHECKING:
+    from meshwright.mpmd.pipelines.step import Plan
+
+_HEADING = [
+    "stage",
+    "group",
+    "parameters",
+    "F",
+    "B + W",
+    "kept",
+    "sends on",
+    "sends back",
+    "cloned",
+]
+_RIGHT = [True, True, *[True] * 6, False]
+
+
+@dataclasses.dataclass(frozen=True)
+class StageNote:
+    """One stage. FLOPs and bytes are of one microbatch; FLOPs are None in other processes."""
+
+    stage: int
+    group: int
+    parameters: tuple[str, ...]
+    parameter_bytes: int
+    forward_flops: float | None
+    backward_flops: float | None
+    kept_bytes: int
+    sent_on_bytes: int
+    sent_back_bytes: int
+    cloned: dict[str, int]
+    whole: str | None
+    """Why the backward was not split, where the schedule asks for that."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """How a function was cut, and how its schedule will run. Text, HTML, JSON."""
+
+    stages: tuple[StageNote, ...]
+    timeline: Timeline
+
+    def __str__(self) -> str:
+        lines = [table([_HEADING, *map(_row, self.stages)], _RIGHT)]
+        lines += [f"stage {note.stage}: {note.whole}" for note in self.stages if note.whole]
+        if any(note.cloned for note in self.stages):
+            lines.append(
+                "cloned: equations that depend only on parameters, constants or keys, computed "
+                "again in each task that needs them"
+            )
+        return "\n".join([*lines, "", str(self.timeline)])
+
+    def _repr_html_(self) -> str:
+        notes = "".join(f"<p>stage {n.stage}: {n.whole}</p>" for n in self.stages if n.whole)
+        shown = html_table([_HEADING, *map(_row, self.stages)], _RIGHT)
+        return f"{shown}{notes}{self.timeline._repr_html_()}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for scripts."""
+        return {
+            "stages": [dataclasses.asdict(note) for note in self.stages],
+            "predicted": self.timeline.to_json(),
+        }
+
+
+def explain(plan: Plan, names: Sequence[str], timeline: Timeline) -> Explanation:
+    """Read a plan."""
+    schedule = plan.proof.schedule
+    flops = _flops(plan)
+    notes = tuple(_note(plan, stage, names, flops) for stage in range(schedule.stages))
+    return Explanation(notes, timeline)
+
+
+def _note(plan: Plan, stage: int, names: Sequence[str], flops: dict[Key, float]) -> StageNote:
+    tasks = {key: program for key, program in plan.programs.items() if key[1] == stage}
+    backward = [program for key, program in tasks.items() if key[0] != "F"]
+    others = [program for key, program in plan.programs.items() if key[1] != stage]
+    forward = plan.programs["F", stage]
+    elsewhere = {var for program in others for var in program.ins}
+    owned = _parameters(plan, tasks.values())
+    clones: collections.Counter[str] = collections.Counter()
+    for program in tasks.values():
+        clones.update(eqn.primitive.name for eqn in program.cloned)
+    back = {key: flops[key] for key in tasks if key[0] != "F" and key in flops}
+    # BW stands for B and W together; count one of the two ways.
+    back = {key: f for key, f in back.items() if key[0] == "BW"} or back
+    return StageNote(
+        stage,
+        plan.proof.schedule.group_of[stage],
+        tuple(names[n] for n, _ in owned),
+        sum(_bytes(var) for _, var in owned),
+        flops.get(("F", stage)),
+        sum(back.values()) if back else None,
+        sum(_bytes(v) for v in forward.outs if any(v in b.ins for b in backward)),
+        sum(_bytes(v) for v in forward.outs if v in elsewhere),
+        sum(_bytes(v) for b in backward for v in b.outs if v in elsewhere),
+        dict(clones.most_common()),
+        _why_whole(plan, stage),
+    )
+
+
+def _parameters(plan: Plan, tasks: Any) -> list[tuple[int, Any]]:
+    """Arguments of the step that a stage's tasks take as they are, and its variables for them."""
+    arguments = plan.assembled.board.arguments
+    roles = zip(plan.cut.invars, plan.traced.operands, plan.cut.region.roles, strict=True)
+    used = {var for program in tasks for var in program.ins}
+    return [
+        (arguments[operand], var)
+        for var, operand, role in roles
+        if role == "params" and var in used and operand in arguments
+    ]
+
+
+def _why_whole(plan: Plan, stage: int) -> str | None:
+    """A stage whose B does everything although the schedule has a W for it."""
+    w: Program | None = plan.programs.get(("W", stage))
+    if w is None:
+        return None
+    names = {eqn.primitive.name for eqn in plan.programs["B", stage].eqns}
+    loops = names & {"scan", "while", "cond"}
+    if loops:
+        return (
+            f"its {', '.join(sorted(loops))} runs whole in B: the gradients of input and weights "
+            "are one equation. Unroll it to split them."
+        )
+    if w.eqns:
+        return None
+    if stage == 0:
+        return "backward runs whole: no stage waits for the gradient of its input."
+    return "backward runs whole: it has no weights of its own to put off."
+
+
+def _flops(plan: Plan) -> dict[Key, float]:
+    """By the compiler's own count, for the tasks that this process compiled."""
+    found: dict[Key, float] = {}
+    for operation in plan.operations:
+        task, code = operation.task, operation.code
+        if task is None or code is None or (task.kind, task.stage) in found:
+            continue
+        analysis = code.compiled.cost_analysis() or {}
+        if "flops" in analysis:
+            found[task.kind, task.stage] = float(analysis["flops"])
+    return found
+
+
+def _row(note: StageNote) -> list[str]:
+    clones = ", ".join(f"{n} {name}" for name, n in list(note.cloned.items())[:3])
+    return [
+        str(note.stage),
+        str(note.group),
+        f"{len(note.parameters)}, {amount(note.parameter_bytes)}",
+        _count(note.forward_flops),
+        _count(note.backward_flops),
+        amount(note.kept_bytes),
+        amount(note.sent_on_bytes),
+        amount(note.sent_back_bytes),
+        clones + (", ..." if len(note.cloned) > 3 else ""),
+    ]
+
+
+def _count(flops: float | None) -> str:
+    """
+    >>> _count(1.5e9), _count(None)
+    ('1.5 GFLOP', '?')
+    """
+    if flops is None:
+        return "?"
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if flops >= size:
+            return f"{flops / size:.3g} {unit}FLOP"
+    return f"{flops:.3g} FLOP"
+
+
+def _bytes(var: Any) -> int:
+    return math.ceil(int(math.prod(var.aval.shape)) * bits(var.aval.dtype) / 8)
