@@ -1,0 +1,236 @@
+"""What a pipeline refuses, where it points, and what it says to do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pipeline_helpers import batch, chain_loss, groups, layers
+
+import meshwright as mw
+
+
+def refused(loss, match, *, at=None, arguments=None, **options):
+    options = {"microbatches": 4, **options}
+    with pytest.raises(mw.MeshwrightError, match=match):
+        step = mw.pipeline(loss, at or groups(2), **options)
+        step(*(arguments or (layers(2), *batch())))
+
+
+def looping(loop):
+    """A loss whose only mark stands inside of some control flow."""
+
+    def loss(params, x, y):
+        return jnp.mean((loop(lambda x: mw.stage(jnp.tanh(x @ params["w0"])), x) - y) ** 2)
+
+    return loss
+
+
+LOOPS = {
+    "scan": lambda f, x: jax.lax.scan(lambda x, _: (f(x), None), x, None, length=2)[0],
+    "cond": lambda f, x: jax.lax.cond(x[0, 0] > 0, f, jnp.sin, x),
+    "while": lambda f, x: jax.lax.fori_loop(0, 2, lambda _, x: f(x), x),
+    "map": lambda f, x: jax.lax.map(f, x),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_marks_inside_of_control_flow_are_refused_with_their_line(name):
+    line = looping.__code__.co_firstlineno + 4
+    match = rf"test_pipeline_bad_input\.py:{line} is inside of .*cannot be cut"
+    refused(looping(LOOPS[name]), match)
+    refused(looping(LOOPS[name]), match, schedule="forward")
+
+
+def test_marks_inside_of_an_inner_gradient_are_refused_with_their_line():
+    def loss(params, x, y):
+        def inner(x):
+            return jnp.sum(mw.stage(jnp.tanh(x @ params["w0"])) @ params["w1"])
+
+        return jnp.mean((jax.grad(inner)(x) - y) ** 2)
+
+    refused(loss, r"test_pipeline_bad_input\.py:\d+ is inside of a gradient")
+    refused(loss, r"is inside of a gradient", schedule="forward")
+
+
+def test_marks_of_whole_numbers_are_refused():
+    def loss(params, x, y):
+        mw.stage(jnp.arange(3))
+        return chain_loss(params, x, y)
+
+    refused(loss, r"test_pipeline_bad_input\.py:\d+: no array of floating-point numbers")
+
+
+def test_rows_that_cannot_be_cut():
+    match = r"argument 1: 6 rows cannot be cut into 4 microbatches\. Take 4 or 8 rows"
+    refused(chain_loss, match, arguments=(layers(2), *batch(6)))
+    few = (layers(2), *batch(2))
+    refused(chain_loss, "argument 1: 2 rows cannot be cut.* Take 4 ", arguments=few)
+
+
+def test_a_bad_leaf_of_a_batch_is_named():
+    def loss(params, data):
+        return chain_loss(params, data["x"], data["y"])
+
+    x, y = batch()
+    refused(loss, "argument 1, y: 7 rows", arguments=(layers(2), {"x": x, "y": y[:7]}))
+
+
+def test_no_marks_with_several_groups():
+    def loss(params, x, y):
+        return jnp.mean((x @ params["w0"] - y) ** 2)
+
+    refused(loss, "2 groups make 2 stages, not 1")
+
+
+def test_more_marks_than_groups_have_stages():
+    arguments = (layers(4), *batch())
+    refused(chain_loss, "2 groups make 2 stages, not 4", arguments=arguments)
+    refused(chain_loss, "3 groups.*not 4|4 stages", at=groups(3), arguments=arguments)
+    refused(
+        chain_loss,
+        "4 stages cannot be dealt out evenly to 3 groups",
+        at=groups(3),
+        schedule="looped-bfs",
+        arguments=arguments,
+    )
+
+
+def test_a_schedule_of_other_sizes():
+    other = mw.schedule("1f1b", groups=4, microbatches=8)
+    refused(
+        chain_loss,
+        "1f1b has 4 groups, 8 microbatches and 4 stages; the pipeline has 2, 4 and 2",
+        schedule=other,
+    )
+
+
+def test_unknown_schedules():
+    refused(chain_loss, "no schedule is called '1f1c'. Did you mean '1f1b'", schedule="1f1c")
+    refused(chain_loss, "schedule", schedule=None)
+
+
+@pytest.mark.xfail(reason="found out late, at the first call")
+@pytest.mark.parametrize("count", [0, -1, "4", None])
+def test_nonsense_microbatches_are_refused_at_once(count):
+    with pytest.raises(mw.MeshwrightError, match="microbatches"):
+        mw.pipeline(chain_loss, groups(2), microbatches=count)
+
+
+@pytest.mark.parametrize("count", [2.5, True])
+def test_nonsense_microbatches(count):
+    refused(chain_loss, "microbatches", microbatches=count)
+
+
+def test_marks_outside_of_the_differentiated_function():
+    def train_step(params, x, y):
+        x = mw.stage(x * 2)
+        return mw.value_and_grad(chain_loss)(params, x, y)
+
+    refused(train_step, r"test_pipeline_bad_input\.py:\d+ is outside of the differentiated")
+
+
+def test_two_gradients_in_one_step():
+    def train_step(params, x, y):
+        one, _ = mw.value_and_grad(chain_loss)(params, x, y)
+        two, grads = mw.value_and_grad(chain_loss)(params, x, y)
+        return one + two, grads
+
+    refused(train_step, "calls value_and_grad 2 times")
+
+
+def test_gradients_inside_of_a_loop():
+    def train_step(params, x, y):
+        def body(total, _):
+            value, _ = mw.value_and_grad(chain_loss)(params, x, y)
+            return total + value, None
+
+        return jax.lax.scan(body, 0.0, None, length=2)[0]
+
+    refused(train_step, "value_and_grad.* is inside of scan|inside of scan")
+
+
+def test_jax_gradients_instead_of_ours():
+    def train_step(params, x, y):
+        return jax.value_and_grad(chain_loss)(params, x, y)
+
+    refused(train_step, r"by itself\. Take it with meshwright\.value_and_grad")
+
+
+def aux_loss(params, x, y):
+    value = chain_loss(params, x, y)
+    return value, {"value": value}
+
+
+def test_unknown_words():
+    refused(aux_loss, "aux: 'maen' is not one of .*Did you mean 'mean'", has_aux=True, aux="maen")
+    refused(aux_loss, "aux: .* is not like the outputs", has_aux=True, aux={"other": "sum"})
+    refused(chain_loss, "reduce: 'max' is not 'mean' or 'sum'", reduce="max")
+
+
+def test_unknown_options():
+    with pytest.raises((TypeError, mw.PipelineError), match="has_axu"):
+        mw.pipeline(aux_loss, groups(2), microbatches=4, has_axu=True)(layers(2), *batch())
+
+
+def test_a_function_without_the_aux_it_promised():
+    refused(chain_loss, "with has_aux or carry it returns a pair", has_aux=True)
+
+
+def test_a_value_that_is_no_scalar():
+    def loss(params, x, y):
+        return mw.stage(x @ params["w0"]) @ params["w1"]
+
+    with pytest.raises((TypeError, mw.PipelineError), match="scalar"):
+        mw.pipeline(loss, groups(2), microbatches=4)(layers(2), *batch())
+
+
+def test_carries_that_change():
+    def loss(params, x, y, state):
+        return chain_loss(params, x, y), jnp.concatenate([state, state])
+
+    arguments = (layers(2), *batch(), jnp.zeros(2))
+    match = r"carry=3: the function takes .*float32\[2\].* and hands on .*float32\[4\]"
+    refused(loss, match, carry=3, arguments=arguments)
+    refused(chain_loss, "carry=0: argument 0 is differentiated", carry=0)
+    refused(chain_loss, "carry=7: the function got 3 arguments", carry=7)
+
+
+def test_carries_that_make_microbatches_wait_for_each_other():
+    def loss(params, x, y, state):
+        h = mw.stage(jnp.tanh(x @ params["w0"] + state))
+        out = h @ params["w1"]
+        return jnp.mean((out - y) ** 2), jnp.mean(out, axis=0)
+
+    arguments = (layers(2), *batch(), jnp.zeros(4))
+    refused(loss, "carried", carry=3, arguments=arguments)
+
+
+def test_deleted_arguments_are_named():
+    params = layers(2)
+    step = mw.pipeline(chain_loss, groups(2), microbatches=4)
+    step(params, *batch())
+    params["w1"].delete()
+    with pytest.raises((RuntimeError, mw.PipelineError), match="deleted"):
+        step(params, *batch())
+
+
+@pytest.mark.xfail(reason="nobody looks at the number")
+def test_donating_an_argument_that_is_not_there():
+    refused(chain_loss, "donate", donate=7)
+
+
+def test_groups_that_are_none():
+    with pytest.raises(mw.MeshwrightError):
+        mw.pipeline(chain_loss, [], microbatches=4)
+    with pytest.raises((mw.MeshwrightError, TypeError)):
+        mw.pipeline(chain_loss, 3, microbatches=4)
+
+
+def test_a_refused_call_leaves_the_step_usable():
+    step = mw.pipeline(chain_loss, groups(2), microbatches=4)
+    with pytest.raises(mw.PipelineError, match="rows"):
+        step(layers(2), *batch(6))
+    value, _ = step(layers(2), *batch())
+    x, y = batch()
+    whole = np.mean((np.tanh(x @ layers(2)["w0"]) @ layers(2)["w1"] - y) ** 2)
+    assert np.isclose(value, whole, rtol=1e-5)
