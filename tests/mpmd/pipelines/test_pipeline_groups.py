@@ -95,7 +95,6 @@ def test_microbatches_smaller_than_the_data_axis():
     check(at, layers(2), batch(6))
 
 
-@pytest.mark.xfail(raises=ValueError, reason="what is carried does not lie as the argument does")
 def test_stacked_and_carried_values_in_groups_of_several_devices():
     at = mw.MpmdMesh(mw.mesh("pp:2, dp:2, tp:2"), "pp")
 

@@ -121,7 +121,6 @@ def test_parameters_moments_and_average_lie_with_their_stage():
     assert jax.tree.map(lambda x: x.sharding, again) == jax.tree.map(lambda x: x.sharding, params)
 
 
-@pytest.mark.xfail(raises=TypeError, reason="a literal among a step's results is not hashable")
 def test_work_before_and_after_the_microbatches():
     def trainer(value_and_grad):
         def train_step(params, x, y, key, count):
@@ -173,7 +172,6 @@ def test_outside_of_a_pipeline_a_train_step_is_an_ordinary_function():
     assert_close(got, jax.jit(by_jax)(layers(2), state, *batch()))
 
 
-@pytest.mark.xfail(reason="a donated argument that is also a result is deleted")
 def test_donated_parameters_that_come_back_as_they_are():
     def train_step(params, x, y):
         value, grads = mw.value_and_grad(chain_loss)(params, x, y)

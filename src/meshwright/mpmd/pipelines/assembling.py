@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from meshwright.mpmd.pipelines import outer
 from meshwright.mpmd.pipelines.board import Board
 from meshwright.mpmd.pipelines.cutting import Cut
 from meshwright.mpmd.pipelines.operations import Code
-from meshwright.mpmd.pipelines.outer import EVERYWHERE, Node, Phase, size
+from meshwright.mpmd.pipelines.outer import EVERYWHERE, Node, Phase, is_literal, size
 from meshwright.mpmd.pipelines.programs import Key, Program
 from meshwright.mpmd.pipelines.reading import Traced
 from meshwright.mpmd.pipelines.sums import Part, Sums
@@ -97,26 +98,41 @@ def _after(
     outer.settle(nodes, homes)
     board.homes.update((var, at) for var, at in homes.items() if var in board.arguments)
     made = {var: node for node in nodes for var in node.outs}
-    everywhere = range(board.groups)
+    everywhere: Sequence[int] = range(board.groups)
     at = {
         var: everywhere if made[var].group == EVERYWHERE else [made[var].group or 0]
         for var in traced.outvars
-        if var in made
+        if not is_literal(var) and var in made
     }
     phases = outer.phases(nodes, [(var, group) for var, groups in at.items() for group in groups])
     last = {var: phase for phase in phases for var in phase.ins}
     _keep_layouts(board, phases, homes)
+    kept = {var for var in traced.outvars if not is_literal(var)}
     for phase in phases:
-        gone = [
-            n
+        gone = {
+            n: var
             for n, var in enumerate(phase.ins)
-            if board.arguments.get(var) in donated and last[var] is phase
-        ]
-        _run(phase, board, tuple(gone))
+            if board.arguments.get(var) in donated and last[var] is phase and var not in kept
+        }
+        _run(phase, board, _usable(gone, phase))
     found = []
     for var in traced.outvars:
-        groups = everywhere if size(var) == 1 else at.get(var, [homes.get(var, 0)])
+        groups = everywhere
+        if not is_literal(var) and size(var) != 1:
+            groups = at.get(var, [homes.get(var, 0)])
         found.append({group: board.fetch(var, group) for group in groups})
+    return tuple(found)
+
+
+def _usable(gone: dict[int, Any], phase: Phase) -> tuple[int, ...]:
+    """Of the arguments that may be given up, those whose memory some result can take."""
+    room = collections.Counter((var.aval.shape, var.aval.dtype) for var in phase.outs)
+    found = []
+    for n, var in gone.items():
+        kind = (var.aval.shape, var.aval.dtype)
+        if room[kind]:
+            room[kind] -= 1
+            found.append(n)
     return tuple(found)
 
 

@@ -93,15 +93,15 @@ class Board:
 
     def fetch(self, var: Any, group: int) -> int:
         """The cell of a variable in a group; it is brought there once."""
+        if isinstance(var, _compat.jaxprs().Literal):
+            return self.fix(jax.numpy.asarray(var.val), group)
         if (var, group) not in self.cell_of:
             self.cell_of[var, group] = self._bring(var, group)
         return self.cell_of[var, group]
 
     def _bring(self, var: Any, group: int) -> int:
-        literal = isinstance(var, _compat.jaxprs().Literal)
-        if literal or var in self.consts:
-            value = var.val if literal else self.consts[var]
-            return self.fix(jax.numpy.asarray(value), group)
+        if var in self.consts:
+            return self.fix(jax.numpy.asarray(self.consts[var]), group)
         layout = self.layout(var, group)
         if var in self.arguments and self.homes.get(var, group) == group:
             cell = self.new(var.aval, layout, group)

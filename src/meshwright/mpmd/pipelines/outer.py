@@ -169,5 +169,9 @@ def _ins(body: Sequence[Node]) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(v for node in body for v in node.ins if v not in made))
 
 
+def is_literal(var: Any) -> bool:
+    return isinstance(var, _compat.jaxprs().Literal)
+
+
 def size(var: Any) -> int:
     return math.prod(var.aval.shape)

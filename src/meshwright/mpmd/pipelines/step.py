@@ -27,7 +27,7 @@ from meshwright.mpmd.pipelines.statics import Split, take_apart
 from meshwright.mpmd.schedules.auto import Auto
 from meshwright.mpmd.schedules.named.catalogue import schedule as named_schedule
 from meshwright.mpmd.schedules.proving import Proof, check
-from meshwright.mpmd.schedules.schedule import Schedule
+from meshwright.mpmd.schedules.schedule import Schedule, count
 from meshwright.mpmd.schedules.timeline import simulate
 from meshwright.mpmd.transfers import connect
 
@@ -45,6 +45,7 @@ def pipeline(
     """Run a step as a pipeline."""
     if not callable(fn):
         fn = _chained(fn)
+    count(microbatches, "microbatches", "pipeline")
     donated = (donate,) if isinstance(donate, int) else tuple(donate)
     return PipelineStep(fn, as_groups(groups), schedule, microbatches, rules, donated, options)
 
@@ -70,13 +71,32 @@ class PipelineStep:
         self._plans: dict[Any, Plan] = {}
 
     def __call__(self, *args: Any) -> Any:
-        parts = take_apart(args)
+        parts = self._checked(args)
         plan = self._plan(parts)
         board = plan.assembled.board
         cells = begin(board, parts.arrays, self.mine)
         run(plan.operations, cells)
         found = results(board, cells, plan.assembled.results, self.mine)
         return jax.tree.unflatten(plan.traced.out_tree, found)
+
+    def _checked(self, args: tuple[Any, ...]) -> Split:
+        """The arguments taken apart, if they can be used at all."""
+        for number in self.donated:
+            if number not in range(len(args)):
+                raise PipelineError(f"donate={number}: the step was called with {len(args)}.")
+        parts = take_apart(args)
+        for path, value in zip(parts.paths, parts.arrays, strict=True):
+            if isinstance(value, jax.core.Tracer):
+                raise PipelineError(
+                    f"argument {path}: a tracer. A pipeline is a program of its own for each "
+                    "group: call it outside of jit, grad and vmap."
+                )
+            if isinstance(value, jax.Array) and value.is_deleted():
+                raise PipelineError(
+                    f"argument {path}: the array was deleted or donated. Use the one that the "
+                    "last step returned."
+                )
+        return parts
 
     def explain(self, *args: Any) -> Explanation:
         """What became of the function: its stages, what each holds, sends and repeats.
@@ -148,19 +168,19 @@ class PipelineStep:
         return self.schedule == "forward"
 
     def _schedule(self, stages: int) -> Schedule:
-        count = self.groups.mpmd_dim
+        groups = self.groups.mpmd_dim
         if isinstance(self.schedule, Schedule):
             found = self.schedule
         elif isinstance(self.schedule, Auto):
-            found = self.schedule.build(count, self.microbatches, stages)
+            found = self.schedule.build(groups, self.microbatches, stages)
         else:
             found = named_schedule(
-                self.schedule, groups=count, microbatches=self.microbatches, stages=stages
+                self.schedule, groups=groups, microbatches=self.microbatches, stages=stages
             )
-        if (found.groups, found.microbatches, found.stages) != (count, self.microbatches, stages):
+        if (found.groups, found.microbatches, found.stages) != (groups, self.microbatches, stages):
             raise PipelineError(
                 f"schedule {found.name} has {found.groups} groups, {found.microbatches} "
-                f"microbatches and {found.stages} stages; the pipeline has {count}, "
+                f"microbatches and {found.stages} stages; the pipeline has {groups}, "
                 f"{self.microbatches} and {stages} (one more than marks)."
             )
         return found
@@ -183,7 +203,7 @@ def _chained(functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
     """Stage functions one after the other: `f(params[i], x)` gives the next one's `x`."""
     from meshwright.mpmd.pipelines.marks import stage
 
-    if not functions or not all(map(callable, functions)):
+    if not isinstance(functions, Sequence) or not functions or not all(map(callable, functions)):
         raise PipelineError(f"{short(functions)} is not a function or a list of stage functions.")
 
     def chained(params: Sequence[Any], *batch: Any) -> Any:

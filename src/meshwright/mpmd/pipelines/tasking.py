@@ -143,11 +143,17 @@ class Tasks:
         return Code(program.name, task, outs, tuple(range(count)))
 
     def _layout(self, var: Any, key: Key) -> NamedSharding | None:
-        """Rows cut over data axes where a value leaves its stage; else as the compiler likes."""
+        """Rows cut over data axes where a value leaves its stage; else as the compiler likes.
+
+        What is carried lies as it came, since it takes that place.
+        """
+        for before, after in self.carried.items():
+            if after is var:
+                return self.board.layout(self.operand[before], self.group(key))
         leaves = any(var in other.ins for at, other in self.programs.items() if at[1] != key[1])
         group = self.group(key)
         single = len(self.board.layouts.meshes[group].devices.flat) == 1
-        if not leaves and not single and var not in self.carried.values():
+        if not leaves and not single:
             return None
         return self.board.layouts.rows(group, var.aval.shape)
 
