@@ -11,7 +11,6 @@ import numpy as np
 import optax
 
 import meshwright as mw
-from meshwright import _compat
 
 WIDTH, LAYERS, ROWS, STEPS = 8, 4, 32, 3
 
@@ -56,7 +55,12 @@ def train(groups, schedule: str, stages: int):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value, peak
 
-    run = mw.pipeline(step, groups, schedule=schedule, microbatches=4)
+    with mw.pipeline(step, groups, schedule=schedule, microbatches=4) as run:
+        found = steps(run, tx)
+    return {name: array for name, array in found.items() if array.addressable_shards}
+
+
+def steps(run, tx):
     params = make_params()
     state = jax.tree.map(np.asarray, tx.init(params))
     rng = np.random.default_rng(1)
@@ -72,7 +76,8 @@ def train(groups, schedule: str, stages: int):
     found |= {
         f"state{jax.tree_util.keystr(k)}": v for k, v in jax.tree_util.tree_leaves_with_path(state)
     }
-    return {name: array for name, array in found.items() if array.addressable_shards}
+    jax.block_until_ready([a for a in found.values() if a.addressable_shards])
+    return found
 
 
 def main() -> None:
@@ -84,8 +89,6 @@ def main() -> None:
     held = train(mw.MpmdMesh(mesh, "pp"), schedule, stages)
     arrays = {name: np.asarray(array.addressable_shards[0].data) for name, array in held.items()}
     np.savez(folder / f"{me}.npz", **arrays)
-    if processes > 1:  # the others may still be pulling
-        _compat.coordination_client().wait_at_barrier("done", 30_000)
     print(json.dumps({"held": sorted(arrays)}), flush=True)
     os._exit(0)
 

@@ -50,6 +50,7 @@ class Board:
         self.placed: list[Argument] = []
         self.fixed: dict[int, Any] = {}
         self.cell_of: dict[tuple[Any, int], int] = {}
+        self.made_by: dict[int, str] = {}
         self.layout_of: dict[tuple[Any, int], NamedSharding] = {}
 
     def new(self, aval: Any, sharding: NamedSharding | None, group: int) -> int:
@@ -64,14 +65,16 @@ class Board:
     ) -> list[int]:
         """An operation; returns the cells of its results."""
         outs = [self.new(aval, to, group) for aval, to in zip(avals, code.outs, strict=True)]
-        self.operations.append(Operation(group, code.name, tuple(ins), tuple(outs), code, task))
+        name = code.name if task is None else str(task)
+        self.operations.append(Operation(group, name, tuple(ins), tuple(outs), code, task))
+        self.made_by.update(dict.fromkeys(outs, name))
         return outs
 
     def send(self, cells: Sequence[int], group: int, layouts: Sequence[NamedSharding]) -> list[int]:
         """Values to another group, all in one transfer; returns their cells there."""
         outs = [self.new(self.avals[c], to, group) for c, to in zip(cells, layouts, strict=True)]
         source = self.group_of[cells[0]]
-        name = f"transfer {len(self.operations)}, group {source} to {group}"
+        name = f"{self.made_by.get(cells[0], 'an argument')} of group {source}"
         moved = Operation(group, name, tuple(cells), tuple(outs), source=source)
         self.operations.append(moved)
         return outs

@@ -9,6 +9,7 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from meshwright.mpmd.schedules.tasks import Task
+from meshwright.mpmd.watching import Watch
 
 Call = Callable[..., Sequence[Any]]
 
@@ -41,6 +42,7 @@ class Operation:
     code: Code | None = None
     task: Task | None = None
     source: int | None = None
+    waits: bool = False
     call: Call | None = None
     drop: tuple[int, ...] = ()
 
@@ -54,6 +56,16 @@ def set_drops(operations: Sequence[Operation], kept: set[int]) -> None:
     for cell, number in last.items():
         if cell not in kept:
             operations[number].drop += (cell,)
+
+
+def run_watched(operations: Sequence[Operation], cells: list[Any], watch: Watch) -> None:
+    """The same, while others may ask what this process is about."""
+    for operation in operations:
+        if operation.waits:
+            watch.waiting = operation.name
+        else:
+            watch.doing = operation.name
+        run((operation,), cells)
 
 
 def run(operations: Sequence[Operation], cells: list[Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from meshwright.errors import listing
 from meshwright.mpmd.groups import Groups
 from meshwright.mpmd.pipelines.board import Board
 from meshwright.mpmd.pipelines.operations import Operation
@@ -42,7 +43,7 @@ def share(board: Board, mine: frozenset[int], link: Link | None) -> list[Operati
                 arriving = _receive(link, way, number, operation)
                 (late if way.joins_on_arrival else found).append(arriving)
                 if _on_cpu(board, operation):
-                    late.append(_wait(operation))
+                    late.append(_wait(board, operation))
     return _just_in_time(found, late)
 
 
@@ -69,7 +70,7 @@ def _receive(link: Link, way: Route, key: int, operation: Operation) -> Operatio
     return Operation(operation.group, operation.name, (), operation.outs, call=receive)
 
 
-def _wait(operation: Operation) -> Operation:
+def _wait(board: Board, operation: Operation) -> Operation:
     """Wait for what arrives before a program that takes it is dispatched.
 
     On CPUs a program that waits for its inputs occupies one of few threads, and enough of them
@@ -80,8 +81,11 @@ def _wait(operation: Operation) -> Operation:
         jax.block_until_ready(values)  # type: ignore[no-untyped-call]
         return values
 
-    name = f"wait for {operation.name}"
-    return Operation(operation.group, name, operation.outs, operation.outs, call=wait)
+    source = board.layouts.meshes[operation.source or 0].devices.flat
+    processes = listing(sorted({device.process_index for device in source}))
+    name = f"{operation.name} (process {processes})"
+    cells = operation.outs
+    return Operation(operation.group, name, cells, cells, waits=True, call=wait)
 
 
 def _on_cpu(board: Board, operation: Operation) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +20,7 @@ from meshwright.mpmd.pipelines.cutting import Cut, cut
 from meshwright.mpmd.pipelines.explaining import Explanation, explain
 from meshwright.mpmd.pipelines.layouts import Layouts
 from meshwright.mpmd.pipelines.measuring import MeasuredTimeline, measure
-from meshwright.mpmd.pipelines.operations import Operation, run, set_drops
+from meshwright.mpmd.pipelines.operations import Operation, run, run_watched, set_drops
 from meshwright.mpmd.pipelines.placing import begin, results, settle_constants
 from meshwright.mpmd.pipelines.programs import Key, Program, programs
 from meshwright.mpmd.pipelines.reading import Traced, read
@@ -30,6 +32,7 @@ from meshwright.mpmd.schedules.proving import Proof, check
 from meshwright.mpmd.schedules.schedule import Schedule, count
 from meshwright.mpmd.schedules.timeline import simulate
 from meshwright.mpmd.transfers import connect
+from meshwright.mpmd.watching import Watch
 
 
 def pipeline(
@@ -40,14 +43,39 @@ def pipeline(
     microbatches: int,
     rules: Any = None,
     donate: int | Sequence[int] = (),
+    limit: float = 60.0,
     **options: Any,
 ) -> PipelineStep:
-    """Run a step as a pipeline."""
+    """A step that runs as a pipeline over groups; call it like `fn`.
+
+    `fn` is a loss function (the step then gives its value and gradients, with the options of
+    `value_and_grad`), a whole training step that calls `value_and_grad`, or a list of stage
+    functions `f(params[i], x)`. `groups` is an `MpmdMesh`, a `MeshGroups` or a list of meshes.
+    `schedule` is a name, a `Schedule` or an `Auto`; "forward" has no gradients. Arguments but the
+    first are cut along dim 0 into `microbatches`. `rules` say how parameters are split inside
+    their groups, as in `partition`; by default their shapes decide. Arguments that `donate` names
+    are given up. The first call with arguments of a kind traces, cuts and compiles.
+
+    In several processes all call it, best as `with pipeline(...) as step`. When one of them
+    fails, or makes no progress for `limit` seconds, all end with a line that says why.
+
+    >>> import jax, jax.numpy as jnp, meshwright as mw
+    >>> def loss(params, x):
+    ...     h = mw.stage(jnp.tanh(x @ params["a"]))
+    ...     return jnp.mean((h @ params["b"]) ** 2)
+    >>> params = {"a": jnp.ones((4, 4)), "b": jnp.ones((4, 4))}
+    >>> step = mw.pipeline(loss, mw.MpmdMesh(mw.mesh("pp:2, dp:4"), "pp"), microbatches=2)
+    >>> value, grads = step(params, jnp.ones((8, 4)))
+    >>> round(float(value), 3), grads["b"].shape
+    (15.979, (4, 4))
+    """
     if not callable(fn):
         fn = _chained(fn)
     count(microbatches, "microbatches", "pipeline")
     donated = (donate,) if isinstance(donate, int) else tuple(donate)
-    return PipelineStep(fn, as_groups(groups), schedule, microbatches, rules, donated, options)
+    return PipelineStep(
+        fn, as_groups(groups), schedule, microbatches, rules, donated, options, limit
+    )
 
 
 class PipelineStep:
@@ -62,12 +90,16 @@ class PipelineStep:
         rules: Any,
         donated: tuple[int, ...],
         options: dict[str, Any],
+        limit: float = 60.0,
     ):
+        self.limit = limit
         self.fn, self.groups, self.schedule = fn, groups, schedule
         self.microbatches, self.options, self.donated = microbatches, options, donated
         self.layouts = Layouts(tuple(groups.meshes), rules)
         self.mine = local_groups(groups)
         self.link = connect() if groups.spans_processes else None
+        self.watch = Watch(limit, name="pipeline").start() if groups.spans_processes else None
+        self._steps = 0
         self._plans: dict[Any, Plan] = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -75,9 +107,45 @@ class PipelineStep:
         plan = self._plan(parts)
         board = plan.assembled.board
         cells = begin(board, parts.arrays, self.mine)
-        run(plan.operations, cells)
+        if self.watch is None:
+            run(plan.operations, cells)
+        else:
+            self._run_among_others(plan, cells)
         found = results(board, cells, plan.assembled.results, self.mine)
         return jax.tree.unflatten(plan.traced.out_tree, found)
+
+    def _run_among_others(self, plan: Plan, cells: list[Any]) -> None:
+        """Run while the other processes run theirs; when one fails, all end."""
+        watch = self.watch
+        assert watch is not None  # noqa: S101 - for the type checker
+        watch.step = self._steps
+        self._steps += 1
+        try:
+            run_watched(plan.operations, cells, watch)
+        except BaseException as error:
+            watch.__exit__(type(error), error, error.__traceback__)
+            raise
+        watch.doing = ""
+
+    def close(self) -> None:
+        """In several processes: wait for the others, then stop watching and listening."""
+        if self.watch is not None and not self.watch.closed:
+            self.watch.close()
+        if self.link is not None:
+            self.link.close()
+
+    def __enter__(self) -> PipelineStep:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        if error is not None and self.watch is not None:
+            self.watch.__exit__(kind, error, trace)
+        self.close()
 
     def _checked(self, args: tuple[Any, ...]) -> Split:
         """The arguments taken apart, if they can be used at all."""
@@ -135,7 +203,12 @@ class PipelineStep:
         kinds = tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in parts.arrays)
         key = (parts.treedef, parts.places, parts.rest, kinds)
         if key not in self._plans:
+            if self.watch is not None:
+                # Tracing and compiling take what they take; others wait for us meanwhile.
+                self.watch.limit = math.inf
             self._plans[key] = self._make_plan(parts)
+            if self.watch is not None:
+                self.watch.limit = self.limit
         return self._plans[key]
 
     def _make_plan(self, parts: Split) -> Plan:
