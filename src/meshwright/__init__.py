@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from meshwright.mpmd import Schedule as Schedule
     from meshwright.mpmd import Task as Task
     from meshwright.mpmd import Timeline as Timeline
+    from meshwright.mpmd import Watch as Watch
     from meshwright.mpmd import allow_puts as allow_puts
     from meshwright.mpmd import check as check
     from meshwright.mpmd import compare_schedules as compare_schedules
@@ -142,6 +143,7 @@ _ROOMS = {
         "Schedule",
         "Task",
         "Timeline",
+        "Watch",
         "allow_puts",
         "check",
         "compare_schedules",

@@ -18,6 +18,7 @@ from meshwright.mpmd.schedules.schedule import Schedule
 from meshwright.mpmd.schedules.tasks import Task
 from meshwright.mpmd.schedules.timeline import Timeline, simulate
 from meshwright.mpmd.transfers import Link, Route, allow_puts, connect, route
+from meshwright.mpmd.watching import Watch
 
 __all__ = [
     "Auto",
@@ -34,6 +35,7 @@ __all__ = [
     "Schedule",
     "Task",
     "Timeline",
+    "Watch",
     "allow_puts",
     "as_groups",
     "check",

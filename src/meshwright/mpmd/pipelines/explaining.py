@@ -24,8 +24,8 @@ _HEADING = [
     "F",
     "B + W",
     "kept",
-    "sends on",
-    "sends back",
+    "sent on",
+    "sent back",
     "cloned",
 ]
 _RIGHT = [True, True, *[True] * 6, False]

@@ -83,8 +83,14 @@ class Signs:
             return None
         self._failed += elapsed
         late = self._failed >= _ROLL_CALL
+        for state in reading.states.values():
+            gone = state.process != self._process and state.present
+            if gone and self._judge.condition(state.place) == vital.DEAD:
+                return fault_of(state, self._judge.word(vital.DEAD))
         silent = self._judge.unheard(self._present, reading.states)
         if reading.number == self._called:  # nobody could be heard: the store is silent
+            if not late:
+                return None
             silent = [state for state in silent if state.process == 0]
         for state in silent:
             condition = self._judge.condition(state.place)
