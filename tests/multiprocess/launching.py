@@ -1,6 +1,7 @@
 """Start the processes of a test, each its own interpreter, and collect what they print."""
 
 import contextlib
+import functools
 import json
 import socket
 import subprocess
@@ -15,7 +16,20 @@ def free_port() -> int:
 
 
 def launch(worker, processes, *arguments, deadline=120):
-    """The last line that each process printed, as JSON; all must end well, and in time."""
+    """The last line that each process printed, as JSON; all must end well, and in time.
+
+    A worker gets a port, its number, the count of processes, then `arguments`. What has run once
+    is remembered with its arguments, so that tests share it, and a failure is not run again.
+    """
+    done = _ended(worker, processes, arguments, deadline)
+    faults = [f"process {me}: exit {rc}\n{e[-4000:]}" for me, (rc, _, e) in enumerate(done) if rc]
+    assert not faults, "\n".join(faults)
+    return [json.loads(output.splitlines()[-1]) for _, output, _ in done]
+
+
+@functools.cache
+def _ended(worker, processes, arguments, deadline):
+    """Exit status, output and errors of each process; one that is late is killed."""
     port = free_port()
     end = time.monotonic() + deadline
     with contextlib.ExitStack() as stack:
@@ -28,7 +42,13 @@ def launch(worker, processes, *arguments, deadline=120):
             stack.enter_context(process)
             stack.callback(process.kill)
             running.append(process)
-        done = [process.communicate(timeout=end - time.monotonic()) for process in running]
-    errors = "\n".join(error[-4000:] for _, error in done)
-    assert [process.returncode for process in running] == [0] * processes, errors
-    return [json.loads(output.splitlines()[-1]) for output, _ in done]
+        return [_finish(process, end) for process in running]
+
+
+def _finish(process, end):
+    try:
+        said = process.communicate(timeout=max(0.0, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        said = process.communicate()
+    return process.returncode, *said

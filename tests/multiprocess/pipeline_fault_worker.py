@@ -8,7 +8,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from pipeline_worker import start
+from joining import start
 
 import meshwright as mw
 

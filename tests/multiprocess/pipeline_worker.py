@@ -9,22 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from joining import start
 
 import meshwright as mw
 
 WIDTH, LAYERS, ROWS, STEPS = 8, 4, 32, 3
-
-
-def start(port: int, me: int, processes: int, devices: int) -> None:
-    """Join the others over loopback, if there are any."""
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", devices)
-    if processes > 1:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        address = f"127.0.0.1:{port}"
-        jax.distributed.initialize(
-            address, processes, me, coordinator_bind_address=address, initialization_timeout=60
-        )
 
 
 def make_params():

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from worker import refused, start
+from joining import start
+from worker import refused
 
 import meshwright as mw
 

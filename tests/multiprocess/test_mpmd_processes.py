@@ -1,18 +1,11 @@
 """Real processes over loopback: a group each, or several processes to a group."""
 
-import contextlib
-import functools
-import json
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+from launching import launch
 
 WORKER = Path(__file__).with_name("mpmd_worker.py")
-DEADLINE = 120
 FAULTS = (
     "arrays",
     "there and back",
@@ -25,32 +18,9 @@ FAULTS = (
 worlds = pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 2)], ids=str)
 
 
-@functools.cache
 def reports(processes, devices):
     """What each process printed; the first half of them is group 0, the others group 1."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    end = time.monotonic() + DEADLINE
-    with contextlib.ExitStack() as stack:
-        running = []
-        for me in range(processes):
-            command = [sys.executable, str(WORKER), *map(str, (port, me, processes, devices))]
-            process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-            stack.enter_context(process)
-            stack.callback(process.kill)
-            running.append(process)
-        done = []
-        for process in running:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=max(0.0, end - time.monotonic()))
-            process.kill()
-            done.append((process.returncode, *process.communicate()))
-    faults = [f"process {me}: exit {rc}\n{e[-3000:]}" for me, (rc, _, e) in enumerate(done) if rc]
-    assert not faults, "\n".join(faults)
-    return [json.loads(output.splitlines()[-1]) for _, output, _ in done]
+    return launch(WORKER, processes, devices)
 
 
 def group_of(process, processes):

@@ -1,18 +1,11 @@
 """Real processes over loopback: arrays move between meshes of any of them, bit for bit."""
 
-import contextlib
-import functools
-import json
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+from launching import launch
 
 WORKER = Path(__file__).with_name("reshard_worker.py")
-DEADLINE = 120
 MOVES = (
     "1 same split",
     "2 other names",
@@ -42,27 +35,9 @@ MOVES = (
 )
 
 
-@functools.cache
 def reports():
     """What each of two processes with four devices printed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    end = time.monotonic() + DEADLINE
-    with contextlib.ExitStack() as stack:
-        running = []
-        for me in range(2):
-            command = [sys.executable, str(WORKER), *map(str, (port, me, 2, 4))]
-            process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-            stack.enter_context(process)
-            stack.callback(process.kill)
-            running.append(process)
-        done = [process.communicate(timeout=end - time.monotonic()) for process in running]
-    errors = "\n".join(error[-4000:] for _, error in done)
-    assert [process.returncode for process in running] == [0, 0], errors
-    return [json.loads(output.splitlines()[-1]) for output, _ in done]
+    return launch(WORKER, 2, 4)
 
 
 @pytest.mark.parametrize("move", MOVES)

@@ -1,59 +1,20 @@
 """Batches and trees over real processes: each loads its part, and together they hold the whole."""
 
-import contextlib
-import functools
-import json
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+from launching import launch
 
 WORKER = Path(__file__).with_name("shard_worker.py")
-DEADLINE = 120
 BATCH, ROW = 64, 4
 SUM = sum(range(BATCH * ROW))
 
 worlds = pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 2)], ids=str)
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@functools.cache
-def finished(processes, devices):
-    """Exit status, output and errors of each process; a failure is not run again."""
-    port = free_port()
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), *map(str, (port, me, processes, devices))],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for me in range(processes)
-    ]
-    end = time.monotonic() + DEADLINE
-    for process in running:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=max(0.0, end - time.monotonic()))
-        process.kill()  # nothing, where it has ended by itself
-    return [(process, *process.communicate()) for process in running]
-
-
 def reports(processes, devices):
     """What each of `processes` processes with `devices` devices found."""
-    done = finished(processes, devices)
-    faults = [
-        f"{p.args[-4:]}: exit {p.returncode}\n{e[-2000:]}" for p, _, e in done if p.returncode
-    ]
-    assert not faults, "\n".join(faults)
-    return [json.loads(output.splitlines()[-1]) for _, output, _ in done]
+    return launch(WORKER, processes, devices)
 
 
 def expected_parts(name, processes):

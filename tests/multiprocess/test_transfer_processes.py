@@ -1,18 +1,11 @@
 """Real processes over loopback: arrays go from group to group by every way, bit for bit."""
 
-import contextlib
-import functools
-import json
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+from launching import launch
 
 WORKER = Path(__file__).with_name("transfer_worker.py")
-DEADLINE = 100
 # Processes, devices in each: groups of one process, and of two.
 RUNS = [(way, *sizes) for way in ("pull", "put") for sizes in ((2, 4), (4, 2))]
 MOVES = (
@@ -41,30 +34,9 @@ ONLY = {"pull": {"out of order", "one key", "late", "listening after"}, "put": {
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
 
 
-@functools.cache
 def reports(way: str, processes: int, devices: int):
     """What each process printed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    end = time.monotonic() + DEADLINE
-    with contextlib.ExitStack() as stack:
-        running = []
-        for me in range(processes):
-            arguments = (port, me, processes, devices, way)
-            process = subprocess.Popen(
-                [sys.executable, str(WORKER), *map(str, arguments)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            stack.enter_context(process)
-            stack.callback(process.kill)
-            running.append(process)
-        done = [process.communicate(timeout=end - time.monotonic()) for process in running]
-    errors = "\n".join(error[-4000:] for _, error in done)
-    assert [process.returncode for process in running] == [0] * processes, errors
-    return [json.loads(output.splitlines()[-1]) for output, _ in done]
+    return launch(WORKER, processes, devices, way, deadline=100)
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)

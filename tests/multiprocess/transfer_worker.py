@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from joining import start
 
 import meshwright as mw
 from meshwright import _compat
@@ -23,19 +24,6 @@ from meshwright.mpmd.transfers import addresses, greeting
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int4", "bool", "uint8", "complex64", "float64")
 SHAPE = (8, 16)
 FEW = ("bfloat16", "int4")
-
-
-def start(port: int, me: int, processes: int, devices: int, way: str) -> None:
-    """Join the others over loopback."""
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", devices)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    if way == "put":
-        mw.allow_puts()
-    address = f"127.0.0.1:{port}"
-    jax.distributed.initialize(
-        address, processes, me, coordinator_bind_address=address, initialization_timeout=60
-    )
 
 
 def mesh(places, *sizes: int, names: str = "ab") -> Mesh:
@@ -330,7 +318,9 @@ def report(way: str) -> dict:
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(35, exit=True)
     warnings.simplefilter("error")
-    start(*map(int, sys.argv[1:5]), sys.argv[5])
+    if sys.argv[5] == "put":
+        mw.allow_puts()
+    start(*map(int, sys.argv[1:5]))
     begun = time.monotonic()
     try:
         print(json.dumps(report(sys.argv[5])), flush=True)

@@ -8,19 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from joining import start
 
 import meshwright as mw
-
-
-def start(port: int, me: int, processes: int, devices: int) -> None:
-    """Join the others over loopback."""
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", devices)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    address = f"127.0.0.1:{port}"
-    jax.distributed.initialize(
-        address, processes, me, coordinator_bind_address=address, initialization_timeout=60
-    )
 
 
 def total(mesh: jax.sharding.Mesh) -> float:

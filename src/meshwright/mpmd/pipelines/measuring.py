@@ -64,28 +64,28 @@ class MeasuredTimeline:
 
 
 def measure(plan: Plan, cells: list[Any]) -> MeasuredTimeline:
-    """Run a step while a thread per group notes when each task's results are there."""
+    """Run a step while threads note when the results of tasks and transfers are there."""
     schedule = plan.proof.schedule
-    clocks = [_Clock() for _ in range(schedule.groups)]
-    ready: dict[int, tuple[int, int]] = {}  # a cell, and the task of a group that fills it
+    tasks = [_Clock() for _ in range(schedule.groups)]
+    transfers = [_Clock() for _ in range(schedule.groups)]
+    ready: dict[int, Noted] = {}  # a cell, and what fills it
     for operation in plan.operations:
         before = time.perf_counter()
         values = operation.call(*[cells[cell] for cell in operation.ins])  # type: ignore[misc]
         for cell, value in zip(operation.outs, values, strict=True):
             cells[cell] = value
-        if operation.task is not None:
-            clock = clocks[operation.group]
-            place = clock.note(before, [c for c in operation.ins if c in ready], list(values))
-            ready.update(dict.fromkeys(operation.outs, (operation.group, place)))
-        elif operation.source is not None:
-            for source, target in zip(operation.ins, operation.outs, strict=True):
-                if source in ready:
-                    ready[target] = ready[source]
+        clock = tasks[operation.group] if operation.task is not None else None
+        if operation.source is not None and operation.ins[0] in ready:
+            clock = transfers[operation.source]
+        if clock is not None:
+            inputs = [ready[cell] for cell in operation.ins if cell in ready]
+            noted = (clock, clock.note(before, inputs, list(values)))
+            ready.update(dict.fromkeys(operation.outs, noted))
         for cell in operation.drop:
             cells[cell] = None
-    for clock in clocks:
+    for clock in (*tasks, *transfers):
         clock.stop()
-    return _timelines(plan, schedule, clocks, ready)
+    return _timelines(plan, tasks, transfers)
 
 
 class _Clock:
@@ -93,13 +93,13 @@ class _Clock:
 
     def __init__(self) -> None:
         self.dispatched: list[float] = []
-        self.inputs: list[Sequence[int]] = []
+        self.inputs: list[Sequence[Noted]] = []
         self.ends: list[float] = []
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._wait, daemon=True)
         self._thread.start()
 
-    def note(self, at: float, inputs: Sequence[int], values: Any) -> int:
+    def note(self, at: float, inputs: Sequence[Noted], values: Any) -> int:
         self.dispatched.append(at)
         self.inputs.append(inputs)
         self._tasks.put(values)
@@ -112,6 +112,15 @@ class _Clock:
                 if not value.is_deleted():
                     _wait_for(value)
             self.ends.append(time.perf_counter())
+
+    def starts(self) -> list[float]:
+        """When each could begin at the earliest: free, dispatched, and with its inputs there."""
+        found, free = [], 0.0
+        for at, inputs, end in zip(self.dispatched, self.inputs, self.ends, strict=True):
+            there = [clock.ends[n] for clock, n in inputs]
+            found.append(min(end, max(free, at, *(t for t in there if t <= end))))
+            free = end
+        return found
 
     def stop(self) -> None:
         self._tasks.put(None)
@@ -126,24 +135,28 @@ def _wait_for(value: Any) -> None:
             raise
 
 
+Noted = tuple["_Clock", int]
+
+
 def _timelines(
-    plan: Plan, schedule: Schedule, clocks: Sequence[_Clock], ready: dict[int, tuple[int, int]]
+    plan: Plan, tasks: Sequence[_Clock], transfers: Sequence[_Clock]
 ) -> MeasuredTimeline:
-    starts: list[list[float]] = [[] for _ in clocks]
-    ends: list[list[float]] = [[] for _ in clocks]
-    first = min(clock.dispatched[0] for clock in clocks if clock.dispatched)
-    for group, clock in enumerate(clocks):
-        free = first
-        for at, inputs, end in zip(clock.dispatched, clock.inputs, clock.ends, strict=True):
-            arrived = [clocks[g].ends[i] for g, i in (ready[c] for c in inputs)]
-            start = min(end, max([free, at, *(a for a in arrived if a <= end)]))
-            starts[group].append(1e3 * (start - first))
-            ends[group].append(1e3 * (end - first))
-            free = end
-    kept = _only_run(plan, schedule)
-    costs = _costs(kept, starts, ends)
-    measured = Timeline(kept, costs, 0.0, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
-    return MeasuredTimeline(measured, simulate(schedule, list(costs)))
+    first = min(clock.dispatched[0] for clock in tasks if clock.dispatched)
+    starts, ends = [], []
+    for clock in tasks:
+        began = clock.starts()
+        starts.append(tuple(1e3 * (start - first) for start in began))
+        ends.append(tuple(1e3 * (end - first) for end in clock.ends))
+    schedule = _only_run(plan, plan.proof.schedule)
+    costs = _costs(schedule, starts, ends)
+    late = [
+        end - max(at, *(c.ends[n] for c, n in inputs))
+        for clock in transfers
+        for at, inputs, end in zip(clock.dispatched, clock.inputs, clock.ends, strict=True)
+    ]
+    latency = max(0.0, 1e3 * statistics.fmean(late)) if late else 0.0
+    measured = Timeline(schedule, costs, latency, tuple(starts), tuple(ends))
+    return MeasuredTimeline(measured, simulate(plan.proof.schedule, list(costs), latency))
 
 
 def _only_run(plan: Plan, schedule: Schedule) -> Schedule:
