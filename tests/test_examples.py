@@ -17,6 +17,7 @@ SHOWS = {
     "flax_linen.py": (*TRAINS, "opt_state/0/trace/layer_0/up/kernel", "is P('fsdp', 'tp')"),
     "flax_nnx.py": (*TRAINS, "layers/0/up/kernel", "is P('fsdp', 'tp')"),
     "optax_adamw.py": (*TRAINS, "mu/up     f32[256@fsdp,1024@tp]", "nu/scale  f32[256] "),
+    "transformer_pipeline.py": ("stage  group", "zb-h1: 4 groups", "loss after 10 steps: "),
     "plain_pytree.py": (*TRAINS, "by shape: 7 arrays", "by rules: 7 arrays"),
 }
 COMPARING = [path for path in EXAMPLES if "def compare(" in path.read_text()]
@@ -41,7 +42,7 @@ def test_example_runs_and_shows_what_it_should(path):
 
 def test_no_expected_example_is_gone():
     assert set(SHOWS) <= {path.name for path in EXAMPLES}
-    assert len(COMPARING) == 5
+    assert len(COMPARING) == 6
 
 
 @pytest.mark.parametrize("path", COMPARING, ids=lambda path: path.stem)

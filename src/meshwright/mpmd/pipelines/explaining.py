@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright._tables import html_table, table
 from meshwright.mpmd.pipelines.programs import Key, Program
-from meshwright.mpmd.schedules.timeline import Timeline
+from meshwright.mpmd.schedules.costs import Costs
+from meshwright.mpmd.schedules.timeline import Timeline, simulate
 from meshwright.partitioning.leaves import bits
 from meshwright.partitioning.show import amount
 
@@ -79,12 +80,29 @@ class Explanation:
         }
 
 
-def explain(plan: Plan, names: Sequence[str], timeline: Timeline) -> Explanation:
-    """Read a plan."""
+def explain(plan: Plan, names: Sequence[str]) -> Explanation:
+    """Read a plan. The timeline is predicted from FLOPs, in units of an average forward."""
     schedule = plan.proof.schedule
     flops = _flops(plan)
     notes = tuple(_note(plan, stage, names, flops) for stage in range(schedule.stages))
-    return Explanation(notes, timeline)
+    return Explanation(notes, simulate(schedule, _costs(plan, flops)))
+
+
+def _costs(plan: Plan, flops: dict[Key, float]) -> str | list[Costs]:
+    """What tasks cost by their FLOPs; all alike where some are unknown, in other processes."""
+    forwards = [flops.get(("F", stage), 0.0) for stage in range(plan.cut.stages)]
+    known = all(key in flops for key, program in plan.programs.items() if program.eqns)
+    if not known or not all(forwards):
+        return "F=1,B=1,W=1"
+    unit = sum(forwards) / len(forwards)
+    found = []
+    for stage in range(plan.cut.stages):
+        f, b, w, bw = (
+            round(flops.get((kind, stage), 0.0) / unit, 1) for kind in ("F", "B", "W", "BW")
+        )
+        whole = max(bw or b + w, 0.1)
+        found.append(Costs(max(f, 0.1), b, w, whole))
+    return found
 
 
 def _note(plan: Plan, stage: int, names: Sequence[str], flops: dict[Key, float]) -> StageNote:

@@ -30,7 +30,6 @@ from meshwright.mpmd.schedules.auto import Auto
 from meshwright.mpmd.schedules.named.catalogue import schedule as named_schedule
 from meshwright.mpmd.schedules.proving import Proof, check
 from meshwright.mpmd.schedules.schedule import Schedule, count
-from meshwright.mpmd.schedules.timeline import simulate
 from meshwright.mpmd.transfers import connect
 from meshwright.mpmd.watching import Watch
 
@@ -172,7 +171,7 @@ class PipelineStep:
         `args` are those of a call; without them the last call's. Nothing runs.
         """
         plan = self._plan(take_apart(args)) if args else self._last()
-        return explain(plan, plan.names, simulate(plan.proof.schedule))
+        return explain(plan, plan.names)
 
     def timeline(self, *args: Any) -> MeasuredTimeline:
         """Run a step and note when every task ran, against what its times predict.
