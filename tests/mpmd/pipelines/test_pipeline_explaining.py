@@ -1,0 +1,102 @@
+"""A pipeline says what became of the function, and when its tasks ran."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import meshwright as mw
+
+WIDTH = 8
+
+
+def groups(count=2):
+    return mw.MpmdMesh(mw.mesh(f"pp:{count}", devices=jax.devices()[:count]), "pp")
+
+
+def loss(params, x):
+    params = jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32), params)
+    h = mw.stage(jnp.tanh(x @ params["a"]))
+    return jnp.mean((h @ params["b"]) ** 2)
+
+
+def looping(params, x):
+    h = mw.stage(x @ params["a"])
+    h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, params["b"][None])
+    return jnp.mean(h**2)
+
+
+PARAMS = {"a": jnp.eye(WIDTH), "b": jnp.eye(WIDTH)}
+ROWS = jnp.ones((8, WIDTH))
+
+
+@pytest.fixture(scope="module")
+def step():
+    return mw.pipeline(loss, groups(), schedule="zb-h1", microbatches=4)
+
+
+def test_stages_name_their_parameters_and_what_they_send(step):
+    found = step.explain(PARAMS, ROWS)
+    assert [note.parameters for note in found.stages] == [("a",), ("b",)]
+    assert [note.parameter_bytes for note in found.stages] == [4 * WIDTH * WIDTH] * 2
+    row = 2 * WIDTH * 4
+    assert [(note.sent_on_bytes, note.sent_back_bytes) for note in found.stages] == [
+        (row, 0),
+        (0, row),
+    ]
+    assert all(note.forward_flops > 0 and note.backward_flops > 0 for note in found.stages)
+
+
+def test_casts_of_parameters_are_cloned_and_said(step):
+    found = step.explain(PARAMS, ROWS)
+    assert found.stages[1].cloned["convert_element_type"] >= 2
+    assert "cloned: equations that depend only on parameters" in str(found)
+
+
+def test_a_backward_that_is_not_split_says_why(step):
+    assert "no stage waits" in step.explain(PARAMS, ROWS).stages[0].whole
+    scanned = mw.pipeline(looping, groups(), schedule="zb-h1", microbatches=4)
+    found = scanned.explain(PARAMS, ROWS)
+    assert "scan runs whole in B" in found.stages[1].whole
+    assert "Unroll it" in str(found)
+
+
+def test_nothing_to_explain_before_the_first_call():
+    fresh = mw.pipeline(loss, groups(), microbatches=4)
+    with pytest.raises(mw.PipelineError, match=r"explain\(\) before the first call"):
+        fresh.explain()
+    fresh(PARAMS, ROWS)
+    assert len(fresh.explain().stages) == 2
+
+
+def test_the_explanation_is_plain_data_and_a_picture(step):
+    found = step.explain(PARAMS, ROWS)
+    assert json.loads(json.dumps(found.to_json()))["stages"][1]["group"] == 1
+    assert "<svg" in found._repr_html_()
+
+
+def test_the_timeline_has_every_task_in_its_group_s_order(step):
+    made = step.timeline(PARAMS, ROWS)
+    # Stage 0 has no W of its own: its B does everything.
+    assert [len(row) for row in made.measured.schedule.tasks] == [8, 12]
+    for starts, ends in zip(made.measured.starts, made.measured.ends, strict=True):
+        assert all(start <= end for start, end in zip(starts, ends, strict=True))
+        assert list(ends) == sorted(ends)
+    assert made.predicted.makespan > 0 and made.ratio > 0
+
+
+def test_the_timeline_shows_itself(step):
+    made = step.timeline(PARAMS, ROWS)
+    assert "predicted / measured" in str(made)
+    assert made.svg().startswith("<svg")
+    assert made.trace()["traceEvents"]
+    assert json.loads(json.dumps(made.to_json()))["measured"]["groups"] == 2
+    assert "predicted" in made._repr_html_()
+
+
+def test_the_timeline_does_not_eat_donated_arguments():
+    donating = mw.pipeline(loss, groups(), microbatches=4, donate=0)
+    params = jax.tree.map(jnp.copy, PARAMS)
+    donating.timeline(params, ROWS)
+    assert not params["a"].is_deleted()
