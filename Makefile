@@ -50,7 +50,7 @@ lint: venv ## check format, lint and types
 	.venv/bin/mypy src
 
 test: lint ## lint, then the whole suite but what needs the vendors' compilers
-	$(CPU) .venv/bin/python -m pytest -n 2 -m "not compilers and not gpu" $(PYTEST_ARGS)
+	$(CPU) .venv/bin/python -m pytest -n 2 --dist loadfile -m "not compilers and not gpu" $(PYTEST_ARGS)
 
 test-compilers: .venv-compilers/.stamp ## the tests against libtpu and the CUDA compiler
 	$(CPU) .venv-compilers/bin/python -m pytest -n 2 -m compilers tests/compilers $(PYTEST_ARGS)
@@ -61,7 +61,7 @@ test-newest: ## everything on the newest Python and jax to be found
 		echo "test-newest: NOT RUN, found no newer Python than $$($(PYTHON) --version) here"; \
 	else \
 		$(MAKE) --no-print-directory .venv-newest/.stamp PYTHON="$$newest" && \
-		$(CPU) .venv-newest/bin/python -m pytest -n 2 -m "not gpu" $(PYTEST_ARGS); \
+		$(CPU) .venv-newest/bin/python -m pytest -n 2 --dist loadfile -m "not gpu" $(PYTEST_ARGS); \
 	fi
 
 test-gpu: ## the tests for a machine with a GPU, with the jax it has (PYTHON=...)
