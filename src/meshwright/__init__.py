@@ -138,6 +138,7 @@ _ROOMS = {
         "MpmdArray",
         "MpmdMesh",
         "MpmdSharding",
+        "PipelineStep",
         "Proof",
         "Route",
         "Schedule",

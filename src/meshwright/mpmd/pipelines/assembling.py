@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from meshwright.errors import PipelineError
 from meshwright.mpmd.pipelines import outer
@@ -106,7 +107,7 @@ def _after(
     }
     phases = outer.phases(nodes, [(var, group) for var, groups in at.items() for group in groups])
     last = {var: phase for phase in phases for var in phase.ins}
-    _keep_layouts(board, phases, homes)
+    _keep_layouts(board, phases)
     kept = {var for var in traced.outvars if not is_literal(var)}
     for phase in phases:
         gone = {
@@ -145,17 +146,26 @@ def _run(phase: Phase, board: Board, donated: tuple[int, ...]) -> None:
         board.cell_of[var, phase.group] = cell
 
 
-def _keep_layouts(board: Board, phases: Sequence[Phase], homes: dict[Any, int]) -> None:
-    """What takes an argument's place (alike in group, shape and dtype) lies as it did."""
-    alike: dict[tuple[Any, ...], Any] = {}
-    for var in board.arguments:
-        if var in homes and size(var) > 1:
-            alike.setdefault((homes[var], var.aval.shape, var.aval.dtype), var)
+def _keep_layouts(board: Board, phases: Sequence[Phase]) -> None:
+    """A result lies as the nearest value of its shape that it is computed from."""
     for phase in phases:
+        made = {var: node for node in phase.nodes for var in node.outs}
         for var in phase.outs:
-            like = alike.get((phase.group, var.aval.shape, var.aval.dtype))
-            if like is not None:
-                board.layout_of[var, phase.group] = board.layout(like, phase.group)
+            if size(var) > 1:
+                board.layout_of[var, phase.group] = _nearest(board, phase.group, made, var)
+
+
+def _nearest(board: Board, group: int, made: dict[Any, Node], var: Any) -> NamedSharding:
+    queue, seen = [var], {var}
+    while queue:
+        found = queue.pop(0)
+        if found in board.arguments or (found, group) in board.layout_of:
+            return board.layout(found, group)
+        for other in made[found].ins if found in made else ():
+            if other.aval.shape == var.aval.shape and other not in seen:
+                seen.add(other)
+                queue.append(other)
+    return board.layouts.whole(group)
 
 
 def _results(

@@ -53,7 +53,9 @@ def _lower(board: Board, operation: Operation) -> Any:
         for cell in operation.ins
     ]
     jitted = jax.jit(code.fn, out_shardings=code.outs, donate_argnums=code.donated)
-    return jitted.lower(*shapes)
+    # A mesh that the caller has set would be taken for the program's own.
+    with jax.set_mesh(board.layouts.meshes[operation.group]):
+        return jitted.lower(*shapes)
 
 
 def _learn(board: Board, operations: Sequence[Operation]) -> None:

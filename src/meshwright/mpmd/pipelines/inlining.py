@@ -1,4 +1,4 @@
-"""Flatten a traced program: whatever hides a mark is opened, and every remat."""
+"""Flatten a traced program: every jit is opened, every remat, and whatever else hides a mark."""
 
 from __future__ import annotations
 
@@ -58,10 +58,12 @@ def _opened(eqn: Any, known: dict[str, Any], open_remat: bool) -> tuple[Any, Seq
     inside = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     if primitive is known["remat"] and (open_remat or has_marks(inside)):
         return _closed(inside)
+    if primitive is known["jit"]:
+        return _closed(inside)
     hidden = [where for program in _programs(eqn) for where in marks_in(program)]
     if not hidden:
         return None
-    if primitive in (known["jit"], known["closed_call"], known["custom_jvp"], known["custom_vjp"]):
+    if primitive in (known["closed_call"], known["custom_jvp"], known["custom_vjp"]):
         return _closed(inside)
     raise PipelineError(
         f"stage(...) at {hidden[0]} is inside of {primitive.name}, which runs as one program and "

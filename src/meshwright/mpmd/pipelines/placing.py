@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from meshwright.mpmd.arrays import MpmdArray
 from meshwright.mpmd.pipelines.board import Board
 
 
@@ -27,17 +28,24 @@ def begin(board: Board, arrays: Sequence[Any], mine: frozenset[int]) -> list[Any
         cells[cell] = value
     away = []
     for argument in board.placed:
-        value = arrays[argument.number]
         if argument.group not in mine:
             continue
+        value = _in_group(arrays[argument.number], argument.group)
         if getattr(value, "sharding", None) == argument.sharding:
             cells[argument.cell] = value
         else:
             away.append(argument)
-    values = [arrays[argument.number] for argument in away]
+    values = [_in_group(arrays[argument.number], argument.group) for argument in away]
     for argument, value in zip(away, put([a.sharding for a in away], *values), strict=True):
         cells[argument.cell] = value
     return cells
+
+
+def _in_group(value: Any, group: int) -> Any:
+    """The copy of an array that lives in several groups."""
+    if not isinstance(value, MpmdArray):
+        return value
+    return value.on(group) if group in value.mesh_ids else value.first
 
 
 def results(

@@ -50,6 +50,12 @@ def read(
                 raise
             # A loss function may be made for the rows of a microbatch alone.
             closed, out_tree = _trace(wrapped, args)
+        else:
+            if options and _regions(closed.jaxpr):
+                raise PipelineError(
+                    f"{', '.join(sorted(options))}: the step calls value_and_grad itself. Give "
+                    "these options there."
+                )
     if not _regions(closed.jaxpr):
         _refuse_gradients(closed.jaxpr)
         with tracing(microbatches):

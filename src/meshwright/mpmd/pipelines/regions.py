@@ -150,7 +150,7 @@ class _Call:
 
     def __post_init__(self) -> None:
         for what, number in (("argnums", self.argnums), ("carry", self.carry)):
-            if number is not None and not 0 <= number < len(self.parts):
+            if number is not None and number not in range(len(self.parts)):
                 raise PipelineError(
                     f"{what}={number}: the function got {len(self.parts)} arguments."
                 )
@@ -210,6 +210,11 @@ class _Call:
                     f"the function returned {short(out)}; with has_aux or carry it returns a pair."
                 )
             value, extra = out
+        if isinstance(value, (tuple, list, dict)):
+            raise PipelineError(
+                f"the function returned a {type(value).__name__}, not one number. With outputs "
+                "beside the value pass has_aux=True."
+            )
         leaves, self.extra = jax.tree.flatten(extra)
         return value, leaves
 

@@ -48,12 +48,23 @@ def _settle_state(bench: Bench, used: dict[Any, int]) -> dict[Any, int]:
         if home is not None and home[0] == "F"
         for var in eqn.outvars
     }
-    at.update({var: used.get(var, 0) for var in bench.state})
-    for n in _for_state_only(bench):
+    at.update({var: used[var] for var in bench.state if var in used})
+    alone = _for_state_only(bench)
+    for n in alone:
         eqn = bench.eqns[n]
-        stage = max((at.get(var, 0) for var in variables(eqn.invars)), default=0)
-        bench.homes[n] = ("F", stage)
-        at.update(dict.fromkeys(eqn.outvars, stage))
+        for var in eqn.outvars:
+            at.pop(var, None)
+        known = [at[var] for var in variables(eqn.invars) if var in at]
+        if known:
+            at.update(dict.fromkeys(eqn.outvars, max(known)))
+    # State that nothing but its own update uses is updated where it meets other values.
+    for n in reversed(alone):
+        eqn = bench.eqns[n]
+        users = [m for m in alone if set(eqn.outvars) & set(variables(bench.eqns[m].invars))]
+        if not any(var in at for var in eqn.outvars):
+            met = max((home[1] for m in users if (home := bench.homes[m])), default=0)
+            at.update(dict.fromkeys(eqn.outvars, met))
+        bench.homes[n] = ("F", max(at[var] for var in eqn.outvars if var in at))
     return at
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from meshwright.partitioning.leaves import path_text
 
@@ -30,10 +29,18 @@ class Split:
         return jax.tree.unflatten(self.treedef, leaves)
 
 
-def take_apart(tree: Any) -> Split:
-    """Arrays and numbers of a tree on one side, functions and other leaves on the other."""
+def take_apart(tree: Any, depth: int = 0) -> Split:
+    """Arrays of a tree on one side, functions, flags and other leaves on the other.
+
+    A number is data where it stands alone, `depth` steps into the tree: a learning rate. Deeper
+    inside it is a setting, like a module's rate of dropout.
+    """
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    places = tuple(n for n, (_, leaf) in enumerate(flat) if is_data(leaf))
+    places = tuple(
+        n
+        for n, (path, leaf) in enumerate(flat)
+        if _is_array(leaf) or (len(path) <= depth and _is_number(leaf))
+    )
     chosen = set(places)
     return Split(
         treedef,
@@ -44,9 +51,11 @@ def take_apart(tree: Any) -> Split:
     )
 
 
-def is_data(leaf: Any) -> bool:
-    if isinstance(leaf, (bool, int, float, complex, np.generic)):
-        return True
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
+
+
+def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AxisType
 
-from meshwright.errors import PipelineError, short
+from meshwright.errors import PipelineError, near, short
 from meshwright.mpmd.groups import Groups, as_groups
 from meshwright.mpmd.pipelines.assembling import Assembled, assemble
 from meshwright.mpmd.pipelines.board import Board
@@ -27,6 +28,7 @@ from meshwright.mpmd.pipelines.reading import Traced, read
 from meshwright.mpmd.pipelines.sharing import local_groups, share
 from meshwright.mpmd.pipelines.statics import Split, take_apart
 from meshwright.mpmd.schedules.auto import Auto
+from meshwright.mpmd.schedules.named.catalogue import check_name
 from meshwright.mpmd.schedules.named.catalogue import schedule as named_schedule
 from meshwright.mpmd.schedules.proving import Proof, check
 from meshwright.mpmd.schedules.schedule import Schedule, count
@@ -71,10 +73,41 @@ def pipeline(
     if not callable(fn):
         fn = _chained(fn)
     count(microbatches, "microbatches", "pipeline")
-    donated = (donate,) if isinstance(donate, int) else tuple(donate)
+    donated = donate if isinstance(donate, (tuple, list)) else (donate,)
+    if any(isinstance(n, bool) or not isinstance(n, int) for n in donated):
+        raise PipelineError(f"donate: {short(donate)} is not an argument's number, or several.")
+    _check_options(schedule, limit, options)
     return PipelineStep(
-        fn, as_groups(groups), schedule, microbatches, rules, donated, options, limit
+        fn, _auto_axes(groups), schedule, microbatches, rules, tuple(donated), options, limit
     )
+
+
+def _check_options(schedule: Any, limit: Any, options: dict[str, Any]) -> None:
+    known = ("argnums", "has_aux", "reduce", "aux", "carry", "outputs")
+    for name in options:
+        if name not in known:
+            raise PipelineError(
+                f"pipeline has no option {name!r}.{near(name, (*known, 'donate', 'rules'))}"
+            )
+    if isinstance(schedule, str):
+        check_name(schedule)
+    elif not isinstance(schedule, (Schedule, Auto)):
+        raise PipelineError(f"schedule: {short(schedule)} is not a name, a Schedule or an Auto.")
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
+        raise PipelineError(f"limit: {short(limit)} is not a number of seconds.")
+
+
+def _auto_axes(groups: Any) -> Groups:
+    """Groups whose axes the compiler may use as it likes; others are refused."""
+    found = as_groups(groups)
+    for number, mesh in enumerate(found.meshes):
+        if any(kind != AxisType.Auto for kind in mesh.axis_types):
+            raise PipelineError(
+                f"group {number}: its mesh has axes that are not of type Auto. Pipelines leave "
+                "shardings inside a group to the compiler: make the mesh with mw.mesh, or with "
+                "axis_types=(AxisType.Auto, ...)."
+            )
+    return found
 
 
 class PipelineStep:
@@ -151,7 +184,7 @@ class PipelineStep:
         for number in self.donated:
             if number not in range(len(args)):
                 raise PipelineError(f"donate={number}: the step was called with {len(args)}.")
-        parts = take_apart(args)
+        parts = take_apart(args, 1)
         for path, value in zip(parts.paths, parts.arrays, strict=True):
             if isinstance(value, jax.core.Tracer):
                 raise PipelineError(
@@ -170,7 +203,7 @@ class PipelineStep:
 
         `args` are those of a call; without them the last call's. Nothing runs.
         """
-        plan = self._plan(take_apart(args)) if args else self._last()
+        plan = self._plan(take_apart(args, 1)) if args else self._last()
         return explain(plan, plan.names)
 
     def timeline(self, *args: Any) -> MeasuredTimeline:
@@ -182,14 +215,14 @@ class PipelineStep:
             raise PipelineError(
                 "timeline() sees one process only. Run the pipeline in a single process for it."
             )
-        plan = self._plan(take_apart(args))
+        plan = self._plan(take_apart(args, 1))
         copies = [
             jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, arg)
             if number in self.donated
             else arg
             for number, arg in enumerate(args)
         ]
-        arrays = take_apart(tuple(copies)).arrays
+        arrays = take_apart(tuple(copies), 1).arrays
         return measure(plan, begin(plan.assembled.board, arrays, self.mine))
 
     def _last(self) -> Plan:
@@ -199,8 +232,18 @@ class PipelineStep:
 
     def _plan(self, parts: Split) -> Plan:
         """What to do with arguments like these; worked out and compiled the first time."""
-        kinds = tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in parts.arrays)
+        kinds = tuple(
+            (np.shape(x), getattr(x, "dtype", type(x)), bool(getattr(x, "weak_type", False)))
+            for x in parts.arrays
+        )
         key = (parts.treedef, parts.places, parts.rest, kinds)
+        try:
+            hash(key)
+        except TypeError as error:
+            raise PipelineError(
+                f"an argument holds a leaf that is neither an array nor hashable: {error}. Pass "
+                "it by closure."
+            ) from error
         if key not in self._plans:
             if self.watch is not None:
                 # Tracing and compiling take what they take; others wait for us meanwhile.
@@ -212,6 +255,12 @@ class PipelineStep:
 
     def _make_plan(self, parts: Split) -> Plan:
         traced = read(self.fn, parts, self.microbatches, self._is_forward(), self.options)
+        if self._is_forward() == bool(traced.region.gradient):
+            have = "has no backward" if self._is_forward() else "has one"
+            raise PipelineError(
+                f"the step {'takes gradients' if traced.region.gradient else 'takes none'}, and "
+                f"the schedule {have}. Use 'forward' for steps without gradients only."
+            )
         stages = cut(traced.region)
         proof = check(self._schedule(stages.stages))
         tasks = {(task.kind, task.stage) for row in proof.schedule.tasks for task in row}
@@ -237,7 +286,7 @@ class PipelineStep:
     def _is_forward(self) -> bool:
         if isinstance(self.schedule, Schedule):
             return self.schedule.forward_only
-        return self.schedule == "forward"
+        return isinstance(self.schedule, str) and self.schedule.strip().lower() == "forward"
 
     def _schedule(self, stages: int) -> Schedule:
         groups = self.groups.mpmd_dim

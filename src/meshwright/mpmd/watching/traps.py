@@ -54,7 +54,7 @@ class Trap:
 
     def restore(self) -> None:
         """Put back what was there before, unless somebody else has come since."""
-        if self.set and _action(self.number).handler == self._ours.handler:
+        if self.set and (self.sprung or _action(self.number).handler == self._ours.handler):
             ctypes.CDLL(None).sigaction(int(self.number), ctypes.byref(self._before), None)
         with contextlib.suppress(ValueError):
             _set.remove(self)

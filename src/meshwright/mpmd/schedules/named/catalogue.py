@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from meshwright.errors import ScheduleError, near, short
 from meshwright.mpmd.schedules.named.linear import eager_1f1b, forward, gpipe, one_f_one_b
@@ -56,12 +57,8 @@ def schedule(name: str, *, groups: int, microbatches: int, stages: int | None = 
     ...
     meshwright.errors.ScheduleError: no schedule is called 'zbh1'. Did you mean 'zb-h1'? There...
     """
-    if not isinstance(name, str) or (named := NAMED.get(name.lower().strip())) is None:
-        raise ScheduleError(
-            f"no schedule is called {short(name)}.{near(str(name).lower(), NAMED)} There are "
-            f"{', '.join(NAMED)}."
-        )
-    name = name.lower().strip()
+    name = check_name(name)
+    named = NAMED[name]
     groups, microbatches = count(groups, "groups", name), count(microbatches, "microbatches", name)
     stages = groups * named.default_chunks if stages is None else count(stages, "stages", name)
     _check_stages(name, named, groups, stages)
@@ -74,6 +71,18 @@ def schedule(name: str, *, groups: int, microbatches: int, stages: int | None = 
     if named.chunks is None:
         return named.build(groups, microbatches, stages)
     return named.build(groups, microbatches)
+
+
+def check_name(name: Any) -> str:
+    """The name as it is listed, or an error that lists them all."""
+    plain = name.lower().strip() if isinstance(name, str) else ""
+    if plain not in NAMED:
+        auto = " For the best one found use Auto(...)." if plain == "auto" else ""
+        raise ScheduleError(
+            f"no schedule is called {short(name)}.{near(str(name).lower(), NAMED)} There are "
+            f"{', '.join(NAMED)}.{auto}"
+        )
+    return plain
 
 
 def fits(name: str, groups: int, microbatches: int, stages: int | None) -> bool:

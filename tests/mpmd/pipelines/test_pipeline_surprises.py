@@ -1,0 +1,157 @@
+"""What users do that nobody thought of first."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from pipeline_helpers import assert_close, looped
+
+import meshwright as mw
+
+WIDTH = 16
+PARAMS = {"a": jax.random.normal(jax.random.key(0), (WIDTH, WIDTH)) / 4, "b": jnp.eye(WIDTH)}
+ROWS = jax.random.normal(jax.random.key(1), (16, WIDTH))
+PAIR = mw.MpmdMesh(mw.mesh("pp:2, dp:4"), "pp")
+
+
+def loss(params, x):
+    return jnp.mean((mw.stage(jnp.tanh(x @ params["a"])) @ params["b"]) ** 2)
+
+
+def stepping(params, x):
+    return mw.value_and_grad(loss)(params, x)
+
+
+def test_gradients_without_a_backward_are_refused():
+    step = mw.pipeline(stepping, PAIR, microbatches=4, schedule="forward")
+    with pytest.raises(mw.PipelineError, match="takes gradients, and the schedule has no backward"):
+        step(PARAMS, ROWS)
+
+
+def test_numbers_inside_of_a_module_are_settings():
+    class Model(eqx.Module):
+        first: eqx.nn.Linear
+        drop: eqx.nn.Dropout
+        scale: float
+
+        def __call__(self, x):
+            h = mw.stage(jax.vmap(self.first)(x))
+            return self.scale * self.drop(h, inference=True)
+
+    model = Model(eqx.nn.Linear(WIDTH, WIDTH, key=jax.random.key(0)), eqx.nn.Dropout(0.5), 2.0)
+    step = mw.pipeline(lambda m, x: jnp.mean(m(x) ** 2), PAIR, microbatches=4)
+    value, grads = step(model, ROWS)
+    expected, wanted = eqx.filter_value_and_grad(lambda m: jnp.mean(m(ROWS) ** 2))(model)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    assert grads.scale is None
+    np.testing.assert_allclose(grads.first.weight, wanted.first.weight, rtol=1e-4, atol=1e-6)
+
+
+def test_weakly_typed_arguments_have_a_plan_of_their_own():
+    def update(params, lr, x):
+        _, grads = mw.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - lr * g, params, grads)
+
+    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    step = mw.pipeline(update, PAIR, microbatches=4)
+    assert step(half, jnp.asarray(0.1), ROWS)["a"].dtype == jnp.bfloat16
+    assert step(half, jnp.float32(0.1), ROWS)["a"].dtype == jnp.float32
+
+
+def test_statistics_of_every_stage_are_carried():
+    def normed(params, state, x):
+        h = x @ params["a"]
+        first = 0.9 * state["first"] + 0.1 * h.mean(0)
+        h = mw.stage(jnp.tanh(h - h.mean(0))) @ params["b"]
+        last = 0.9 * state["last"] + 0.1 * h.mean(0)
+        return jnp.mean((h - h.mean(0)) ** 2), {"first": first, "last": last}
+
+    state = {"first": jnp.zeros(WIDTH), "last": jnp.zeros(WIDTH)}
+    step = mw.pipeline(normed, PAIR, microbatches=4, carry=1)
+    expected = jax.jit(looped(normed, 4, carry=1))(PARAMS, state, ROWS)
+    assert_close(step(PARAMS, state, ROWS), expected)
+
+
+def test_meshes_with_explicit_axes_are_refused_with_the_fix():
+    kinds = (jax.sharding.AxisType.Explicit,) * 2
+    explicit = jax.make_mesh((2, 4), ("pp", "dp"), axis_types=kinds)
+    with pytest.raises(mw.PipelineError, match="axes that are not of type Auto"):
+        mw.pipeline(loss, mw.MpmdMesh(explicit, "pp"), microbatches=4)
+
+
+def test_a_mesh_that_the_caller_has_set_does_no_harm():
+    expected = mw.pipeline(loss, PAIR, microbatches=4)(PARAMS, ROWS)
+    with jax.set_mesh(mw.mesh("dp:8")):
+        assert_close(mw.pipeline(loss, PAIR, microbatches=4)(PARAMS, ROWS), expected)
+
+
+def test_results_lie_as_the_parameters_they_replace():
+    at = mw.MpmdMesh(mw.mesh("pp:2, dp:2, tp:2"), "pp")
+    specs = {"q": P(None, "tp"), "o": P("tp"), "u": P(None, "tp"), "d": P("tp")}
+    weights = dict.fromkeys(specs, PARAMS["a"])
+    tx = optax.adamw(1e-2)
+
+    def chain(params, x):
+        h = mw.stage(jnp.tanh(x @ params["q"]) @ params["o"])
+        return jnp.mean((jnp.tanh(h @ params["u"]) @ params["d"]) ** 2)
+
+    def train(params, state, x):
+        _, grads = mw.value_and_grad(chain)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    step = mw.pipeline(train, at, microbatches=4, rules=list(specs.items()))
+    params, state = step(weights, tx.init(weights), ROWS)
+    for name, spec in specs.items():
+        assert params[name].sharding.spec == spec
+        assert state[0].mu[name].sharding.spec == spec
+
+
+def test_arrays_that_live_in_several_groups_are_taken():
+    placed = mw.to_groups(PARAMS, PAIR, {"a": {0, 1}, "b": 1}, P())
+    expected = mw.pipeline(loss, PAIR, microbatches=4)(PARAMS, ROWS)
+    assert_close(mw.pipeline(loss, PAIR, microbatches=4)(placed, ROWS), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hasaux": True}, "pipeline has no option 'hasaux'. Did you mean 'has_aux'"),
+        ({"schedule": "1f1bb"}, "no schedule is called '1f1bb'. Did you mean '1f1b'"),
+        ({"schedule": 3}, "schedule: 3 is not a name, a Schedule or an Auto"),
+        ({"limit": -1}, "limit: -1 is not a number of seconds"),
+        ({"donate": True}, "donate: True is not an argument's number"),
+        ({"donate": "params"}, "donate: 'params' is not an argument's number"),
+    ],
+)
+def test_options_are_checked_at_once(options, message):
+    with pytest.raises(mw.MeshwrightError, match=message):
+        mw.pipeline(loss, PAIR, microbatches=4, **options)
+
+
+def test_options_of_a_step_that_takes_gradients_itself_are_refused():
+    step = mw.pipeline(stepping, PAIR, microbatches=4, reduce="sum")
+    with pytest.raises(mw.PipelineError, match="reduce: the step calls value_and_grad itself"):
+        step(PARAMS, ROWS)
+
+
+def test_a_forgotten_has_aux_is_named():
+    step = mw.pipeline(lambda p, x: (loss(p, x), x), PAIR, microbatches=4)
+    with pytest.raises(mw.PipelineError, match=r"returned a tuple, not one number.*has_aux=True"):
+        step(PARAMS, ROWS)
+
+
+def test_forward_in_any_case():
+    alone = [PAIR.unstack[0]]
+    step = mw.pipeline(lambda p, x: x @ p["a"], alone, microbatches=4, schedule="Forward")
+    assert step(PARAMS, ROWS).shape == (4, 4, WIDTH)
+
+
+def test_placed_parameters_stay_where_they_lie():
+    placed = jax.device_put(PARAMS["a"], NamedSharding(PAIR.unstack[0], P("dp")))
+    _, grads = mw.pipeline(loss, PAIR, microbatches=4)({**PARAMS, "a": placed}, ROWS)
+    assert grads["a"].sharding.spec == P("dp")
