@@ -150,6 +150,8 @@ def test_forward_only_has_no_backward():
         ("zbh1", (4, 8), r"no schedule is called 'zbh1'. Did you mean 'zb-h1'\?"),
         (3, (4, 8), "no schedule is called 3"),
         ("gpipe", (0, 8), "groups is a whole number from 1, not 0"),
+        ("gpipe", (10**9, 1), "make more than 10,000,000 forwards. Take fewer"),
+        ("auto", (2, 1), r"For the best one found use Auto\(...\)"),
         ("gpipe", (2, -1), "microbatches is a whole number from 1"),
         ("gpipe", (2.5, 1), "groups is a whole number from 1, not 2.5"),
         ("gpipe", (True, 1), "groups is a whole number from 1"),

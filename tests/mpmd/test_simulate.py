@@ -101,6 +101,7 @@ def test_the_timeline_is_plain_data():
         ("F=nan", "cost F: a time is a number from 0, not nan"),
         ("F=inf", "cost F: a time is a number from 0, not inf"),
         ("F", "'F' is not kind=time"),
+        ("F=1,F=2", "costs: F is given twice in 'F=1,F=2'"),
         ("F=one", "'F=one' is not kind=time"),
         ("X=1", r"'X' is not one of \['F', 'B', 'W', 'BW', 'FB'\]"),
         ({"f": 1}, "'f' is not one of"),

@@ -155,3 +155,33 @@ def test_placed_parameters_stay_where_they_lie():
     placed = jax.device_put(PARAMS["a"], NamedSharding(PAIR.unstack[0], P("dp")))
     _, grads = mw.pipeline(loss, PAIR, microbatches=4)({**PARAMS, "a": placed}, ROWS)
     assert grads["a"].sharding.spec == P("dp")
+
+
+def test_an_argument_that_is_not_to_be_cut_goes_whole():
+    def masked(params, x, mask):
+        return loss(params, x @ mask) + jnp.sum(mask)
+
+    mask = jnp.eye(WIDTH)
+    step = mw.pipeline(masked, PAIR, microbatches=4, whole=2)
+    value, grads = step(PARAMS, ROWS, mask)
+    expected, wanted = jax.value_and_grad(masked)(PARAMS, ROWS, mask)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    np.testing.assert_allclose(grads["a"], wanted["a"], rtol=1e-4, atol=1e-6)
+    with pytest.raises(mw.PipelineError, match="whole=7: the function got 3 arguments"):
+        mw.pipeline(masked, PAIR, microbatches=4, whole=7)(PARAMS, ROWS, mask)
+
+
+def test_parameters_cast_before_the_microbatches_stay_in_their_group():
+    def train(params, x):
+        half = jax.tree.map(lambda p: (2 * p).astype(jnp.float32), params)
+        value, grads = mw.value_and_grad(loss)(half, x)
+        return jax.tree.map(lambda p, g: p - g, params, grads), value
+
+    step = mw.pipeline(train, PAIR, microbatches=4)
+    params, value = step(PARAMS, ROWS)
+    assert_close((params, value), jax.jit(train)(PARAMS, ROWS))
+    groups = [set(mesh.devices.flat) for mesh in PAIR.unstack]
+    assert [params[name].sharding.device_set for name in "ab"] == groups
+    (plan,) = step._plans.values()
+    before = [o for o in plan.operations if o.task is None and o.code is not None][:2]
+    assert sorted(operation.group for operation in before) == [0, 1]

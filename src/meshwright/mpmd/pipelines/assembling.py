@@ -43,7 +43,7 @@ def assemble(
     """Write everything onto the board, in the order in which it runs."""
     homes = _homes(traced, cut, programs, proof)
     board.homes = dict(homes)
-    _before(traced, board)
+    _before(traced, board, homes)
     sums = Sums(board, cut, traced, proof.schedule.group_of)
     sums.begin()
     tasks = Tasks(board, cut, programs, proof, traced, sums)
@@ -55,7 +55,8 @@ def assemble(
 
 def _homes(traced: Traced, cut: Cut, programs: dict[Key, Program], proof: Proof) -> dict[Any, int]:
     """Where parameters live: in the group of the first stage that uses them."""
-    arguments = set(traced.invars)
+    made = {var for eqn in traced.before for var in eqn.outvars}
+    arguments = set(traced.invars) | made
     operand = dict(zip(cut.invars, traced.operands, strict=True))
     split = {
         var for var, role in zip(traced.operands, cut.region.roles, strict=True) if role == "split"
@@ -72,13 +73,20 @@ def _homes(traced: Traced, cut: Cut, programs: dict[Key, Program], proof: Proof)
     return homes
 
 
-def _before(traced: Traced, board: Board) -> None:
-    """What the batch goes through before it is cut, in the first group."""
+def _before(traced: Traced, board: Board, homes: dict[Any, int]) -> None:
+    """What is done to parameters before the microbatches, where they are used; else in group 0."""
     nodes = [outer.equation_node(eqn) for eqn in traced.before]
-    for node in nodes:
-        node.group = 0
-    made = {var for node in nodes for var in node.outs}
-    for phase in outer.phases(nodes, [(var, 0) for var in traced.operands if var in made]):
+    found = dict(homes)
+    outer.settle(nodes, found)
+    board.homes.update((var, at) for var, at in found.items() if var in board.arguments)
+    homes.update((var, at) for var, at in found.items() if var in board.arguments)
+    made = {var: node for node in nodes for var in node.outs}
+    wanted = {
+        var: 0 if made[var].group == EVERYWHERE else made[var].group or 0
+        for var in traced.operands
+        if not is_literal(var) and var in made
+    }
+    for phase in outer.phases(nodes, list(wanted.items())):
         _run(phase, board, ())
 
 

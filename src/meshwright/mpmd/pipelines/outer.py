@@ -60,7 +60,8 @@ def _spread(nodes: Sequence[Node], homes: dict[Any, int], users: dict[Any, list[
     changed = False
     for node in nodes:
         if node.group is None:
-            near = [(size(v), -homes[v]) for v in node.ins if v in homes and size(v) > 1]
+            known = (*node.ins, *node.outs)
+            near = [(size(v), -homes[v]) for v in known if v in homes and size(v) > 1]
             near = near or [
                 (size(v), -user.group)
                 for v in node.outs

@@ -94,16 +94,18 @@ def value_and_grad(
     reduce: str = "mean",
     aux: Any = "stack",
     carry: int | None = None,
+    whole: int | Sequence[int] = (),
 ) -> Callable[..., Any]:
     """`jax.value_and_grad`, in microbatches when the step runs as a pipeline.
 
     In a pipeline the arguments other than `argnums` are cut along their first dim into
-    microbatches; those without dims go whole to each. The value and the gradients are the
-    `reduce` ("mean" or "sum") over microbatches. Auxiliary outputs are reduced by `aux`, one word
-    or a tree of them: "stack" (a new first dim), "mean", "sum" or "max". `carry` is the argument
-    that each microbatch hands on to the next, such as batch statistics; then `fn` returns
-    `value, carry`, or `value, (carry, aux)`. Outside of a pipeline this is `jax.value_and_grad`
-    of the whole batch. Leaves that are no floating-point arrays have no gradient: `None`.
+    microbatches; those without dims, and those that `whole` names, go whole to each. The value and
+    the gradients are the `reduce` ("mean" or "sum") over microbatches. Auxiliary outputs are
+    reduced by `aux`, one word or a tree of them: "stack" (a new first dim), "mean", "sum" or "max".
+    `carry` is the argument that each microbatch hands on to the next, such as batch statistics;
+    then `fn` returns `value, carry`, or `value, (carry, aux)`. Outside of a pipeline this is
+    `jax.value_and_grad` of the whole batch. Leaves that are no floating-point arrays have no
+    gradient: `None`.
 
     >>> import jax.numpy as jnp, meshwright as mw
     >>> mw.value_and_grad(lambda w, x: jnp.mean(w["a"] * x))({"a": jnp.ones(4)}, jnp.ones(4))
@@ -114,7 +116,8 @@ def value_and_grad(
 
     @functools.wraps(fn)
     def wrapped(*args: Any) -> Any:
-        call = _Call(fn, tuple(map(take_apart, args)), argnums, carry, has_aux)
+        uncut = (whole,) if isinstance(whole, int) else tuple(whole)
+        call = _Call(fn, tuple(map(take_apart, args)), argnums, carry, has_aux, whole=uncut)
         step = _tracing.get()
         if step is None:
             return call.packed(call.run([list(part.arrays) for part in call.parts]))
@@ -146,10 +149,16 @@ class _Call:
     carry: int | None
     has_aux: bool
     gradient: bool = True
+    whole: tuple[int, ...] = ()
     extra: Any = None  # the structure of what comes with the value, known once it has run
 
     def __post_init__(self) -> None:
-        for what, number in (("argnums", self.argnums), ("carry", self.carry)):
+        named = [
+            ("argnums", self.argnums),
+            ("carry", self.carry),
+            *(("whole", n) for n in self.whole),
+        ]
+        for what, number in named:
             if number is not None and number not in range(len(self.parts)):
                 raise PipelineError(
                     f"{what}={number}: the function got {len(self.parts)} arguments."
@@ -266,7 +275,8 @@ def _role(call: _Call, number: int, trained: bool, array: Any) -> Role:
         return "carry"
     if trained:
         return "params"
-    return "split" if number != call.argnums and jnp.ndim(array) else "whole"
+    uncut = number == call.argnums or number in call.whole
+    return "whole" if uncut or not jnp.ndim(array) else "split"
 
 
 def _slice(shape: Any, microbatches: int, name: str) -> Any:

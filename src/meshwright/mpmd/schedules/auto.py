@@ -35,6 +35,10 @@ class Auto:
     memory: float | None = None
     split: bool = True
 
+    def __post_init__(self) -> None:
+        _limit(self.memory)
+        time(self.latency, "latency")
+
     def build(self, groups: int, microbatches: int, stages: int | None = None) -> Schedule:
         """The best schedule found for so many groups and microbatches."""
         groups = count(groups, "groups", "auto")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,7 +47,10 @@ class Costs:
         if isinstance(costs, Costs):
             return costs
         if isinstance(costs, str):
-            costs = dict(_pair(part) for part in costs.split(",") if part.strip())
+            pairs = [_pair(part) for part in costs.split(",") if part.strip()]
+            if twice := [kind for kind, n in Counter(k for k, _ in pairs).items() if n > 1]:
+                raise ScheduleError(f"costs: {twice[0]} is given twice in {short(costs)}.")
+            costs = dict(pairs)
         if not isinstance(costs, Mapping):
             raise ScheduleError(f"costs are 'F=1,B=1,W=1', a mapping or Costs, not {short(costs)}.")
         known = [field.name for field in dataclasses.fields(cls)]

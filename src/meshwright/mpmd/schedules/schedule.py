@@ -39,6 +39,9 @@ class Schedule:
         if not isinstance(name, str) or not name:
             raise ScheduleError(f"a schedule's name is a word, not {short(name)}.")
         count(self.microbatches, "microbatches", name)
+        for what, rows in (("tasks", self.tasks), ("group_of", self.group_of)):
+            if not isinstance(rows, Sequence) or isinstance(rows, str):
+                raise ScheduleError(f"{name}: {what} is a list, not {short(rows)}.")
         tasks = tuple(tuple(_tasks(row, f"{name}: group {g}")) for g, row in enumerate(self.tasks))
         if not tasks:
             raise ScheduleError(f"{name}: no groups. Give one list of tasks per group.")
@@ -114,6 +117,8 @@ def count(value: Any, what: str, where: str, least: int = 1) -> int:
 
 
 def _tasks(row: Iterable[Any], where: str) -> Iterable[Task]:
+    if not isinstance(row, Iterable):
+        raise ScheduleError(f"{where}: its tasks are a list, not {short(row)}.")
     for position, item in enumerate(row):
         if type(item) is Task and item.kind in KINDS:
             yield item

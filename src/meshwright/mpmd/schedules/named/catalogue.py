@@ -41,6 +41,9 @@ NAMED = {
 }
 
 
+MOST = 10_000_000  # forwards of a schedule; more is a slip
+
+
 def schedule(name: str, *, groups: int, microbatches: int, stages: int | None = None) -> Schedule:
     """A named schedule for so many groups and microbatches.
 
@@ -62,6 +65,11 @@ def schedule(name: str, *, groups: int, microbatches: int, stages: int | None = 
     groups, microbatches = count(groups, "groups", name), count(microbatches, "microbatches", name)
     stages = groups * named.default_chunks if stages is None else count(stages, "stages", name)
     _check_stages(name, named, groups, stages)
+    if stages * microbatches > MOST:
+        raise ScheduleError(
+            f"{name}: {stages} stages and {microbatches} microbatches make more than "
+            f"{MOST:,} forwards. Take fewer."
+        )
     if microbatches < named.least_per_group * groups:
         raise ScheduleError(
             f"{name} is defined from {named.least_per_group} microbatches per group: {groups} "
