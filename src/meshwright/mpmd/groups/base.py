@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from meshwright.mpmd.groups.checks import (
 )
 
 
-class Groups:
+class Groups(abc.ABC):
     """Meshes with devices of their own, each to run its own program. They are numbered from 0.
 
     Either an `MpmdMesh`, one mesh cut along an axis, or `MeshGroups`, meshes of any shapes. What
@@ -93,9 +94,9 @@ class Groups:
         """The mesh to compile against: this process's group, or group 0 in a single process."""
         return self.my_mpmd_group_mesh if self.spans_processes else self.meshes[0]
 
+    @abc.abstractmethod
     def mpmd_submesh(self, indices: Sequence[int]) -> Groups:
         """The chosen groups, in the order given."""
-        raise NotImplementedError
 
     def local_spec(self, spec: PartitionSpec) -> PartitionSpec:
         """A spec as it holds inside a group."""

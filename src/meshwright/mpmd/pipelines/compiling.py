@@ -20,21 +20,24 @@ def compile_all(board: Board, operations: Sequence[Operation]) -> None:
     How some values lie is known only when the program that makes them is compiled: programs
     that take them wait for the next wave.
     """
-    waiting: dict[int, Operation] = {}
+    waiting: dict[int, tuple[Code, Operation]] = {}
     for operation in operations:
         if operation.code is not None and operation.code.compiled is None:
-            waiting.setdefault(id(operation.code), operation)
+            waiting.setdefault(id(operation.code), (operation.code, operation))
     threads = min(len(waiting) or 1, os.cpu_count() or 1)
     with (
         Progress("compiling", len(waiting)) as progress,
         concurrent.futures.ThreadPoolExecutor(threads) as pool,
     ):
         while waiting:
-            ready = [o for o in waiting.values() if all(board.lies[c] is not None for c in o.ins)]
-            lowered = [(operation, _lower(board, operation)) for operation in ready]
-            made = [(o, pool.submit(program.compile)) for o, program in lowered]
-            for operation, future in made:
-                code = _code(operation)
+            ready = [
+                (code, operation)
+                for code, operation in waiting.values()
+                if all(board.lies[cell] is not None for cell in operation.ins)
+            ]
+            lowered = [(code, _lower(board, code, operation)) for code, operation in ready]
+            made = [(code, pool.submit(program.compile)) for code, program in lowered]
+            for code, future in made:
                 code.compiled = future.result()
                 progress.one(code.name)
                 del waiting[id(code)]
@@ -44,8 +47,7 @@ def compile_all(board: Board, operations: Sequence[Operation]) -> None:
             operation.call = operation.code.compiled
 
 
-def _lower(board: Board, operation: Operation) -> Any:
-    code = _code(operation)
+def _lower(board: Board, code: Code, operation: Operation) -> Any:
     shapes = [
         jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
             board.avals[cell].shape, board.avals[cell].dtype, sharding=board.lies[cell]
@@ -67,8 +69,3 @@ def _learn(board: Board, operations: Sequence[Operation]) -> None:
         for cell, sharding in zip(operation.outs, code.compiled.output_shardings, strict=True):
             if board.lies[cell] is None:
                 board.lies[cell] = sharding
-
-
-def _code(operation: Operation) -> Code:
-    assert operation.code is not None  # noqa: S101 - for the type checker
-    return operation.code

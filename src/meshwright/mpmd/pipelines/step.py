@@ -142,14 +142,12 @@ class PipelineStep:
         if self.watch is None:
             run(plan.operations, cells)
         else:
-            self._run_among_others(plan, cells)
+            self._run_among_others(plan, cells, self.watch)
         found = results(board, cells, plan.assembled.results, self.mine)
         return jax.tree.unflatten(plan.traced.out_tree, found)
 
-    def _run_among_others(self, plan: Plan, cells: list[Any]) -> None:
+    def _run_among_others(self, plan: Plan, cells: list[Any], watch: Watch) -> None:
         """Run while the other processes run theirs; when one fails, all end."""
-        watch = self.watch
-        assert watch is not None  # noqa: S101 - for the type checker
         watch.step = self._steps
         self._steps += 1
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import collections
 import types
 from typing import Any, ClassVar
 
@@ -11,7 +10,6 @@ import jax
 
 from meshwright.errors import TransferError, listing, short
 from meshwright.mpmd.transfers.jobs import Job
-from meshwright.mpmd.transfers.keys import Turns, key_text
 from meshwright.mpmd.transfers.routes import Route
 
 Name = tuple[str, str]  # a route's name, a key
@@ -34,61 +32,32 @@ class Link(abc.ABC):
         self.process = int(jax.process_index())
         self.closed = False
         self._jobs: dict[Route, Job] = {}
-        self._sent, self._received = Turns(), Turns()
-        # What this process sent to itself, first come first served.
-        self._kept: dict[Name, collections.deque[Arrays]] = collections.defaultdict(
-            collections.deque
-        )
 
+    @abc.abstractmethod
     def send(self, route: Route, key: Any, arrays: Any) -> None:
         """Offer this process's part of the arrays. They must live until they are pulled: dropping
         them is fine, deleting or donating them is not."""
-        ours = self._job(route)
-        self._must("send", self.process in route.senders, route.senders)
-        name = (route.name, key_text(key))
-        with ours.as_asked():
-            data = ours.check(arrays)
-            kept = self._send(ours, name, self._sent.next(name), data)
-        if kept is not None:
-            self._kept[name].append(kept)
 
+    @abc.abstractmethod
     def receive(self, route: Route, key: Any) -> Any:
         """The arrays on their target shardings, as the route's tree.
 
         It may be called before they are sent, ahead of other work too unless the route
         `joins_on_arrival`.
         """
-        ours = self._job(route)
-        self._must("receive", self.process in route.receivers, route.receivers)
-        name = (route.name, key_text(key))
-        kept = self._take(name) if self._keeps(ours) else {}
-        with ours.as_asked():
-            arrays = self._receive(ours, name, self._received.next(name), kept)
-        return ours.finish(arrays)
 
+    @abc.abstractmethod
     def move(self, route: Route, key: Any, arrays: Any = None, *, donate: bool = False) -> Any:
         """Send what this process holds, receive what it shall hold, and return the tree.
 
         A process that holds nothing of the arrays may leave them out. `donate=True` gives up the
         arrays once they are copied, inside a process only.
         """
-        if donate:
-            raise TransferError(
-                f"move: donate=True with way={self.way!r}: the arrays may still be on their way "
-                "when this returns. Drop your references instead."
-            )
-        ours = self._job(route)
-        if self.process in route.senders:
-            self.send(route, key, arrays)
-        if self.process in route.receivers:
-            return self.receive(route, key)
-        return ours.finish({})
 
     def close(self) -> None:
         """Stop listening and forget what nobody fetched. Arrays on their way still arrive."""
         self.closed = True
         self._jobs.clear()
-        self._kept.clear()
 
     def __enter__(self) -> Link:
         return self
@@ -109,27 +78,6 @@ class Link(abc.ABC):
     def _plan(self, route: Route) -> Job:
         """What this process does for a route, once."""
 
-    @abc.abstractmethod
-    def _send(self, ours: Job, name: Name, turn: int, data: list[Any]) -> Arrays | None:
-        """Offer arrays to other processes; returns what this one keeps for itself."""
-
-    @abc.abstractmethod
-    def _receive(self, ours: Job, name: Name, turn: int, kept: Arrays) -> Arrays:
-        """The arrays by item, of what others offer and what was kept."""
-
-    def _keeps(self, ours: Job) -> bool:
-        """Whether this process sends something to itself."""
-        return bool(ours.work.near)
-
-    def _take(self, name: Name) -> Arrays:
-        waiting = self._kept.get(name)
-        if not waiting:
-            raise TransferError(
-                f"receive: key {name[1]}: this process has not sent it yet, and takes some of it "
-                "itself. Inside a process send first, or move."
-            )
-        return waiting.popleft()
-
     def _job(self, route: Route) -> Job:
         if self.closed:
             raise TransferError("this link is closed. Make another with meshwright.connect().")
@@ -149,10 +97,8 @@ class Link(abc.ABC):
             )
         return route
 
-    def _must(self, verb: str, holds: bool, processes: frozenset[int]) -> None:
-        if not holds:
-            end = "source" if verb == "send" else "target"
-            raise TransferError(
-                f"{verb}: process {self.process} has no device of the {end}, which lies in "
-                f"process {listing(sorted(processes))}. Call {verb} there, or move everywhere."
-            )
+    def _refuse_donation(self) -> None:
+        raise TransferError(
+            f"move: donate=True with way={self.way!r}: the arrays may still be on their way "
+            "when this returns. Drop your references instead."
+        )

@@ -7,15 +7,16 @@ from typing import Any
 import jax
 
 from meshwright.mpmd.transfers.jobs import Job, job
+from meshwright.mpmd.transfers.keyed import KeyedLink
 from meshwright.mpmd.transfers.keys import key_text
-from meshwright.mpmd.transfers.links import Arrays, Link, Name
+from meshwright.mpmd.transfers.links import Arrays, Name
 from meshwright.mpmd.transfers.routes import Route
 from meshwright.mpmd.transfers.wholes import whole_here
 from meshwright.partitioning.moving.donating import memory, own_memory
 from meshwright.partitioning.moving.moves import Move
 
 
-class LocalLink(Link):
+class LocalLink(KeyedLink):
     """A link inside a process. What was sent waits here until it is received."""
 
     way = "local"

@@ -15,8 +15,9 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from meshwright.mpmd.transfers.jobs import Job, job
+from meshwright.mpmd.transfers.keyed import KeyedLink
 from meshwright.mpmd.transfers.keys import number
-from meshwright.mpmd.transfers.links import Arrays, Link, Name
+from meshwright.mpmd.transfers.links import Arrays, Name
 from meshwright.mpmd.transfers.routes import Pair, Route
 from meshwright.mpmd.transfers.steps import Step
 from meshwright.mpmd.transfers.wholes import whole_pulled
@@ -40,7 +41,7 @@ class Post:
     incoming: Mapping[int, Letter]
 
 
-class PullLink(Link):
+class PullLink(KeyedLink):
     """A link of processes that pull from one another."""
 
     way = "pull"

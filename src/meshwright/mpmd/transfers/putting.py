@@ -15,7 +15,7 @@ from meshwright.errors import TransferError
 from meshwright.mpmd.transfers.items import Device
 from meshwright.mpmd.transfers.jobs import Job, job
 from meshwright.mpmd.transfers.keys import key_text
-from meshwright.mpmd.transfers.links import Arrays, Link, Name
+from meshwright.mpmd.transfers.links import Arrays, Link
 from meshwright.mpmd.transfers.routes import Route
 from meshwright.mpmd.transfers.steps import Step
 from meshwright.mpmd.transfers.wholes import whole_put
@@ -55,7 +55,7 @@ class PutLink(Link):
 
     def move(self, route: Route, key: Any, arrays: Any = None, *, donate: bool = False) -> Any:
         if donate:
-            return super().move(route, key, arrays, donate=True)
+            self._refuse_donation()
         ours = self._job(route)
         key_text(key)
         holds = self.process in route.senders
@@ -75,12 +75,6 @@ class PutLink(Link):
         with jax.enable_x64(True):
             batches = Batches(_array_batches(route, whole), _piece_batches(route, whole))
         return job(route, self.process, whole, batches)
-
-    def _send(self, ours: Job, name: Name, turn: int, data: list[Any]) -> None:
-        raise NotImplementedError
-
-    def _receive(self, ours: Job, name: Name, turn: int, kept: Arrays) -> Arrays:
-        raise NotImplementedError
 
 
 def _put(batches: tuple[Batch, ...], held: Arrays) -> Arrays:
