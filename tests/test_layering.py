@@ -16,6 +16,7 @@ ROOMS = (
     "meshes",
     "partitioning",
     "mpmd",
+    "models",
     "rehearsal",
     "planning",
     "report",

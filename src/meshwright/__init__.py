@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright._version import __version__
 
 if TYPE_CHECKING:
+    from meshwright import models as models
     from meshwright.axes import Role as Role
     from meshwright.axes import role as role
     from meshwright.errors import GroupError as GroupError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from meshwright.errors import MeshError as MeshError
     from meshwright.errors import MeshOrderWarning as MeshOrderWarning
     from meshwright.errors import MeshwrightError as MeshwrightError
+    from meshwright.errors import ModelError as ModelError
     from meshwright.errors import PartitionError as PartitionError
     from meshwright.errors import PipelineError as PipelineError
     from meshwright.errors import PlacementError as PlacementError
@@ -105,6 +107,7 @@ _ROOMS = {
         "MeshError",
         "MeshOrderWarning",
         "MeshwrightError",
+        "ModelError",
         "PartitionError",
         "PipelineError",
         "PlacementError",
@@ -180,16 +183,22 @@ _ROOMS = {
     "placement": ("AxisPlan", "Placement", "place"),
     "spec": ("AxisSpec", "MeshSpec"),
 }
+# Rooms that are reached by their own name, `mw.models.model("tiny")`.
+_OPEN_ROOMS = ("models",)
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
 
 __all__ = ["__version__", *sorted(_HOME)]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _OPEN_ROOMS:
+        return importlib.import_module(f"meshwright.{name}")
     if name not in _HOME:
         from meshwright.errors import near
 
-        raise AttributeError(f"module 'meshwright' has no attribute {name!r}.{near(name, _HOME)}")
+        raise AttributeError(
+            f"module 'meshwright' has no attribute {name!r}.{near(name, (*_HOME, *_OPEN_ROOMS))}"
+        )
     value = getattr(importlib.import_module(f"meshwright.{_HOME[name]}"), name)
     globals()[name] = value
     return value

@@ -60,6 +60,14 @@ class PipelineError(MeshwrightError):
     """A function cannot be cut into stages or run by these groups; the text names the place."""
 
 
+class RehearsalError(MeshwrightError):
+    """A step that cannot be rehearsed, or a compile that failed."""
+
+
+class ModelError(MeshwrightError):
+    """A model, its settings or its batch are unknown or do not fit together."""
+
+
 class IdleDevicesWarning(UserWarning):
     """A mesh uses a part of the devices; the text says which part stays idle."""
 
