@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 # What libtpu wants to hear before it describes hardware that is not there (libtpu 0.0.42 to
 # 0.0.50): no metadata server, no worker list, no lock on the chip, and some accelerator (which
@@ -66,6 +67,32 @@ def make_mesh(
 ) -> jax.sharding.Mesh:
     """`jax.make_mesh`, whose first argument changed its name in 0.11.1: passed by position."""
     return jax.make_mesh(sizes, names, axis_types=types, devices=devices)
+
+
+def compile_bytecode(code: bytes, devices: list[Any], free_outputs: list[bool]) -> Any:
+    """What `jit(f).lower(...).compile()` does with a program, for one whose function is elsewhere.
+
+    `free_outputs`: whose sharding the compiler chooses. The compiler's options and the parser
+    are private; 0.10 to 0.12 agree on all of it.
+    """
+    from jax._src import compiler
+    from jax._src.interpreters import mlir
+    from jax._src.lib import xla_client
+    from jax.extend.mlir import ir
+
+    client = devices[0].client
+    options = compiler.get_compile_options(
+        1, len(devices), device_assignment=np.array([devices], object), backend=client
+    )
+    options.executable_build_options.allow_spmd_sharding_propagation_to_output = free_outputs
+    with mlir.make_ir_context():
+        module = ir.Module.parse(code)
+        build = client.compile if is_compile_only(devices[0]) else client.compile_and_load
+        return build(
+            module,
+            executable_devices=xla_client.DeviceList(tuple(devices)),
+            compile_options=options,
+        )
 
 
 @contextlib.contextmanager
@@ -202,3 +229,29 @@ def coordination_place() -> tuple[int, int]:
     from jax._src import distributed
 
     return distributed.global_state.process_id, distributed.global_state.num_processes
+
+
+def equation_context(context: Any, mesh: Any) -> Any:
+    """The context of an equation (what it was traced under), with another abstract mesh.
+
+    Programs are data in `jax.extend.core`, but the contexts of their equations have no public
+    door in jax 0.10 to 0.12.
+    """
+    from jax._src.core import JaxprEqnContext
+    from jax.sharding import AbstractMesh, use_abstract_mesh
+
+    if context.cur_abstract_mesh == mesh:
+        return context
+    nothing = AbstractMesh((), ())  # from which a mesh of any size may follow
+    with context.manager, use_abstract_mesh(nothing), use_abstract_mesh(mesh):
+        return JaxprEqnContext()
+
+
+def source_line(eqn: Any) -> str:
+    """File, line and function that an equation comes from.
+
+    `jax.extend.source_info_util` is public but outside `jax`'s stability promise; 0.10 to 0.12.
+    """
+    from jax.extend import source_info_util
+
+    return str(source_info_util.summarize(eqn.source_info))

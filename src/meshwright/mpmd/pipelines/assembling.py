@@ -148,7 +148,8 @@ def _usable(gone: dict[int, Any], phase: Phase) -> tuple[int, ...]:
 def _run(phase: Phase, board: Board, donated: tuple[int, ...]) -> None:
     ins = [board.fetch(var, phase.group) for var in phase.ins]
     outs = [board.layout(var, phase.group) for var in phase.outs]
-    code = Code(f"group {phase.group}: update {phase.level}", phase.run, list(outs), donated)
+    run = phase.localized(board.layouts.groups).run
+    code = Code(f"group {phase.group}: update {phase.level}", run, list(outs), donated)
     cells = board.run(phase.group, code, ins, [var.aval for var in phase.outs])
     for var, cell in zip(phase.outs, cells, strict=True):
         board.cell_of[var, phase.group] = cell

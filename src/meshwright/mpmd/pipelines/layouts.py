@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwright.axes import role
+from meshwright.mpmd.groups import Groups
 from meshwright.partitioning import partition
 from meshwright.partitioning.specs import make_spec
 
@@ -18,8 +19,12 @@ from meshwright.partitioning.specs import make_spec
 class Layouts:
     """Shardings on the groups' meshes."""
 
-    meshes: tuple[Mesh, ...]
+    groups: Groups
     rules: Any = None
+
+    @property
+    def meshes(self) -> tuple[Mesh, ...]:
+        return self.groups.meshes
 
     def whole(self, group: int) -> NamedSharding:
         return NamedSharding(self.meshes[group], make_spec())

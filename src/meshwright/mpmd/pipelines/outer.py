@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshwright import _compat
+from meshwright.mpmd.groups import Groups
 from meshwright.mpmd.pipelines.inlining import run_equation
+from meshwright.mpmd.pipelines.localizing import localized
 
 EVERYWHERE = -1
 
@@ -27,12 +29,13 @@ class Node:
     run: Callable[[dict[Any, Any]], Sequence[Any]]
     group: int | None = None
     level: int = 0
+    eqn: Any = None
 
 
 def equation_node(eqn: Any) -> Node:
     jc = _compat.jaxprs()
     ins = tuple(dict.fromkeys(v for v in eqn.invars if not isinstance(v, jc.Literal)))
-    return Node(ins, tuple(eqn.outvars), lambda values: run_equation(jc, eqn, values))
+    return Node(ins, tuple(eqn.outvars), lambda values: run_equation(jc, eqn, values), eqn=eqn)
 
 
 def settle(nodes: Sequence[Node], homes: dict[Any, int]) -> None:
@@ -106,6 +109,14 @@ class Phase:
     nodes: tuple[Node, ...]
     ins: tuple[Any, ...]
     outs: tuple[Any, ...]
+
+    def localized(self, groups: Groups) -> Phase:
+        """The same with its equations on the mesh of its group."""
+        nodes = tuple(
+            node if node.eqn is None else equation_node(*localized([node.eqn], groups, self.group))
+            for node in self.nodes
+        )
+        return dataclasses.replace(self, nodes=nodes)
 
     def run(self, *args: Any) -> list[Any]:
         values = dict(zip(self.ins, args, strict=True))

@@ -127,7 +127,7 @@ class PipelineStep:
         self.limit = limit
         self.fn, self.groups, self.schedule = fn, groups, schedule
         self.microbatches, self.options, self.donated = microbatches, options, donated
-        self.layouts = Layouts(tuple(groups.meshes), rules)
+        self.layouts = Layouts(groups, rules)
         self.mine = local_groups(groups)
         self.link = connect() if groups.spans_processes else None
         self.watch = Watch(limit, name="pipeline").start() if groups.spans_processes else None

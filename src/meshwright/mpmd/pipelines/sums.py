@@ -16,6 +16,7 @@ from meshwright.errors import PipelineError
 from meshwright.mpmd.pipelines.board import Board
 from meshwright.mpmd.pipelines.cutting import FREE, Cut
 from meshwright.mpmd.pipelines.inlining import program_of
+from meshwright.mpmd.pipelines.localizing import localized
 from meshwright.mpmd.pipelines.operations import Code
 from meshwright.mpmd.pipelines.outer import Node
 from meshwright.mpmd.pipelines.programs import Sum, all_sums, clones
@@ -83,7 +84,8 @@ class Sums:
 
         def finish(values: dict[Any, Any]) -> list[Any]:
             found = [values[part] for part in parts]
-            found += [x if how == "max" else x * times for x in map(self._constant, fixed)]
+            same = [self._constant(var, home) for var in fixed]
+            found += [x if how == "max" else x * times for x in same]
             total = functools.reduce(self.add((number, 0)), found)
             return [(total / times).astype(var.aval.dtype) if how == "mean" else total]
 
@@ -96,7 +98,7 @@ class Sums:
             return [var for home, var in self.cut.grads[place] if home == FREE]
         return [] if (number, 0) in self.vars else [self.cut.outs[number]]
 
-    def _constant(self, var: Any) -> Any:
+    def _constant(self, var: Any, group: int) -> Any:
         jc = _compat.jaxprs()
         if isinstance(var, jc.Literal):
             return jnp.full(var.aval.shape, var.val, var.aval.dtype)
@@ -108,7 +110,7 @@ class Sums:
                 "a result depends on parameters, constants or keys alone, not on the batch. "
                 "Compute it outside of the differentiated function."
             )
-        return program_of((), (var,), eqns)()[0]
+        return program_of((), (var,), localized(eqns, self.board.layouts.groups, group))()[0]
 
 
 def _beginnings(wanted: Sequence[tuple[str, Any]]) -> list[Any]:

@@ -11,6 +11,7 @@ from meshwright.errors import PipelineError
 from meshwright.mpmd.pipelines.board import Board
 from meshwright.mpmd.pipelines.cutting import Cut
 from meshwright.mpmd.pipelines.inlining import program_of
+from meshwright.mpmd.pipelines.localizing import localized
 from meshwright.mpmd.pipelines.operations import Code
 from meshwright.mpmd.pipelines.programs import Key, Program
 from meshwright.mpmd.pipelines.reading import Traced
@@ -123,7 +124,8 @@ class Tasks:
     def _code(self, key: Key) -> Code:
         """The program of a task, with what it adds up: sums come first, and are given up."""
         program, group = self.programs[key], self.group(key)
-        run = program_of(program.ins, [*program.outs, *program.sums.values()], program.eqns)
+        eqns = localized(program.eqns, self.board.layouts.groups, group)
+        run = program_of(program.ins, [*program.outs, *program.sums.values()], eqns)
         adds = [self.sums.add(number) for number in program.sums]
         count, given = len(adds), len(program.outs)
 
