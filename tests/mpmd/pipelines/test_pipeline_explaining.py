@@ -48,6 +48,22 @@ def test_stages_name_their_parameters_and_what_they_send(step):
     assert all(note.forward_flops > 0 and note.backward_flops > 0 for note in found.stages)
 
 
+def test_parameters_that_are_cast_first_are_named_where_they_are_used():
+    def train(params, scale, x):
+        half = jax.tree.map(lambda w: (scale * w).astype(jnp.bfloat16), params)
+        half["c"] = jnp.concatenate([half["c"], half["c"]])[:1] + half["t"]
+
+        def scaled(params, x):
+            return loss({"a": params["a"], "b": params["b"] * params["c"] * params["t"]}, x)
+
+        return mw.value_and_grad(scaled)(half, x)
+
+    params = {**PARAMS, "c": jnp.ones(2), "t": jnp.float32(1)}
+    found = mw.pipeline(train, groups(), microbatches=4).explain(params, 2.0, ROWS)
+    assert [note.parameters for note in found.stages] == [("a",), ("b", "c", "t", "1")]
+    assert found.stages[0].parameter_bytes == 2 * WIDTH * WIDTH
+
+
 def test_casts_of_parameters_are_cloned_and_said(step):
     found = step.explain(PARAMS, ROWS)
     assert found.stages[1].cloned["convert_element_type"] >= 2

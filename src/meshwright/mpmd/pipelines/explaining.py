@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshwright._tables import html_table, table
+from meshwright.mpmd.pipelines.bench import variables
 from meshwright.mpmd.pipelines.programs import Key, Program
 from meshwright.mpmd.schedules.costs import Costs
 from meshwright.mpmd.schedules.timeline import Timeline, simulate
@@ -121,7 +122,7 @@ def _note(plan: Plan, stage: int, names: Sequence[str], flops: dict[Key, float])
     return StageNote(
         stage,
         plan.proof.schedule.group_of[stage],
-        tuple(names[n] for n, _ in owned),
+        tuple(dict.fromkeys(names[n] for numbers, _ in owned for n in numbers)),
         sum(_bytes(var) for _, var in owned),
         flops.get(("F", stage)),
         sum(back.values()) if back else None,
@@ -133,16 +134,33 @@ def _note(plan: Plan, stage: int, names: Sequence[str], flops: dict[Key, float])
     )
 
 
-def _parameters(plan: Plan, tasks: Any) -> list[tuple[int, Any]]:
-    """Arguments of the step that a stage's tasks take as they are, and its variables for them."""
-    arguments = plan.assembled.board.arguments
+def _parameters(plan: Plan, tasks: Any) -> list[tuple[list[int], Any]]:
+    """A stage's variables for parameters, each with the arguments that it comes from."""
     roles = zip(plan.cut.invars, plan.traced.operands, plan.cut.region.roles, strict=True)
     used = {var for program in tasks for var in program.ins}
     return [
-        (arguments[operand], var)
+        (_arguments(plan, operand), var)
         for var, operand, role in roles
-        if role == "params" and var in used and operand in arguments
+        if role == "params" and var in used
     ]
+
+
+def _arguments(plan: Plan, operand: Any) -> list[int]:
+    """The arguments of a step that an operand of its microbatches is computed from.
+
+    Those of its own shape, if there are any: a cast or scaled parameter, not its scale.
+    """
+    arguments = plan.assembled.board.arguments
+    makers = {var: eqn for eqn in plan.traced.before for var in eqn.outvars}
+    found, queue = set[Any](), variables([operand])
+    while queue:
+        var = queue.pop()
+        if var not in found:
+            found.add(var)
+            queue += variables(makers[var].invars) if var in makers else []
+    given = found & set(arguments)
+    alike = {var for var in given if var.aval.shape == operand.aval.shape}
+    return sorted(arguments[var] for var in alike or given)
 
 
 def _why_whole(plan: Plan, stage: int) -> str | None:
