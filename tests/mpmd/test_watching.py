@@ -112,6 +112,31 @@ def test_a_hang_is_the_fault_of_who_waits_for_nobody(about, culprit):
     assert 3 <= after < 3.3
 
 
+def planned(process, step, plan="plan 0", phase="running"):
+    return State(process, beat=1, waiting="more", step=step, plan=plan, phase=phase)
+
+
+@pytest.mark.parametrize(
+    ("states", "culprit"),
+    [
+        ([(0, 5), (1, 4, "plan 0", DONE)], "left before the others, last seen"),
+        ([(0, 4, "plan 0", DONE), (1, 5)], "left before the others, last seen"),
+        ([(0, 0), (1, None, "", DONE)], "left before the others, last seen"),
+        ([(0, 5), (1, 5, "plan 1 (x)")], "came with plan 1 (x) and process 0 with plan 0,"),
+        ([(0, 5), (1, 4), (2, 6)], None),
+        ([(0, 5), (1, 5, "plan 0", DONE)], None),
+        ([(0, 5), (1, 4, "plan 1")], None),
+        ([(0, 5, ""), (1, 4, "", DONE)], None),
+    ],
+)
+def test_steps_with_a_plan_are_made_together(states, culprit):
+    found = {state[0]: planned(*state) for state in states}
+    one = judge(count=len(states))
+    assert one.look(found, POLL) is None  # seen once, they may not have said all yet
+    fault = one.look(found, POLL)
+    assert (fault and fault.what) == culprit
+
+
 def test_nobody_hangs_while_one_moves_or_all_are_outside_of_tasks():
     waiting = [State(process, beat=1, waiting="more", limit=3.0) for process in (0, 2)]
     alive = {"limit": 3.0, "place": vital.ALIVE}
@@ -151,6 +176,7 @@ def test_an_error_whose_text_fails_is_still_named():
         def __str__(self):
             raise RuntimeError
 
+    assert wording.raised(ValueError("No luck.")) == "raised ValueError: No luck"
     assert wording.raised(HostileError()) == "raised HostileError: <whose text raised RuntimeError>"
 
 

@@ -1,5 +1,7 @@
-"""One process of a pipeline in which another goes wrong at its third step."""
+"""One process of a pipeline in which process 1 goes wrong after its third step, or at once."""
 
+import contextlib
+import json
 import os
 import signal
 import sys
@@ -11,10 +13,19 @@ import numpy as np
 from joining import start
 
 import meshwright as mw
+from meshwright import _compat
+
+STEPS, LAST = 6, 2
+LONG = 60
 
 
 def loss(params, x):
     h = mw.stage(jnp.tanh(x @ params["a"]))
+    return jnp.mean((h @ params["b"]) ** 2)
+
+
+def other_loss(params, x):
+    h = mw.stage(jnp.sin(x @ params["a"]))
     return jnp.mean((h @ params["b"]) ** 2)
 
 
@@ -23,26 +34,53 @@ def go_wrong(fault: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    if fault == "raise":
+    if "raise" in fault:
         raise ValueError("the data loader broke")
     if fault == "hang":
-        time.sleep(60)
+        time.sleep(LONG)
+
+
+def until_the_other_waits() -> None:
+    """Process 0 is in the next step and waits, this one is outside, and both have said so."""
+    room, client = "meshwright/watch/pipeline/0", _compat.coordination_client()
+    for _ in range(1000 * LONG):
+        told = dict(client.key_value_dir_get(room))
+        other, own = (json.loads(told[f"{room}/{key}"]) for key in ("news/0", "states/1"))
+        if (other["step"], own["step"], own["doing"]) == (LAST + 1, LAST, "") and other["waiting"]:
+            return
+        time.sleep(0.001)
+
+
+def train(step, fault: str) -> None:
+    params = {"a": np.eye(4, dtype="float32"), "b": np.eye(4, dtype="float32")}
+    rows = 4
+    for n in range(STEPS):
+        value, _ = step(params, np.ones((rows, 4), "float32"))
+        jax.block_until_ready(value)
+        if n == LAST and fault:
+            until_the_other_waits()
+            print(time.time(), flush=True)
+            go_wrong(fault)
+            if "leave" in fault:
+                return
+            if fault == "shape":
+                rows = 8
 
 
 def main() -> None:
     port, me, processes, fault = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     start(port, me, processes, 1)
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(processes, 1), ("pp", "dp"))
-    params = {"a": np.eye(4, dtype="float32"), "b": np.eye(4, dtype="float32")}
-    with mw.pipeline(loss, mw.MpmdMesh(mesh, "pp"), microbatches=2, limit=2.0) as step:
-        for n in range(100):
-            value, _ = step(params, np.ones((4, 4), "float32"))
-            print(n, float(value), flush=True)
-            if n == 2 and me == 1:
-                print("now", time.time(), flush=True)
-                go_wrong(fault)
-            time.sleep(0.01)
-    os._exit(0)
+    mine = fault if me == 1 else ""
+    fn = other_loss if mine == "program" else loss
+    if mine == "program":
+        print(time.time(), flush=True)
+    limit = 2.0 if fault == "hang" else LONG
+    step = mw.pipeline(fn, mw.MpmdMesh(mesh, "pp"), microbatches=2, limit=limit)
+    with contextlib.nullcontext() if "bare" in fault else step:
+        train(step, mine)
+    if "bare" not in fault:
+        os._exit(0)
 
 
 if __name__ == "__main__":

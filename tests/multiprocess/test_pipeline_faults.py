@@ -1,19 +1,29 @@
 """When one process of a pipeline fails, all end soon, and say why in one line."""
 
 import contextlib
+import dataclasses
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from launching import free_port
+from launching import free_port, in_time
 
 WORKER = Path(__file__).with_name("pipeline_fault_worker.py")
+AT_FAULT, OTHERS, DEADLINE = 81, 82, 120
+WAITED = "; process 0 waited for 1BW0 of group 1 (process 1). All end."
 
 
-def fail(fault):
-    """What process 0 said, and how long after the fault of process 1 it ended."""
+@dataclasses.dataclass
+class Ended:
+    code: int
+    said: str
+    after: float  # seconds since the fault
+
+
+def run(fault) -> list[Ended]:
+    """Two processes, of which process 1 goes wrong."""
     port = free_port()
     with contextlib.ExitStack() as stack:
         running = []
@@ -25,23 +35,55 @@ def fail(fault):
             stack.enter_context(process)
             stack.callback(process.kill)
             running.append(process)
-        for line in running[1].stdout:
-            if line.startswith("now"):
-                break
-        began = float(line.split()[1])
-        _, said = running[0].communicate(timeout=30)
-        took = time.time() - began
-    return running[0].returncode, said, took
+        began = float(running[1].stdout.readline() or 0)
+        ended = []
+        for process in running:
+            if ended and fault == "stop":
+                process.kill()
+            _, said = process.communicate(timeout=DEADLINE)
+            ended.append(Ended(process.returncode, said, time.time() - began))
+    return ended
 
 
-@pytest.mark.parametrize(
-    ("fault", "limit", "word"),
-    [("kill", 2, "died"), ("raise", 2, "the data loader broke"), ("stop", 2, "stopped"),
-     ("hang", 2 + 5, "")],
-)  # fmt: skip
-def test_the_other_process_ends_and_names_the_culprit(fault, limit, word):
-    code, said, took = fail(fault)
-    line = next(line for line in said.splitlines() if line.startswith("meshwright:"))
-    assert code == 82
-    assert "process 1" in line and word in line
-    assert took < limit + 1, took  # a second for the parent, on a busy machine
+SILENT = ("kill", "stop")
+OUTSIDE = " outside of a task (step 2)"
+FAULTS = {
+    # what process 1 does: seconds to the end, how it is said
+    "kill": (2, f"died, last seen{OUTSIDE}"),
+    "raise": (2, f"raised ValueError: the data loader broke{OUTSIDE}"),
+    "bare raise": (2, f"raised ValueError: the data loader broke{OUTSIDE}"),
+    "stop": (2, f"is stopped (SIGSTOP), last seen{OUTSIDE}"),
+    "hang": (2 + 5, f"hangs, no progress for 2 s,{OUTSIDE}"),
+    "leave": (2, f"left before the others, last seen{OUTSIDE}"),
+    "bare leave": (2, f"left before the others, last seen{OUTSIDE}"),
+    "shape": (
+        2 + 5,  # it traces and compiles first
+        "came with plan 1 (argument 1: float32[8,4]) and process 0 with plan 0, "
+        "waiting for the plan of process 0 (step 3)",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_other_process_ends_in_time_and_says_one_line(fault):
+    limit, how = FAULTS[fault]
+    ended = in_time(lambda: run(fault), lambda ended: ended[0].after < limit)
+    assert ended[0].said == f"meshwright: process 1 {how}{WAITED}\n"
+    assert ended[0].code == OTHERS
+    assert ended[0].after < limit
+    if fault not in SILENT:
+        assert ended[1].said.endswith(ended[0].said)
+        assert (ended[1].said == ended[0].said) == ("raise" not in fault)
+
+
+def test_another_program_is_refused_by_every_process():
+    ended = run("program")
+    for end in ended:
+        assert "PipelineError: the processes do not run the same step: task " in end.said
+        assert " sin, " in end.said and " tanh, " in end.said
+        assert end.said.splitlines()[-1].startswith("meshwright: process ")
+    assert sorted(end.code for end in ended) == [AT_FAULT, OTHERS]
+
+
+def test_a_step_that_nobody_closes_ends_quietly():
+    assert [(end.code, end.said) for end in run("bare")] == [(0, ""), (0, "")]

@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 
 from meshwright.errors import PipelineError, near, short
 from meshwright.mpmd.groups import Groups, as_groups
+from meshwright.mpmd.pipelines.agreeing import Agreement
 from meshwright.mpmd.pipelines.assembling import Assembled, assemble
 from meshwright.mpmd.pipelines.board import Board
 from meshwright.mpmd.pipelines.compiling import compile_all
@@ -131,6 +132,7 @@ class PipelineStep:
         self.mine = local_groups(groups)
         self.link = connect() if groups.spans_processes else None
         self.watch = Watch(limit, name="pipeline").start() if groups.spans_processes else None
+        self.agreement = None if self.watch is None else Agreement(self.watch)
         self._steps = 0
         self._plans: dict[Any, Plan] = {}
 
@@ -139,16 +141,16 @@ class PipelineStep:
         plan = self._plan(parts)
         board = plan.assembled.board
         cells = begin(board, parts.arrays, self.mine)
-        if self.watch is None:
+        if self.agreement is None:
             run(plan.operations, cells)
         else:
-            self._run_among_others(plan, cells, self.watch)
+            self.agreement.enter(self._steps, plan)
+            self._run_among_others(plan, cells, self.agreement.watch)
         found = results(board, cells, plan.assembled.results, self.mine)
         return jax.tree.unflatten(plan.traced.out_tree, found)
 
     def _run_among_others(self, plan: Plan, cells: list[Any], watch: Watch) -> None:
         """Run while the other processes run theirs; when one fails, all end."""
-        watch.step = self._steps
         self._steps += 1
         try:
             run_watched(plan.operations, cells, watch)
@@ -279,7 +281,7 @@ class PipelineStep:
         kept = {cell for by_group in assembled.results for cell in by_group.values()}
         set_drops(operations, kept | set(board.fixed))
         compile_all(board, operations)
-        return Plan(traced, stages, pieces, proof, assembled, operations, names)
+        return Plan(traced, stages, pieces, proof, assembled, operations, names, parts.paths)
 
     def _is_forward(self) -> bool:
         if isinstance(self.schedule, Schedule):
@@ -316,6 +318,7 @@ class Plan:
     assembled: Assembled
     operations: Sequence[Operation]
     names: Sequence[str]
+    paths: Sequence[str]
 
 
 def _chained(functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:

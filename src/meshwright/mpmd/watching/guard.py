@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from meshwright import _compat
 from meshwright.mpmd.watching import leaving, vital, wording
 from meshwright.mpmd.watching.judging import Judge
@@ -48,8 +50,9 @@ class Guard:
         sigterm: bool,
     ) -> None:
         self._client, self._process, self._count = client, process, count
+        self.room, self._shown = room, False
         self._own, self._phase, self._beat = tell, RUNNING, 0
-        self._store = Store(client, room, process, count, self._tell)
+        self._store = Store(client, f"meshwright/watch/{room}", process, count, self._tell)
         judge = Judge(process, count, silence)
         self._signs = Signs(self._store, judge, self._state, sigterm)
         self._place = vital.place()  # after the traps, which it tells of
@@ -72,8 +75,9 @@ class Guard:
         self._thread.join(_END)
         self._signs.restore()
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, *, shown: bool = False) -> None:
         """End this process and all others because of an error here. Does not return."""
+        self._shown = shown
         self._signs.error = error
         self._thread.join(_END)
         leaving.leave(leaving.code_of(error))
@@ -134,17 +138,20 @@ class Guard:
         if ours and fault.what == ABORTED and faulthandler.is_enabled():
             faulthandler.dump_traceback()
         states = {**self._store.reading.states, self._process: self._state()}
-        leaving.say(wording.line(fault, states), self._signs.error)
+        error = self._signs.error
+        # What JAX raises here when a peer is gone says less than the line.
+        told = self._shown or (not ours and isinstance(error, jax.errors.JaxRuntimeError))
+        leaving.say(wording.line(fault, states), None if told else error)
         if self._process == 0:
             self._until(_LINGER, lambda: self._left(fault))
             time.sleep(_GRACE)
-        code = leaving.SIGNALS.get(fault.what) or leaving.code_of(self._signs.error)
+        code = leaving.SIGNALS.get(fault.what) or leaving.code_of(error)
         leaving.leave(code if ours else leaving.OTHERS_FAULT)
 
     def _left(self, fault: Fault) -> bool:
-        """Whether all that live have heard."""
+        """Whether all have heard that can."""
         return all(
-            state.phase == GONE
-            for process, state in self._store.reading.states.items()
-            if process not in (0, fault.process)
+            state.phase == GONE or not self._signs.can_hear(state, fault)
+            for state in self._store.reading.states.values()
+            if state.process
         )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from meshwright.mpmd.watching import vital
-from meshwright.mpmd.watching.states import RUNNING, Fault, State, fault_of
+from meshwright.mpmd.watching.states import DONE, RUNNING, Fault, State, fault_of
 
 # A process is asked after when it is silent for longer than a turn of its own may take.
 _GLANCE = 0.3
@@ -38,6 +38,7 @@ class Judge:
         self._heard: dict[int, _Heard] = {}
         self._moves: dict[int, int] = {}
         self._still = 0.0
+        self._apart: Fault | None = None
 
     def look(self, states: Mapping[int, State], elapsed: float) -> Fault | None:
         """The first fault there is. Process 0 looks at all, the others at process 0.
@@ -49,7 +50,11 @@ class Judge:
                 what = self._silent(state, elapsed)
                 if what:
                     return fault_of(state, what)
-        return self._stuck(states, elapsed) if self.process == 0 else None
+        if self.process:
+            return None
+        # Seen a second time, they have said what they wait for.
+        before, self._apart = self._apart, _apart([state for _, state in sorted(states.items())])
+        return self._apart if before and self._apart else self._stuck(states, elapsed)
 
     def unheard(self, since: Mapping[int, State], states: Mapping[int, State]) -> list[State]:
         """The running processes that said nothing since an earlier reading."""
@@ -110,3 +115,19 @@ class Judge:
         for process in sorted(set(known) - {state.process for state in running}):
             return Fault(process, f"had finished, {lasting},")
         return Fault(None, f"wait for one another, {lasting}")
+
+
+def _apart(states: Sequence[State]) -> Fault | None:
+    """Steps with a plan need everybody: who has left before one, or is at another?"""
+    steps = [(state.step, state) for state in states if state.plan and state.phase == RUNNING]
+    latest = max((step for step, _ in steps if step is not None), default=-1)
+    for state in states:
+        if state.phase == DONE and (-1 if state.step is None else state.step) < latest:
+            return fault_of(state, "left before the others, last seen")
+    first: dict[int | None, State] = {}
+    for step, state in steps:
+        known = first.setdefault(step, state)
+        if known.plan != state.plan:
+            what = f"came with {state.plan} and process {known.process} with {known.plan},"
+            return fault_of(state, what)
+    return None

@@ -42,6 +42,13 @@ class Signs:
         """Whether the store can be told something."""
         return not self._store.failures and self._unread < self._silence
 
+    def can_hear(self, peer: State, fault: Fault) -> bool:
+        """Whether it may still be told of a fault, as far as is known."""
+        condition = self._judge.condition(peer.place)
+        return condition == vital.ALIVE or (
+            condition == vital.UNKNOWN and peer.process != fault.process
+        )
+
     def look(self, elapsed: float) -> Fault | None:
         reading = self._store.reading
         if reading.fault is not None:

@@ -15,6 +15,7 @@ class State:
     """What a process is doing, as it says itself.
 
     `beat` counts how often it said so, `moves` how often its main thread took up something.
+    `plan` says what kind of step it is in, where all processes make the same.
     `phase`: running; done, waiting for the others; over, all are done; gone, it looks no more.
     """
 
@@ -27,6 +28,7 @@ class State:
     limit: float = 60.0
     place: str = ""
     phase: str = RUNNING
+    plan: str = ""
 
     @property
     def present(self) -> bool:

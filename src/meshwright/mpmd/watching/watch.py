@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
 import math
+import sys
 import types
 
 from meshwright import _compat
 from meshwright.errors import PipelineError, short
+from meshwright.mpmd.watching.conferring import Combine, confer
 from meshwright.mpmd.watching.guard import Guard
 from meshwright.mpmd.watching.states import State
 
@@ -33,7 +36,7 @@ class Watch:
     `silence`: seconds without a sign of life after which a process of another machine is given
     up. Let it be longer than a process may block its interpreter; on one machine that is told
     apart. `sigterm=False` leaves SIGTERM to JAX's preemption service; a handler set in Python is
-    left alone anyway. The end of the `with` waits until all have come there.
+    left alone anyway. The end of the `with`, and that of Python, waits until all have come there.
 
     >>> with Watch(limit=30) as watch:
     ...     watch.step = 17
@@ -59,8 +62,8 @@ class Watch:
         self.limit, self.name, self.silence, self.sigterm = limit, name, silence, sigterm
         self.closed = False
         self._doing = self._waiting = ""
-        self._step: int | None = None
-        self._moves = 0
+        self._at: tuple[int | None, str] = (None, "")  # told together: step and plan
+        self._moves = self._conferred = 0
         self._guard: Guard | None = None
 
     @property
@@ -86,12 +89,33 @@ class Watch:
     @property
     def step(self) -> int | None:
         """The number of the step, for the line."""
-        return self._step
+        return self._at[0]
 
     @step.setter
     def step(self, number: int | None) -> None:
-        self._step = number
+        self.enter(number)
+
+    def enter(self, step: int | None, plan: str = "") -> None:
+        """Begin a step. Steps that have a plan need every process, with the same plan: one that
+        comes with another, or has left, is at fault at once."""
+        self._at = (step, plan)
         self._moves += 1
+
+    def confer(self, about: str, text: str, combine: Combine) -> str:
+        """What process 0 makes of the texts of all processes, each of which must call this."""
+        process, count = _compat.coordination_place()
+        if self._guard is None:
+            return combine([text])
+        number, self._conferred = self._conferred, self._conferred + 1
+
+        def waits(other: int) -> None:
+            self.waiting = f"{about} of process {other}"
+
+        room = f"meshwright/conferring/{self._guard.room}/{number} {about}"
+        client = _compat.coordination_client()
+        answer = confer(client, room, process, count, text, combine, waits)
+        self.waiting = ""
+        return answer
 
     def start(self) -> Watch:
         """Begin; once. The others may do so later."""
@@ -103,13 +127,14 @@ class Watch:
             turn, _begun[self.name] = _begun[self.name], _begun[self.name] + 1
             self._guard = Guard(
                 client,
-                f"meshwright/watch/{self.name}/{turn}",
+                f"{self.name}/{turn}",
                 process,
                 count,
                 tell=lambda: self._state(process),
                 silence=self.silence,
                 sigterm=self.sigterm,
             )
+            atexit.register(self._leave)
         return self
 
     def close(self) -> None:
@@ -117,7 +142,15 @@ class Watch:
         guard, self._guard = self._guard, None
         self.closed, self.doing = True, ""
         if guard is not None:
+            atexit.unregister(self._leave)
             guard.close()
+
+    def _leave(self) -> None:
+        """At the end of Python, where nobody has closed the watch."""
+        error = getattr(sys, "last_value", None)  # which Python has shown
+        if error is not None and self._guard is not None:
+            self._guard.fail(error, shown=True)
+        self.close()
 
     def __enter__(self) -> Watch:
         return self.start()
@@ -134,17 +167,19 @@ class Watch:
         self.close()
 
     def _state(self, process: int) -> State:
+        at = self._at
         return State(
             process,
             moves=self._moves,
             doing=str(self._doing),
             waiting=str(self._waiting),
-            step=self._step,
+            step=at[0],
+            plan=at[1],
             limit=self.limit,
         )
 
     def __repr__(self) -> str:
         where = self._waiting and f"waiting for {self._waiting}"
         about = ", ".join(part for part in (self._doing, where) if part) or "idle"
-        step = "" if self._step is None else f" (step {self._step})"
+        step = "" if self.step is None else f" (step {self.step})"
         return f"<Watch {self.name!r}: {about}{step}{', closed' if self.closed else ''}>"

@@ -39,7 +39,7 @@ def raised(error: BaseException) -> str:
         text = str(error)
     except Exception as worse:  # a hostile __str__ must not hide the fault
         text = f"<whose text raised {type(worse).__name__}>"
-    return short_line(f"raised {type(error).__name__}{': ' if text else ''}{text}")
+    return short_line(f"raised {type(error).__name__}{': ' if text else ''}{text.rstrip('.')}")
 
 
 def short_lines(text: str) -> str:
