@@ -64,6 +64,16 @@ def test_parameters_that_are_cast_first_are_named_where_they_are_used():
     assert found.stages[0].parameter_bytes == 2 * WIDTH * WIDTH
 
 
+def test_stages_are_called_as_their_marks_say():
+    def named(params, x):
+        h = mw.stage(jnp.tanh(x @ params["a"]), "encoder")
+        return jnp.mean((h @ params["b"]) ** 2)
+
+    found = mw.pipeline(named, groups(), microbatches=4).explain(PARAMS, ROWS)
+    assert [note.name for note in found.stages] == ["encoder", None]
+    assert "0 encoder" in str(found)
+
+
 def test_casts_of_parameters_are_cloned_and_said(step):
     found = step.explain(PARAMS, ROWS)
     assert found.stages[1].cloned["convert_element_type"] >= 2

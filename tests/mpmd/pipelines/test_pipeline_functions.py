@@ -33,6 +33,42 @@ def test_stage_functions(schedule):
     assert_close(step(params, *batch()), jax.jit(looped(loss, 4))(params, *batch()))
 
 
+def embed(w, x):
+    return jnp.tanh(x @ w)
+
+
+def judge(w, x, y):
+    return jnp.mean((x @ w - y) ** 2)
+
+
+def test_a_later_function_gets_the_labels_that_it_asks_for():
+    params = [normal(n, 4, 4) for n in range(3)]
+    x, y = batch()
+
+    def loss(params, x, y):
+        return judge(params[2], embed(params[1], embed(params[0], x)), y)
+
+    step = mw.pipeline([embed, embed, judge], groups(3), microbatches=4)
+    assert_close(step(params, x, y), jax.jit(looped(loss, 4))(params, x, y))
+    notes = step.explain().stages
+    assert [note.name for note in notes] == ["embed", "embed", None]
+    # Labels do not pass through the stages before: each gets x alone from the one before it.
+    assert [note.sent_on_bytes for note in notes] == [2 * 4 * 4, 2 * 4 * 4, 0]
+
+
+def test_an_argument_that_no_function_takes_is_refused():
+    step = mw.pipeline([embed, embed], groups(2), microbatches=4, schedule="forward")
+    with pytest.raises(mw.PipelineError, match="argument 2 goes to no stage function"):
+        step([normal(0, 4, 4)] * 2, *batch())
+
+
+@pytest.mark.parametrize("params", [{"a": normal(0, 4, 4), "b": normal(1, 4, 4)}, {}])
+def test_parameters_that_are_no_list_are_refused(params):
+    step = mw.pipeline([embed, judge], groups(2), microbatches=4)
+    with pytest.raises(mw.PipelineError, match=r"the parameters are a dict\. A list of"):
+        step(params, *batch())
+
+
 def test_parameters_for_another_number_of_stages_are_refused():
     step = mw.pipeline([first, second, third], groups(3), microbatches=4)
     with pytest.raises(mw.PipelineError, match="3 stages, but parameters for 2"):

@@ -63,6 +63,11 @@ def lay_out(region: Region, jaxpr: Any) -> Bench:
     )
 
 
+def stage_names(jaxpr: Any) -> tuple[str | None, ...]:
+    """What marks call the stages that they end; the last has none."""
+    return (*(eqn.params["name"] for eqn in jaxpr.eqns if _ends_a_stage(eqn)), None)
+
+
 def equations(bench: Bench) -> dict[Home, list[Any]]:
     """What has a home, by home: in program order, then what was added."""
     found: dict[Home, list[Any]] = {}

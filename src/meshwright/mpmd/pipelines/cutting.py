@@ -29,7 +29,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from meshwright.mpmd.pipelines.bench import FREE, Home, equations, lay_out, vars_of
+from meshwright.mpmd.pipelines.bench import FREE, Home, equations, lay_out, stage_names, vars_of
 from meshwright.mpmd.pipelines.gradients import Parts, split_gradients
 from meshwright.mpmd.pipelines.inlining import flat
 from meshwright.mpmd.pipelines.moving import drop_and_delay, move_to_users
@@ -46,6 +46,7 @@ class Cut:
 
     `free` maps a variable to the equation that every user computes again. `outs` are the
     region's results, `grads` the partial sums of each parameter's gradient: (home, variable).
+    `names` are the stages', None where the user gave none.
     """
 
     region: Region
@@ -56,6 +57,7 @@ class Cut:
     free: dict[Any, Any]
     outs: tuple[Any, ...]
     grads: tuple[Parts, ...]
+    names: tuple[str | None, ...]
 
     @property
     def parameters(self) -> tuple[Any, ...]:
@@ -85,4 +87,5 @@ def cut(region: Region) -> Cut:
         bench.free,
         tuple(bench.outs),
         grads,
+        stage_names(closed.jaxpr),
     )

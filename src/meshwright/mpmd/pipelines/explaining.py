@@ -38,6 +38,7 @@ class StageNote:
     """One stage. FLOPs and bytes are of one microbatch; FLOPs are None in other processes."""
 
     stage: int
+    name: str | None
     group: int
     parameters: tuple[str, ...]
     parameter_bytes: int
@@ -121,6 +122,7 @@ def _note(plan: Plan, stage: int, names: Sequence[str], flops: dict[Key, float])
     back = {key: f for key, f in back.items() if key[0] == "BW"} or back
     return StageNote(
         stage,
+        plan.cut.names[stage],
         plan.proof.schedule.group_of[stage],
         tuple(dict.fromkeys(names[n] for numbers, _ in owned for n in numbers)),
         sum(_bytes(var) for _, var in owned),
@@ -198,7 +200,7 @@ def _flops(plan: Plan) -> dict[Key, float]:
 def _row(note: StageNote) -> list[str]:
     clones = ", ".join(f"{n} {name}" for name, n in list(note.cloned.items())[:3])
     return [
-        str(note.stage),
+        f"{note.stage} {note.name or ''}".strip(),
         str(note.group),
         f"{len(note.parameters)}, {amount(note.parameter_bytes)}",
         _count(note.forward_flops),

@@ -22,11 +22,12 @@ def mark() -> Any:
     return _compat.identity_primitive("stage_mark")
 
 
-def stage(values: Any) -> Any:
+def stage(values: Any, name: str | None = None) -> Any:
     """End a stage of a pipeline here: what comes next belongs to the next stage.
 
     `values` is what the next stage goes on with, an array or a tree of them; they come back
-    unchanged. Outside of `pipeline(...)` it does nothing.
+    unchanged. `explain()` calls the stage that ends here by its `name`. Outside of `pipeline(...)`
+    this does nothing.
 
     >>> import jax, jax.numpy as jnp, meshwright as mw
     >>> def loss(params, x):
@@ -49,6 +50,7 @@ def stage(values: Any) -> Any:
         *(jnp.asarray(leaves[n]) for n in inexact),
         number=next(_numbers),
         where=where,
+        name=name,
         backward=False,
     )
     for n, value in zip(inexact, marked, strict=True):

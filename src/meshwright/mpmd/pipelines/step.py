@@ -17,6 +17,7 @@ from meshwright.mpmd.groups import Groups, as_groups
 from meshwright.mpmd.pipelines.agreeing import Agreement
 from meshwright.mpmd.pipelines.assembling import Assembled, assemble
 from meshwright.mpmd.pipelines.board import Board
+from meshwright.mpmd.pipelines.chaining import chained
 from meshwright.mpmd.pipelines.compiling import compile_all
 from meshwright.mpmd.pipelines.cutting import Cut, cut
 from meshwright.mpmd.pipelines.explaining import Explanation, explain
@@ -72,7 +73,7 @@ def pipeline(
     (15.979, (4, 4))
     """
     if not callable(fn):
-        fn = _chained(fn)
+        fn = chained(fn)
     count(microbatches, "microbatches", "pipeline")
     donated = donate if isinstance(donate, (tuple, list)) else (donate,)
     if any(isinstance(n, bool) or not isinstance(n, int) for n in donated):
@@ -320,20 +321,3 @@ class Plan:
     names: Sequence[str]
     paths: Sequence[str]
 
-
-def _chained(functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
-    """Stage functions one after the other: `f(params[i], x)` gives the next one's `x`."""
-    from meshwright.mpmd.pipelines.marks import stage
-
-    if not isinstance(functions, Sequence) or not functions or not all(map(callable, functions)):
-        raise PipelineError(f"{short(functions)} is not a function or a list of stage functions.")
-
-    def chained(params: Sequence[Any], *batch: Any) -> Any:
-        if len(params) != len(functions):
-            raise PipelineError(f"{len(functions)} stages, but parameters for {len(params)}.")
-        value = functions[0](params[0], *batch)
-        for function, own in zip(functions[1:], params[1:], strict=True):
-            value = function(own, stage(value))
-        return value
-
-    return chained
