@@ -35,7 +35,7 @@ def make_loss(stages: int):
 
 
 def train(groups, schedule: str, stages: int):
-    """A few steps; what this process holds of the results, by name."""
+    """A few steps; what this process holds of the results, by name, and a timeline."""
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
     loss = make_loss(stages)
 
@@ -45,8 +45,9 @@ def train(groups, schedule: str, stages: int):
         return optax.apply_updates(params, updates), state, value, peak
 
     with mw.pipeline(step, groups, schedule=schedule, microbatches=4) as run:
-        found = steps(run, tx)
-    return {name: array for name, array in found.items() if array.addressable_shards}
+        found, last = steps(run, tx)
+        seen = run.timeline(*last)
+    return {name: array for name, array in found.items() if array.addressable_shards}, seen
 
 
 def steps(run, tx):
@@ -56,7 +57,8 @@ def steps(run, tx):
     found = {}
     for n in range(STEPS):
         x = rng.normal(size=(ROWS, WIDTH)).astype("float32")
-        params, state, value, peak = run(params, state, x, np.roll(x, 1, axis=1))
+        batch = x, np.roll(x, 1, axis=1)
+        params, state, value, peak = run(params, state, *batch)
         found |= {f"value {n}": value, f"peak {n}": peak}
     found |= {
         f"params{jax.tree_util.keystr(k)}": v
@@ -66,7 +68,7 @@ def steps(run, tx):
         f"state{jax.tree_util.keystr(k)}": v for k, v in jax.tree_util.tree_leaves_with_path(state)
     }
     jax.block_until_ready([a for a in found.values() if a.addressable_shards])
-    return found
+    return found, (params, state, *batch)
 
 
 def main() -> None:
@@ -75,10 +77,10 @@ def main() -> None:
     start(port, me, processes, devices)
     everything = np.array(jax.devices()).reshape(groups, -1)
     mesh = jax.sharding.Mesh(everything, ("pp", "dp"))
-    held = train(mw.MpmdMesh(mesh, "pp"), schedule, stages)
+    held, seen = train(mw.MpmdMesh(mesh, "pp"), schedule, stages)
     arrays = {name: np.asarray(array.addressable_shards[0].data) for name, array in held.items()}
     np.savez(folder / f"{me}.npz", **arrays)
-    print(json.dumps({"held": sorted(arrays)}), flush=True)
+    print(json.dumps(seen.to_json()), flush=True)
     os._exit(0)
 
 

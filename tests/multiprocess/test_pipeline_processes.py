@@ -9,6 +9,7 @@ import pytest
 from launching import launch
 
 WORKER = Path(__file__).with_name("pipeline_worker.py")
+TIMES = ("start", "end")
 # Processes, devices in each, groups; schedule and stages.
 RUNS = [
     (2, 1, 2, "1f1b", 2),
@@ -19,12 +20,16 @@ RUNS = [
 
 
 @functools.cache
-def results(processes, devices, groups, schedule, stages):
-    """Every result, by name, from each process that holds it."""
+def outcome(processes, devices, groups, schedule, stages):
+    """Every result, by name, and a timeline, from each process that has them."""
     with tempfile.TemporaryDirectory() as folder:
-        launch(WORKER, processes, devices, groups, schedule, stages, folder)
+        seen = launch(WORKER, processes, devices, groups, schedule, stages, folder)
         found = [dict(np.load(Path(folder) / f"{me}.npz")) for me in range(processes)]
-    return found
+    return found, seen
+
+
+def results(*run):
+    return outcome(*run)[0]
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
@@ -49,3 +54,19 @@ def test_parameters_stay_in_their_group(run):
     first, last = results(*run)
     assert "params['layers'][0]" in first and "params['layers'][0]" not in last
     assert "params['layers'][3]" in last and "params['layers'][3]" not in first
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_every_process_has_the_whole_timeline(run):
+    (alone,) = outcome(1, run[0] * run[1], *run[2:])[1]
+    first, *others = outcome(*run)[1]
+    assert all(other == first for other in others)
+    measured = first["measured"]["tasks"]
+    assert named(measured) == named(alone["measured"]["tasks"])
+    assert all(task["start"] <= task["end"] for task in measured)
+    begins = [min(task["start"] for task in measured if task["group"] == g) for g in range(run[2])]
+    assert begins == sorted(begins) and len(set(begins)) == run[2]
+
+
+def named(tasks):
+    return [{key: value for key, value in task.items() if key not in TIMES} for task in tasks]

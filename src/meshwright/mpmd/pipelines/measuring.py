@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import queue
 import statistics
-import threading
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
-
 from meshwright._tables import table
+from meshwright.mpmd.pipelines.operations import Operation
 from meshwright.mpmd.pipelines.programs import Key
+from meshwright.mpmd.pipelines.recording import Record
 from meshwright.mpmd.schedules.costs import Costs
 from meshwright.mpmd.schedules.schedule import Schedule
 from meshwright.mpmd.schedules.timeline import Timeline, simulate
@@ -63,105 +60,41 @@ class MeasuredTimeline:
         }
 
 
-def measure(plan: Plan, cells: list[Any]) -> MeasuredTimeline:
-    """Run a step while threads note when the results of tasks and transfers are there."""
-    schedule = plan.proof.schedule
-    tasks = [_Clock() for _ in range(schedule.groups)]
-    transfers = [_Clock() for _ in range(schedule.groups)]
-    ready: dict[int, Noted] = {}  # a cell, and what fills it
-    for operation in plan.operations:
-        before = time.perf_counter()
-        values = operation.call(*[cells[cell] for cell in operation.ins])  # type: ignore[misc]
-        for cell, value in zip(operation.outs, values, strict=True):
-            cells[cell] = value
-        clock = tasks[operation.group] if operation.task is not None else None
-        if operation.source is not None and operation.ins[0] in ready:
-            clock = transfers[operation.source]
-        if clock is not None:
-            inputs = [ready[cell] for cell in operation.ins if cell in ready]
-            noted = (clock, clock.note(before, inputs, list(values)))
-            ready.update(dict.fromkeys(operation.outs, noted))
-        for cell in operation.drop:
-            cells[cell] = None
-    for clock in (*tasks, *transfers):
-        clock.stop()
-    return _timelines(plan, tasks, transfers)
-
-
-class _Clock:
-    """Waits for a group's tasks one after the other, and notes when each was done."""
-
-    def __init__(self) -> None:
-        self.dispatched: list[float] = []
-        self.inputs: list[Sequence[Noted]] = []
-        self.ends: list[float] = []
-        self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._wait, daemon=True)
-        self._thread.start()
-
-    def note(self, at: float, inputs: Sequence[Noted], values: Any) -> int:
-        self.dispatched.append(at)
-        self.inputs.append(inputs)
-        self._tasks.put(values)
-        return len(self.dispatched) - 1
-
-    def _wait(self) -> None:
-        while (values := self._tasks.get()) is not None:
-            for value in values:
-                # A sum is given up to the next task, perhaps before we look.
-                if not value.is_deleted():
-                    _wait_for(value)
-            self.ends.append(time.perf_counter())
-
-    def starts(self) -> list[float]:
-        """When each could begin at the earliest: free, dispatched, and with its inputs there."""
-        found, free = [], 0.0
-        for at, inputs, end in zip(self.dispatched, self.inputs, self.ends, strict=True):
-            there = [clock.ends[n] for clock, n in inputs]
-            found.append(min(end, max(free, at, *(t for t in there if t <= end))))
-            free = end
-        return found
-
-    def stop(self) -> None:
-        self._tasks.put(None)
-        self._thread.join()
-
-
-def _wait_for(value: Any) -> None:
-    try:
-        jax.block_until_ready(value)  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        if not value.is_deleted():
-            raise
-
-
-Noted = tuple["_Clock", int]
-
-
-def _timelines(
-    plan: Plan, tasks: Sequence[_Clock], transfers: Sequence[_Clock]
-) -> MeasuredTimeline:
-    first = min(clock.dispatched[0] for clock in tasks if clock.dispatched)
-    starts, ends = [], []
-    for clock in tasks:
-        began = clock.starts()
-        starts.append(tuple(1e3 * (start - first) for start in began))
-        ends.append(tuple(1e3 * (end - first) for end in clock.ends))
+def timelines(plan: Plan, record: Record) -> MeasuredTimeline:
+    """What was recorded, and what the mean times of its tasks and transfers predict."""
+    operations = plan.assembled.board.operations
+    ran = [[n for n in record.tasks if operations[n].group == group] for group in _groups(plan)]
+    first = min(start for start, _ in record.tasks.values())
+    starts, ends = (
+        tuple(tuple(1e3 * (record.tasks[n][at] - first) for n in sorted(row)) for row in ran)
+        for at in (0, 1)
+    )
     schedule = _only_run(plan, plan.proof.schedule)
     costs = _costs(schedule, starts, ends)
-    late = [
-        end - max(at, *(c.ends[n] for c, n in inputs))
-        for clock in transfers
-        for at, inputs, end in zip(clock.dispatched, clock.inputs, clock.ends, strict=True)
-    ]
-    latency = max(0.0, 1e3 * statistics.fmean(late)) if late else 0.0
-    measured = Timeline(schedule, costs, latency, tuple(starts), tuple(ends))
+    latency = 1e3 * _latency(operations, record)
+    measured = Timeline(schedule, costs, latency, starts, ends)
     return MeasuredTimeline(measured, simulate(plan.proof.schedule, list(costs), latency))
+
+
+def _groups(plan: Plan) -> range:
+    return range(plan.proof.schedule.groups)
+
+
+def _latency(operations: Sequence[Operation], record: Record) -> float:
+    """From the end of a task, or from when it was sent if that was later, to the arrival."""
+    made = {cell: n for n in record.tasks for cell in operations[n].outs}
+    late = [
+        at - max(record.tasks[made[operations[n].ins[0]]][1], record.sent[n])
+        for n, at in record.arrived.items()
+        if operations[n].ins[0] in made
+    ]
+    return max(0.0, statistics.fmean(late)) if late else 0.0
 
 
 def _only_run(plan: Plan, schedule: Schedule) -> Schedule:
     """The schedule without tasks that have nothing to do, as it ran."""
-    run = {(o.task.kind, o.task.stage) for o in plan.operations if o.task is not None}
+    tasks = [o.task for o in plan.assembled.board.operations if o.task is not None]
+    run = {(task.kind, task.stage) for task in tasks}
     rows = tuple(
         tuple(task for task in row if (task.kind, task.stage) in run) for row in schedule.tasks
     )

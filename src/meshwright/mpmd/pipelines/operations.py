@@ -33,6 +33,7 @@ class Operation:
     """`call` the values of `ins`, put the results into `outs`, then forget `drop`.
 
     It has `code` to run in its group, or it brings its values there from the group `source`.
+    `number` is its place in the whole step, that of all groups.
     """
 
     group: int
@@ -45,6 +46,12 @@ class Operation:
     waits: bool = False
     call: Call | None = None
     drop: tuple[int, ...] = ()
+    number: int = -1
+
+    @property
+    def moves(self) -> bool:
+        """Whether it is a transfer, or one side of it."""
+        return self.source is not None
 
 
 def set_drops(operations: Sequence[Operation], kept: set[int]) -> None:
@@ -61,11 +68,15 @@ def set_drops(operations: Sequence[Operation], kept: set[int]) -> None:
 def run_watched(operations: Sequence[Operation], cells: list[Any], watch: Watch) -> None:
     """The same, while others may ask what this process is about."""
     for operation in operations:
-        if operation.waits:
-            watch.waiting = operation.name
-        else:
-            watch.doing = operation.name
+        tell(watch, operation)
         run((operation,), cells)
+
+
+def tell(watch: Watch, operation: Operation) -> None:
+    if operation.waits:
+        watch.waiting = operation.name
+    else:
+        watch.doing = operation.name
 
 
 def run(operations: Sequence[Operation], cells: list[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +29,7 @@ def share(board: Board, mine: frozenset[int], link: Link | None) -> list[Operati
     found: list[Operation] = []
     late: list[Operation] = []
     for number, operation in enumerate(board.operations):
+        operation.number = number
         if operation.source is None:
             if operation.group in mine:
                 found.append(operation)
@@ -38,9 +40,9 @@ def share(board: Board, mine: frozenset[int], link: Link | None) -> list[Operati
         else:
             way = _route(board, operation)
             if operation.source in mine:
-                found.append(_send(link, way, number, operation))
+                found.append(_send(link, way, operation))
             if operation.group in mine:
-                arriving = _receive(link, way, number, operation)
+                arriving = _receive(link, way, operation)
                 (late if way.joins_on_arrival else found).append(arriving)
                 if _on_cpu(board, operation):
                     late.append(_wait(board, operation))
@@ -57,17 +59,17 @@ def _route(board: Board, operation: Operation) -> Route:
     return route(shapes, [board.lies[cell] for cell in operation.outs])
 
 
-def _send(link: Link, way: Route, key: int, operation: Operation) -> Operation:
+def _send(link: Link, way: Route, operation: Operation) -> Operation:
     def send(*values: Any) -> Sequence[Any]:
-        link.send(way, key, list(values))
+        link.send(way, operation.number, list(values))
         return ()
 
-    return Operation(operation.group, operation.name, operation.ins, (), call=send)
+    return dataclasses.replace(operation, outs=(), call=send)
 
 
-def _receive(link: Link, way: Route, key: int, operation: Operation) -> Operation:
-    receive = functools.partial(link.receive, way, key)
-    return Operation(operation.group, operation.name, (), operation.outs, call=receive)
+def _receive(link: Link, way: Route, operation: Operation) -> Operation:
+    receive = functools.partial(link.receive, way, operation.number)
+    return dataclasses.replace(operation, ins=(), call=receive)
 
 
 def _wait(board: Board, operation: Operation) -> Operation:

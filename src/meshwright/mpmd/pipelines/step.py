@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -22,11 +23,13 @@ from meshwright.mpmd.pipelines.compiling import compile_all
 from meshwright.mpmd.pipelines.cutting import Cut, cut
 from meshwright.mpmd.pipelines.explaining import Explanation, explain
 from meshwright.mpmd.pipelines.layouts import Layouts
-from meshwright.mpmd.pipelines.measuring import MeasuredTimeline, measure
+from meshwright.mpmd.pipelines.measuring import MeasuredTimeline, timelines
 from meshwright.mpmd.pipelines.operations import Operation, run, run_watched, set_drops
+from meshwright.mpmd.pipelines.operations import tell as tell_watch
 from meshwright.mpmd.pipelines.placing import begin, results, settle_constants
 from meshwright.mpmd.pipelines.programs import Key, Program, programs
 from meshwright.mpmd.pipelines.reading import Traced, read
+from meshwright.mpmd.pipelines.recording import Record, merge, record
 from meshwright.mpmd.pipelines.sharing import local_groups, share
 from meshwright.mpmd.pipelines.statics import Split, take_apart
 from meshwright.mpmd.schedules.auto import Auto
@@ -36,6 +39,8 @@ from meshwright.mpmd.schedules.proving import Proof, check
 from meshwright.mpmd.schedules.schedule import Schedule, count
 from meshwright.mpmd.transfers import connect
 from meshwright.mpmd.watching import Watch
+
+T = TypeVar("T")
 
 
 def pipeline(
@@ -146,19 +151,21 @@ class PipelineStep:
             run(plan.operations, cells)
         else:
             self.agreement.enter(self._steps, plan)
-            self._run_among_others(plan, cells, self.agreement.watch)
+            watch = self.agreement.watch
+            self._among_others(watch, lambda: run_watched(plan.operations, cells, watch))
         found = results(board, cells, plan.assembled.results, self.mine)
         return jax.tree.unflatten(plan.traced.out_tree, found)
 
-    def _run_among_others(self, plan: Plan, cells: list[Any], watch: Watch) -> None:
+    def _among_others(self, watch: Watch, work: Callable[[], T]) -> T:
         """Run while the other processes run theirs; when one fails, all end."""
         self._steps += 1
         try:
-            run_watched(plan.operations, cells, watch)
+            found = work()
         except BaseException as error:
             watch.__exit__(type(error), error, error.__traceback__)
             raise
         watch.doing = ""
+        return found
 
     def close(self) -> None:
         """In several processes: wait for the others, then stop watching and listening."""
@@ -210,21 +217,25 @@ class PipelineStep:
     def timeline(self, *args: Any) -> MeasuredTimeline:
         """Run a step and note when every task ran, against what its times predict.
 
-        The results are dropped; donated arguments are copied first.
+        The results are dropped; donated arguments are copied first. In several processes all
+        call it, and all get the whole.
         """
-        if self.link is not None:
-            raise PipelineError(
-                "timeline() sees one process only. Run the pipeline in a single process for it."
-            )
         plan = self._plan(take_apart(args, 1))
         copies = [
-            jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, arg)
-            if number in self.donated
-            else arg
+            jax.tree.map(_copied, arg) if number in self.donated else arg
             for number, arg in enumerate(args)
         ]
         arrays = take_apart(tuple(copies), 1).arrays
-        return measure(plan, begin(plan.assembled.board, arrays, self.mine))
+        cells = begin(plan.assembled.board, arrays, self.mine)
+        if self.agreement is None:
+            return timelines(plan, record(plan.operations, cells, lambda _: None))
+        watch = self.agreement.watch
+        self.agreement.enter(self._steps, plan)
+        watch.confer("a timeline's begin", "", lambda _: "")
+        tell = functools.partial(tell_watch, watch)
+        found = self._among_others(watch, lambda: record(plan.operations, cells, tell))
+        whole = watch.confer("its timeline", found.to_text(), merge)
+        return timelines(plan, Record.from_text(whole))
 
     def _last(self) -> Plan:
         if not self._plans:
@@ -321,3 +332,8 @@ class Plan:
     names: Sequence[str]
     paths: Sequence[str]
 
+
+def _copied(value: Any) -> Any:
+    """Of what another process holds there is nothing to copy."""
+    here = isinstance(value, jax.Array) and value.addressable_shards
+    return value.copy() if here else value

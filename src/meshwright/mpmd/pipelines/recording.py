@@ -1,0 +1,140 @@
+"""A step run while threads note when the results of tasks and transfers are there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from meshwright.mpmd.pipelines.operations import Operation
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """When operations ran, by their number on the board, in seconds of the machine's clock."""
+
+    tasks: dict[int, tuple[float, float]]  # start and end
+    sent: dict[int, float]
+    arrived: dict[int, float]
+
+    def to_text(self) -> str:
+        return json.dumps([list(part.items()) for part in dataclasses.astuple(self)])
+
+    @staticmethod
+    def from_text(text: str) -> Record:
+        tasks, sent, arrived = json.loads(text)
+        return Record({n: (start, end) for n, (start, end) in tasks}, dict(sent), dict(arrived))
+
+
+def merge(texts: Sequence[str]) -> str:
+    """Records of several processes as one; where several run a task, from first to last."""
+    found = Record({}, {}, {})
+    for record in map(Record.from_text, texts):
+        for number, (start, end) in record.tasks.items():
+            first, last = found.tasks.get(number, (start, end))
+            found.tasks[number] = (min(first, start), max(last, end))
+        for mine, theirs in ((found.sent, record.sent), (found.arrived, record.arrived)):
+            mine.update((n, max(at, mine.get(n, at))) for n, at in theirs.items())
+    return found.to_text()
+
+
+def record(
+    operations: Sequence[Operation], cells: list[Any], tell: Callable[[Operation], None]
+) -> Record:
+    """Run the operations; `tell` hears of each before."""
+    offset = time.time() - time.perf_counter()
+    groups = range(1 + max(operation.group for operation in operations))
+    tasks, transfers = [_Clock() for _ in groups], [_Clock() for _ in groups]
+    ready: dict[int, Noted] = {}  # a cell, and what fills it
+    sent = {}
+    for operation in operations:
+        tell(operation)
+        before = time.perf_counter()
+        values = operation.call(*[cells[cell] for cell in operation.ins])  # type: ignore[misc]
+        for cell, value in zip(operation.outs, values, strict=True):
+            cells[cell] = value
+        if operation.task is not None or operation.moves:
+            clock = (transfers if operation.moves else tasks)[operation.group]
+            inputs = [ready[cell] for cell in operation.ins if cell in ready]
+            noted = (clock, clock.note(operation.number, before, inputs, list(values)))
+            ready.update(dict.fromkeys(operation.outs, noted))
+        if operation.moves and operation.ins:
+            sent[operation.number] = before + offset
+        for cell in operation.drop:
+            cells[cell] = None
+    for clock in (*tasks, *transfers):
+        clock.stop()
+    return Record(
+        {
+            number: (start + offset, end + offset)
+            for clock in tasks
+            for number, start, end in zip(clock.numbers, clock.starts(), clock.ends, strict=True)
+        },
+        sent,
+        {
+            number: end + offset
+            for clock in transfers
+            for number, end, there in zip(clock.numbers, clock.ends, clock.filled, strict=True)
+            if there
+        },
+    )
+
+
+class _Clock:
+    """Waits for a group's operations one after the other, and notes when each was done."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.filled: list[bool] = []
+        self.dispatched: list[float] = []
+        self.inputs: list[Sequence[Noted]] = []
+        self.ends: list[float] = []
+        self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._wait, daemon=True)
+        self._thread.start()
+
+    def note(self, number: int, at: float, inputs: Sequence[Noted], values: Sequence[Any]) -> int:
+        self.numbers.append(number)
+        self.filled.append(bool(values))
+        self.dispatched.append(at)
+        self.inputs.append(inputs)
+        self._waiting.put(values)
+        return len(self.dispatched) - 1
+
+    def _wait(self) -> None:
+        while (values := self._waiting.get()) is not None:
+            for value in values:
+                # A sum is given up to the next task, perhaps before we look.
+                if not value.is_deleted():
+                    _wait_for(value)
+            self.ends.append(time.perf_counter())
+
+    def starts(self) -> list[float]:
+        """When each could begin at the earliest: free, dispatched, and with its inputs there."""
+        found, free = [], 0.0
+        for at, inputs, end in zip(self.dispatched, self.inputs, self.ends, strict=True):
+            there = [clock.ends[n] for clock, n in inputs]
+            found.append(min(end, max(free, at, *(t for t in there if t <= end))))
+            free = end
+        return found
+
+    def stop(self) -> None:
+        self._waiting.put(None)
+        self._thread.join()
+
+
+def _wait_for(value: Any) -> None:
+    try:
+        jax.block_until_ready(value)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        if not value.is_deleted():
+            raise
+
+
+Noted = tuple["_Clock", int]
