@@ -291,3 +291,32 @@ def test_a_constraint_inside_a_stage():
     step = mw.pipeline(loss, at, microbatches=2)
     expected = jax.jit(looped(chain_loss, 2))(layers(2), *batch())
     assert_close(step(layers(2), *batch()), expected)
+
+
+def test_arguments_by_keyword():
+    def train(params, x, y, *, rate=0.1):
+        value, grads = mw.value_and_grad(chain_loss)(params, y=y, x=x)
+        return jax.tree.map(lambda p, g: p - rate * g, params, grads), value
+
+    params, (x, y) = layers(2), batch()
+    step = mw.pipeline(train, groups(2), microbatches=4, donate=0)
+    expected = jax.jit(train)(params, x, y=y, rate=0.5)
+    given = jax.tree.map(jnp.copy, params)
+    assert step.explain(given, y=y, x=x, rate=0.5).stages[1].parameters == ("w1",)
+    assert_close(step(given, y=y, x=x, rate=0.5), expected)
+    assert given["w0"].is_deleted()
+    assert_close(step(params=layers(2), y=y, x=x), jax.jit(train)(params, x, y))
+    step(layers(2), x, y, rate=0.25)
+    assert len(step._plans) == 2  # with and without a rate, whatever it is
+
+
+def test_a_loss_function_by_keyword():
+    params, (x, y) = layers(2), batch()
+    step = mw.pipeline(chain_loss, groups(2), microbatches=4)
+    expected = jax.jit(looped(chain_loss, 4))(params, x, y)
+    assert_close(step(params, y=y, x=x), expected)
+    assert_close(step(params, x, y=y), expected)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'y'"):
+        step(params, x)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'z'"):
+        step(params, x, y, z=y)

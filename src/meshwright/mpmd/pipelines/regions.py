@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from meshwright import _compat
 from meshwright.errors import PipelineError, near, short
+from meshwright.mpmd.pipelines.keywords import by_place, takes_places
 from meshwright.mpmd.pipelines.statics import Split, as_shape, take_apart
 
 Role = Literal["whole", "params", "split", "carry"]
@@ -115,9 +116,10 @@ def value_and_grad(
         raise PipelineError(f"reduce: {short(reduce)} is not 'mean' or 'sum'.")
 
     @functools.wraps(fn)
-    def wrapped(*args: Any) -> Any:
+    def wrapped(*args: Any, **keywords: Any) -> Any:
         uncut = (whole,) if isinstance(whole, int) else tuple(whole)
-        call = _Call(fn, tuple(map(take_apart, args)), argnums, carry, has_aux, whole=uncut)
+        parts = tuple(map(take_apart, by_place(fn, args, keywords)))
+        call = _Call(takes_places(fn), parts, argnums, carry, has_aux, whole=uncut)
         step = _tracing.get()
         if step is None:
             return call.packed(call.run([list(part.arrays) for part in call.parts]))

@@ -39,7 +39,7 @@ def take_apart(tree: Any, depth: int = 0) -> Split:
     places = tuple(
         n
         for n, (path, leaf) in enumerate(flat)
-        if _is_array(leaf) or (len(path) <= depth and _is_number(leaf))
+        if _is_array(leaf) or (len(path) <= depth and is_number(leaf))
     )
     chosen = set(places)
     return Split(
@@ -51,7 +51,7 @@ def take_apart(tree: Any, depth: int = 0) -> Split:
     )
 
 
-def _is_number(leaf: Any) -> bool:
+def is_number(leaf: Any) -> bool:
     return isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
 
 

@@ -22,6 +22,7 @@ from meshwright.mpmd.pipelines.chaining import chained
 from meshwright.mpmd.pipelines.compiling import compile_all
 from meshwright.mpmd.pipelines.cutting import Cut, cut
 from meshwright.mpmd.pipelines.explaining import Explanation, explain
+from meshwright.mpmd.pipelines.keywords import by_place, takes_places
 from meshwright.mpmd.pipelines.layouts import Layouts
 from meshwright.mpmd.pipelines.measuring import MeasuredTimeline, timelines
 from meshwright.mpmd.pipelines.operations import Operation, run, run_watched, set_drops
@@ -132,7 +133,7 @@ class PipelineStep:
         limit: float = 60.0,
     ):
         self.limit = limit
-        self.fn, self.groups, self.schedule = fn, groups, schedule
+        self.fn, self.groups, self.schedule = takes_places(fn), groups, schedule
         self.microbatches, self.options, self.donated = microbatches, options, donated
         self.layouts = Layouts(groups, rules)
         self.mine = local_groups(groups)
@@ -142,8 +143,8 @@ class PipelineStep:
         self._steps = 0
         self._plans: dict[Any, Plan] = {}
 
-    def __call__(self, *args: Any) -> Any:
-        parts = self._checked(args)
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        parts = self._checked(by_place(self.fn, args, keywords))
         plan = self._plan(parts)
         board = plan.assembled.board
         cells = begin(board, parts.arrays, self.mine)
@@ -206,24 +207,26 @@ class PipelineStep:
                 )
         return parts
 
-    def explain(self, *args: Any) -> Explanation:
+    def explain(self, *args: Any, **keywords: Any) -> Explanation:
         """What became of the function: its stages, what each holds, sends and repeats.
 
-        `args` are those of a call; without them the last call's. Nothing runs.
+        Takes the arguments of a call; without them it means the last one. Nothing runs.
         """
-        plan = self._plan(take_apart(args, 1)) if args else self._last()
+        places = by_place(self.fn, args, keywords)
+        plan = self._plan(take_apart(places, 1)) if places else self._last()
         return explain(plan, plan.names)
 
-    def timeline(self, *args: Any) -> MeasuredTimeline:
+    def timeline(self, *args: Any, **keywords: Any) -> MeasuredTimeline:
         """Run a step and note when every task ran, against what its times predict.
 
         The results are dropped; donated arguments are copied first. In several processes all
         call it, and all get the whole.
         """
-        plan = self._plan(take_apart(args, 1))
+        places = by_place(self.fn, args, keywords)
+        plan = self._plan(take_apart(places, 1))
         copies = [
             jax.tree.map(_copied, arg) if number in self.donated else arg
-            for number, arg in enumerate(args)
+            for number, arg in enumerate(places)
         ]
         arrays = take_apart(tuple(copies), 1).arrays
         cells = begin(plan.assembled.board, arrays, self.mine)
