@@ -1,0 +1,191 @@
+"""Why a collective is there: rules of thumb, in the order in which they are tried.
+
+1. The partitioner complained of this operation (`clashes`): **nobody asked**.
+2. It gathers an argument of the program, looked at through casts, copies, cuts and loops, or makes
+   a result that leaves the program in an argument's shape: **parameter gathers**. Arguments of 32
+   or more whole-number bits are data (tokens, positions), not parameters.
+3. It sums something of an argument's shape (whole, or a layer of a stack, cut further by at most
+   its own group) in the backward pass or over data axes: **gradient sums**.
+4. Any other sum, whatever is written as a collective by the user (`psum`, `all_gather`,
+   `ppermute`, ...) or by a sharding constraint, and gathers for an operation that needs all of its
+   operand (a dot, a sum, a sort, a lookup): **activation exchanges**.
+5. The rest moves arrays from one sharding to another on behalf of operations that need no such
+   thing, as an addition or a reshape: **nobody asked**.
+
+A name the compiler lost (it does, in programs for several slices) is looked up at the neighbours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Sequence
+
+from meshwright.axes import role
+from meshwright.rehearsal.ledger.axes import AxisPart
+from meshwright.rehearsal.ledger.clashes import Clash
+from meshwright.rehearsal.ledger.collective import (
+    ACTIVATION_EXCHANGES,
+    GRADIENT_SUMS,
+    NOBODY_ASKED,
+    PARAMETER_GATHERS,
+)
+from meshwright.rehearsal.ledger.finding import Found
+from meshwright.rehearsal.programs import Instruction, Program
+from meshwright.rehearsal.programs.shapes import Leaf, bits
+
+_SUMS = ("all-reduce", "reduce-scatter")
+_WRITTEN = frozenset(
+    "psum pmax pmin psum2 psum_invariant pmean all_gather all_gather_invariant all_to_all "
+    "ppermute pbroadcast psend precv reduce_scatter psum_scatter ragged_all_to_all pcast "
+    "sharding_constraint reshard".split()
+)
+_NEEDS_ALL = re.compile(
+    r"dot_general|conv_general_dilated|reduce|arg(max|min)|cum|sort|top_k|gather|scatter|"
+    r"dynamic_(update_)?slice|concatenate|custom_call|fft|cholesky|triangular_solve|svd|eigh|qr"
+)
+_SHIFTS = re.compile(r"slice|pad|concatenate|roll|rev|conv_general_dilated|cum|reduce_window")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    name: str
+    why: str
+    clash: Clash | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Causes:
+    """The rules, for one program."""
+
+    program: Program
+    clashes: Sequence[Clash] = ()
+
+    def of(self, found: Found, op_name: str, axes: tuple[AxisPart, ...] | None, size: int) -> Cause:
+        clash = self._clash(found, op_name)
+        if clash is not None:
+            return Cause(NOBODY_ASKED, "the partitioner found no way between two shardings", clash)
+        operations = primitives(op_name)
+        at = " and ".join(operations) or "an operation without a name"
+        argument = self._argument(found)
+        if argument is not None and found.kind == "all-gather":
+            return Cause(PARAMETER_GATHERS, f"gathers {argument}")
+        if found.kind == "all-gather" and self._leaves_as_argument(found):
+            return Cause(PARAMETER_GATHERS, "gathers a result that replaces an argument")
+        if found.kind in _SUMS:
+            if self._sums_gradients(found, op_name, axes, size):
+                return Cause(GRADIENT_SUMS, f"sums gradients of {at}")
+            return Cause(ACTIVATION_EXCHANGES, f"sums for {at}")
+        if any(operation in _WRITTEN for operation in operations):
+            return Cause(ACTIVATION_EXCHANGES, f"asked for by {at}")
+        needed = _SHIFTS if found.kind == "collective-permute" else _NEEDS_ALL
+        if any(needed.search(operation) for operation in operations):
+            return Cause(ACTIVATION_EXCHANGES, f"needed by {at}")
+        return Cause(NOBODY_ASKED, f"moved to another sharding at {at}")
+
+    def _clash(self, found: Found, op_name: str) -> Clash | None:
+        if found.kind == "reduce-scatter":
+            return None
+        shapes = {str(leaf) for shape in (*found.operands, found.results) for leaf in shape.leaves}
+        for clash in self.clashes:
+            if clash.shape in shapes and op_name in (clash.op_name, ""):
+                return clash
+            if clash.op_name and clash.op_name == op_name and found.kind not in _SUMS:
+                return clash
+            if not clash.op_name and clash.shape in shapes and found.kind not in _SUMS:
+                return clash
+        return None
+
+    def _argument(self, found: Found) -> str | None:
+        """The name of the argument that is moved, if it is one."""
+        where = self.program.computations[found.instruction.computation]
+        for operand in where.operands(found.instruction)[:1]:
+            origin = self.program.tracer.origin(operand).instruction
+            if origin.opcode == "parameter" and origin.computation == self.program.entry.name:
+                if _may_be_parameter(origin.shape.leaves[0]):
+                    return origin.op_name or f"argument {origin.inside}"
+        return None
+
+    def _leaves_as_argument(self, found: Found) -> bool:
+        """Whether the result goes straight out of the program in an argument's shape."""
+        entry = self.program.entry
+        if found.instruction.computation != entry.name or entry.root.opcode != "tuple":
+            return False
+        given = {str(leaf) for leaf in self._arguments}
+        if str(found.results.leaves[0]) not in given:
+            return False
+        return any(
+            self.program.tracer.origin(result).instruction
+            is self.program.tracer.origin(found.instruction).instruction
+            and self._passes(result, found)
+            for result in entry.operands(entry.root)
+        )
+
+    def _passes(self, result: Instruction, found: Found) -> bool:
+        """Whether a result of the program is the collective's own, perhaps copied."""
+        entry = self.program.entry
+        while result.name not in found.parts and len(result.operands) == 1:
+            result = entry.by_name[result.operands[0]]
+        return result.name in found.parts
+
+    @functools.cached_property
+    def _arguments(self) -> tuple[Leaf, ...]:
+        return tuple(
+            leaf
+            for parameter in self.program.entry.parameters.values()
+            for leaf in parameter.shape.leaves
+            if leaf.dims and _may_be_parameter(leaf)
+        )
+
+    def _sums_gradients(
+        self, found: Found, op_name: str, axes: tuple[AxisPart, ...] | None, size: int
+    ) -> bool:
+        backward = "transpose(" in op_name
+        data = bool(axes) and all(role(part.name).moves == "weights" for part in axes or ())
+        if not (backward or data):
+            return False
+        leaves = [leaf for shape in found.operands for leaf in shape.leaves]
+        fitting = sum(leaf.bytes for leaf in leaves if self._like_an_argument(leaf, size))
+        return 2 * fitting > sum(leaf.bytes for leaf in leaves)
+
+    def _like_an_argument(self, leaf: Leaf, size: int) -> bool:
+        dims = _plain(leaf.dims)
+        return bool(dims) and any(
+            _is_cut_of(_plain(given), dims, size)
+            for argument in self._arguments
+            for given in (argument.dims, argument.dims[1:])
+        )
+
+
+def primitives(op_name: str) -> list[str]:
+    """The operations that a name, or several put together, stand for.
+
+    >>> primitives("jit(f)/jvp()/while/body/dot_general")
+    ['dot_general']
+    >>> primitives("jit(f)/(transpose(jvp())/scatter-add:jvp()/reduce_sum)")
+    ['scatter-add', 'reduce_sum']
+    """
+    last = (part.rpartition("/")[2].rstrip(")") for part in op_name.split(":"))
+    return list(dict.fromkeys(name for name in last if name))
+
+
+def _may_be_parameter(leaf: Leaf) -> bool:
+    return leaf.dtype[0] not in "sup" or bits(leaf.dtype) <= 8
+
+
+def _plain(dims: tuple[int, ...]) -> list[int]:
+    return sorted(dim for dim in dims if dim > 1)
+
+
+def _is_cut_of(given: list[int], found: list[int], size: int) -> bool:
+    """Whether two shapes are the same but for cuts that the group itself may have made."""
+    if len(given) != len(found):
+        return False
+    ratio = 1
+    for one, other in zip(given, found, strict=True):
+        small, large = sorted((one, other))
+        if large % small:
+            return False
+        ratio *= large // small
+    return size % ratio == 0

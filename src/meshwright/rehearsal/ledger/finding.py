@@ -1,0 +1,182 @@
+"""Finding the collectives of a program, each once, however it is written.
+
+- `all-gather-start` and `all-gather-done` are one, and so are `async-start`, the computation it
+  calls and `async-done`; where the compiler notes `is_sync` nothing runs beside them;
+- the TPU compiler spreads a collective over fusions that work beside it: one that starts it, some
+  that carry it on, one that ends it, all with the same channel;
+- its fusions named `all-reduce-scatter` hold an all-reduce and a cut: a reduce-scatter;
+- between slices it uses `send` and `recv` that meet at a rendezvous, and says what they make up;
+- GPU compilers take a permutation apart into `send` and `recv` on one channel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from meshwright.rehearsal.ledger.transfers import Transfer, transfers
+from meshwright.rehearsal.programs import Computation, Instruction, Program, Shape
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+)
+_STARTS = {f"{kind}-start": kind for kind in KINDS}
+_SPREAD = '"async_collective_fusion_config"'
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Found:
+    """A collective in the text. `witnesses` are instructions that may name its source."""
+
+    kind: str
+    instruction: Instruction
+    operands: tuple[Shape, ...]
+    results: Shape
+    parts: tuple[str, ...]
+    asynchronous: bool
+    meanwhile: float
+    witnesses: tuple[Instruction, ...]
+    transfer: Transfer | None = None
+
+
+def find(program: Program) -> Iterator[Found]:
+    spread = _Spread(program)
+    for computation in program.computations.values():
+        if not program.times(computation.name).count:
+            continue
+        for instruction in computation.instructions:
+            opcode = instruction.opcode
+            if opcode in KINDS:
+                if _SPREAD in instruction.rest:
+                    yield from spread.found(instruction, computation)
+                else:
+                    yield _plain(program, instruction, computation)
+            elif opcode in _STARTS:
+                yield _started(program, instruction, computation)
+        for transfer in transfers(computation):
+            yield _transferred(program, transfer, computation)
+
+
+def _plain(program: Program, instruction: Instruction, computation: Computation) -> Found:
+    callers = tuple(program.tracer.callers.get(computation.name, ()))
+    shape, kind = instruction.shape, instruction.opcode
+    if computation.name.startswith("all-reduce-scatter"):
+        shape, kind = computation.root.shape, "reduce-scatter"
+    starts = [caller for caller in callers if caller.opcode == "async-start"]
+    return Found(
+        kind,
+        instruction,
+        _shapes(instruction, computation),
+        shape,
+        (instruction.name,),
+        bool(starts),
+        sum(_meanwhile(program, start) for start in starts[:1]),
+        (instruction, *callers),
+    )
+
+
+def _started(program: Program, instruction: Instruction, computation: Computation) -> Found:
+    done = _done(instruction, computation)
+    beside = '"is_sync":true' not in instruction.rest
+    return Found(
+        _STARTS[instruction.opcode],
+        instruction,
+        _shapes(instruction, computation),
+        done.shape,
+        (instruction.name, done.name),
+        beside,
+        _meanwhile(program, instruction) if beside else 0.0,
+        (instruction, done),
+    )
+
+
+def _transferred(program: Program, transfer: Transfer, computation: Computation) -> Found:
+    send, recv = transfer.send, transfer.recv
+    ends = [_done(instruction, computation) for instruction in (send, recv)]
+    first = min(send, recv, key=computation.instructions.index)
+    return Found(
+        transfer.kind,
+        send,
+        _shapes(send, computation)[:1],
+        Shape(str(recv.shape.leaves[0])),
+        (send.name, recv.name, *(end.name for end in ends)),
+        True,
+        _between(program, computation, first, ends[1]),
+        (send, *ends, *computation.operands(send), *computation.users.get(ends[1].name, ())),
+        transfer,
+    )
+
+
+class _Spread:
+    """Collectives that TPU fusions carry on, piece by piece."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.pieces: dict[str | None, list[Instruction]] = {}
+        for computation in program.computations.values():
+            for instruction in computation.instructions:
+                if instruction.opcode in KINDS and _SPREAD in instruction.rest:
+                    channel = instruction.attribute("channel_id")
+                    self.pieces.setdefault(channel, []).append(instruction)
+
+    def found(self, instruction: Instruction, computation: Computation) -> Iterator[Found]:
+        if not _starts_spread(computation):
+            return
+        pieces = self.pieces[instruction.attribute("channel_id")]
+        starts = [p for p in pieces if _starts_spread(self.program.computations[p.computation])]
+        # Several starts on one channel share the pieces that follow; they are listed once.
+        parts = pieces if instruction is starts[0] else [instruction]
+        runs = self.program.times(computation.name).count
+        work = sum(
+            self.program.work(piece.computation) * self.program.times(piece.computation).count
+            for piece in pieces
+        )
+        callers = self.program.tracer.callers
+        yield Found(
+            instruction.opcode,
+            instruction,
+            _shapes(instruction, computation),
+            instruction.shape,
+            tuple(part.name for part in parts),
+            True,
+            work / (runs * len(starts)),
+            (instruction, *(c for piece in pieces for c in callers.get(piece.computation, ()))),
+        )
+
+
+def _starts_spread(computation: Computation) -> bool:
+    return '"AsyncCollectiveStart"' in computation.root.rest
+
+
+def _shapes(instruction: Instruction, computation: Computation) -> tuple[Shape, ...]:
+    return tuple(operand.shape for operand in computation.operands(instruction))
+
+
+def _done(start: Instruction, computation: Computation) -> Instruction:
+    """The end of something started; updates in between are passed."""
+    for user in computation.users.get(start.name, ()):
+        if user.opcode.endswith("-update"):
+            return _done(user, computation)
+        if user.opcode.endswith("-done"):
+            return user
+    return start
+
+
+def _meanwhile(program: Program, start: Instruction) -> float:
+    computation = program.computations[start.computation]
+    return _between(program, computation, start, _done(start, computation))
+
+
+def _between(
+    program: Program, computation: Computation, start: Instruction, end: Instruction
+) -> float:
+    """Operations that the schedule puts between two instructions."""
+    first = computation.instructions.index(start)
+    last = computation.instructions.index(end)
+    return sum(map(program.work_of, computation.instructions[first + 1 : last]))
