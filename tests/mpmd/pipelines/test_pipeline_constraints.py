@@ -91,6 +91,20 @@ def test_the_compiler_obeys():
     assert "tp" not in kept(P("dp"))
 
 
+def test_a_mesh_of_explicit_axes_may_be_set():
+    kinds = (jax.sharding.AxisType.Explicit,) * 3
+    explicit = jax.make_mesh((2, 2, 2), ("pp", "dp", "tp"), axis_types=kinds)
+
+    def loss(params, x):
+        x = mw.stage(jax.sharding.reshard(jnp.tanh(x @ params["a"]), P("dp")))
+        return jnp.mean(in_scan(lambda x, w: jnp.tanh(x @ w), x, params["b"]) ** 2)
+
+    with jax.set_mesh(explicit):
+        expected = jax.device_get(jax.jit(looped(loss, 2))(PARAMS, ROWS))
+        got = mw.pipeline(loss, AT, microbatches=2)(PARAMS, ROWS)
+    assert_close(got, expected)
+
+
 def test_forward_only():
     model = loss_with(WRAPPED["custom_vjp"])
     with jax.set_mesh(WHOLE):

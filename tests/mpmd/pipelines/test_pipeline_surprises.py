@@ -126,11 +126,21 @@ def test_arrays_that_live_in_several_groups_are_taken():
         ({"limit": -1}, "limit: -1 is not a number of seconds"),
         ({"donate": True}, "donate: True is not an argument's number"),
         ({"donate": "params"}, "donate: 'params' is not an argument's number"),
+        ({"rules": 3}, "rules: 3 is not a table"),
+        ({"unused": "drop"}, "unused: 'drop' is not one of error, allow"),
     ],
 )
 def test_options_are_checked_at_once(options, message):
     with pytest.raises(mw.MeshwrightError, match=message):
         mw.pipeline(loss, PAIR, microbatches=4, **options)
+
+
+def test_rules_that_nothing_obeys_are_refused():
+    rules = [("a", P("dp")), ("bias", P()), ("**", P())]
+    with pytest.raises(mw.PartitionError, match="rule 'bias' matches no leaf"):
+        mw.pipeline(loss, PAIR, microbatches=4, rules=rules)(PARAMS, ROWS)
+    step = mw.pipeline(loss, PAIR, microbatches=4, rules=rules, unused="allow")
+    assert step(PARAMS, ROWS)[1]["a"].sharding.spec == P("dp")
 
 
 def test_options_of_a_step_that_takes_gradients_itself_are_refused():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,6 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshwright.axes import role
 from meshwright.mpmd.groups import Groups
 from meshwright.partitioning import partition
+from meshwright.partitioning.by_rules import match_rules, read_rules
+from meshwright.partitioning.leaves import Leaf, refuse
+from meshwright.partitioning.options import read_options
 from meshwright.partitioning.specs import make_spec
 
 
@@ -21,10 +25,23 @@ class Layouts:
 
     groups: Groups
     rules: Any = None
+    unused: str = "error"
+
+    def __post_init__(self) -> None:
+        read_options({"rules": self.rules, "unmatched": "shape", "unused": self.unused})
+        if self.rules is not None:
+            read_rules(self.rules)
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
         return self.groups.meshes
+
+    def check_rules(self, names: Sequence[str]) -> None:
+        """Refuse rules that no array of a step obeys."""
+        if self.rules is not None and self.unused == "error":
+            leaves = [Leaf(name, n, (), None, None) for n, name in enumerate(names)]
+            _, wrong = match_rules(leaves, read_rules(self.rules))
+            refuse("pipeline", list(wrong))
 
     def whole(self, group: int) -> NamedSharding:
         return NamedSharding(self.meshes[group], make_spec())

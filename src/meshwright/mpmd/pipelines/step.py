@@ -51,6 +51,7 @@ def pipeline(
     schedule: str | Schedule | Auto = "1f1b",
     microbatches: int,
     rules: Any = None,
+    unused: str = "error",
     donate: int | Sequence[int] = (),
     limit: float = 60.0,
     **options: Any,
@@ -62,8 +63,9 @@ def pipeline(
     functions `f(params[i], x)`. `groups` is an `MpmdMesh`, a `MeshGroups` or a list of meshes.
     `schedule` is a name, a `Schedule` or an `Auto`; "forward" has no gradients. Arguments but the
     first are cut along dim 0 into `microbatches`. `rules` say how parameters are split inside
-    their groups, as in `partition`; by default their shapes decide. Arguments that `donate` names
-    are given up. The first call with arguments of a kind traces, cuts and compiles.
+    their groups, and `unused` whether all must be obeyed, as in `partition`; by default shapes
+    decide. Arguments that `donate` names are given up. The first call with arguments of a kind
+    traces, cuts and compiles.
 
     In several processes all call it, best as `with pipeline(...) as step`. When one of them
     fails, or makes no progress for `limit` seconds, all end with a line that says why.
@@ -85,9 +87,8 @@ def pipeline(
     if any(isinstance(n, bool) or not isinstance(n, int) for n in donated):
         raise PipelineError(f"donate: {short(donate)} is not an argument's number, or several.")
     _check_options(schedule, limit, options)
-    return PipelineStep(
-        fn, _auto_axes(groups), schedule, microbatches, rules, tuple(donated), options, limit
-    )
+    layouts = Layouts(_auto_axes(groups), rules, unused)
+    return PipelineStep(fn, layouts, schedule, microbatches, tuple(donated), options, limit)
 
 
 def _check_options(schedule: Any, limit: Any, options: dict[str, Any]) -> None:
@@ -124,18 +125,17 @@ class PipelineStep:
     def __init__(
         self,
         fn: Callable[..., Any],
-        groups: Groups,
+        layouts: Layouts,
         schedule: str | Schedule | Auto,
         microbatches: int,
-        rules: Any,
         donated: tuple[int, ...],
         options: dict[str, Any],
         limit: float = 60.0,
     ):
         self.limit = limit
+        self.layouts, groups = layouts, layouts.groups
         self.fn, self.groups, self.schedule = takes_places(fn), groups, schedule
         self.microbatches, self.options, self.donated = microbatches, options, donated
-        self.layouts = Layouts(groups, rules)
         self.mine = local_groups(groups)
         self.link = connect() if groups.spans_processes else None
         self.watch = Watch(limit, name="pipeline").start() if groups.spans_processes else None
@@ -281,6 +281,7 @@ class PipelineStep:
         tasks = {(task.kind, task.stage) for row in proof.schedule.tasks for task in row}
         numbers = [int(path.partition("/")[0]) for path in parts.paths]
         names = [path.partition("/")[2] or path for path in parts.paths]
+        self.layouts.check_rules(names)
         board = Board(
             self.layouts,
             {var: n for n, var in enumerate(traced.invars)},
