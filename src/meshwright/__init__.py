@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from meshwright.errors import PartitionError as PartitionError
     from meshwright.errors import PipelineError as PipelineError
     from meshwright.errors import PlacementError as PlacementError
+    from meshwright.errors import RehearsalError as RehearsalError
     from meshwright.errors import ScheduleError as ScheduleError
     from meshwright.errors import SpecError as SpecError
     from meshwright.errors import TopologyError as TopologyError
@@ -94,6 +95,14 @@ if TYPE_CHECKING:
     from meshwright.placement import AxisPlan as AxisPlan
     from meshwright.placement import Placement as Placement
     from meshwright.placement import place as place
+    from meshwright.rehearsal import Clash as Clash
+    from meshwright.rehearsal import Collective as Collective
+    from meshwright.rehearsal import Ledger as Ledger
+    from meshwright.rehearsal import Memory as Memory
+    from meshwright.rehearsal import Rehearsal as Rehearsal
+    from meshwright.rehearsal import StepTime as StepTime
+    from meshwright.rehearsal import rehearse as rehearse
+    from meshwright.rehearsal import rehearse_model as rehearse_model
     from meshwright.spec import AxisSpec as AxisSpec
     from meshwright.spec import MeshSpec as MeshSpec
 
@@ -111,6 +120,7 @@ _ROOMS = {
         "PartitionError",
         "PipelineError",
         "PlacementError",
+        "RehearsalError",
         "ScheduleError",
         "SpecError",
         "TopologyError",
@@ -181,6 +191,16 @@ _ROOMS = {
         "shardings",
     ),
     "placement": ("AxisPlan", "Placement", "place"),
+    "rehearsal": (
+        "Clash",
+        "Collective",
+        "Ledger",
+        "Memory",
+        "Rehearsal",
+        "StepTime",
+        "rehearse",
+        "rehearse_model",
+    ),
     "spec": ("AxisSpec", "MeshSpec"),
 }
 # Rooms that are reached by their own name, `mw.models.model("tiny")`.

@@ -77,7 +77,7 @@ def compile_bytecode(code: bytes, devices: list[Any], free_outputs: list[bool]) 
     """
     from jax._src import compiler
     from jax._src.interpreters import mlir
-    from jax._src.lib import xla_client
+    from jax._src.lib import _jax
     from jax.extend.mlir import ir
 
     client = devices[0].client
@@ -90,7 +90,7 @@ def compile_bytecode(code: bytes, devices: list[Any], free_outputs: list[bool]) 
         build = client.compile if is_compile_only(devices[0]) else client.compile_and_load
         return build(
             module,
-            executable_devices=xla_client.DeviceList(tuple(devices)),
+            executable_devices=_jax.DeviceList(tuple(devices)),
             compile_options=options,
         )
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Union
 from meshwright._version import __version__
 from meshwright.cli.commands import Devices, MeshCommand
 from meshwright.cli.partition_command import PartitionCommand
+from meshwright.cli.rehearse_command import RehearseCommand
 from meshwright.cli.schedule_command import ScheduleCommand
 from meshwright.errors import MeshwrightError
 
@@ -32,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Annotated[Devices, tyro.conf.subcommand("devices", prefix_name=False)],
         Annotated[MeshCommand, tyro.conf.subcommand("mesh", prefix_name=False)],
         Annotated[PartitionCommand, tyro.conf.subcommand("partition", prefix_name=False)],
+        Annotated[RehearseCommand, tyro.conf.subcommand("rehearse", prefix_name=False)],
         Annotated[ScheduleCommand, tyro.conf.subcommand("schedule", prefix_name=False)],
     ]
     command: Any = tyro.cli(

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from meshwright.errors import PartitionError, near, short
+from meshwright.errors import MeshwrightError, near, short
 
 _OURS = (__file__, importlib.__file__)
 
@@ -21,15 +21,15 @@ def call(source: str) -> Any:
     """What the function returns. The working directory is importable; prints go to stderr."""
     name, colon, function = source.partition(":")
     if not (name and colon and function):
-        raise PartitionError(f"{short(source)} is not module:function, e.g. my_model:init_shapes.")
+        raise MeshwrightError(f"{short(source)} is not module:function, e.g. my_model:init_shapes.")
     if name.endswith(".py") or not all(word.isidentifier() for word in name.split(".")):
-        raise PartitionError(
+        raise MeshwrightError(
             f"{short(name)} is not the name of a module. Give it as import does, from the folder "
             f"it is in: {_stem(name)}:{function}."
         )
     with _working_directory(), contextlib.redirect_stdout(sys.stderr):
         found = _function(_module(name), function)
-        with _explained(f"{source} failed"):
+        with explained(f"{source} failed"):
             return found()
 
 
@@ -39,7 +39,7 @@ def _stem(name: str) -> str:
 
 
 def _module(name: str) -> ModuleType:
-    with _explained(f"cannot import {short(name)}"):
+    with explained(f"cannot import {short(name)}"):
         return importlib.import_module(name)
 
 
@@ -47,13 +47,13 @@ def _function(module: ModuleType, function: str) -> Any:
     found = getattr(module, function, None)
     if not callable(found):
         hint = near(function, [n for n in vars(module) if callable(getattr(module, n))])
-        raise PartitionError(f"{module.__name__} has no function {short(function)}.{hint}")
+        raise MeshwrightError(f"{module.__name__} has no function {short(function)}.{hint}")
     try:
         inspect.signature(found).bind()
     except TypeError as error:
         code = getattr(found, "__code__", None)
         where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
-        raise PartitionError(
+        raise MeshwrightError(
             f"{module.__name__}:{function}{where} cannot be called without arguments: {error}. "
             "Give a function that needs none."
         ) from error
@@ -74,13 +74,16 @@ def _working_directory() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _explained(what: str) -> Iterator[None]:
+def explained(what: str) -> Iterator[None]:
+    """Errors of somebody's code in one line, with its place; ours say enough themselves."""
     try:
         yield
+    except MeshwrightError:
+        raise
     except (Exception, SystemExit) as error:
         lines = str(getattr(error, "msg", error)).splitlines() or [""]
         text = f"{type(error).__name__}: {lines[0]}".rstrip(": ")
-        raise PartitionError(f"{what}: {text}{_where(error)}") from error
+        raise MeshwrightError(f"{what}: {text}{_where(error)}") from error
 
 
 def _where(error: BaseException) -> str:

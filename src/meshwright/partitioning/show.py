@@ -96,9 +96,11 @@ def as_json(report: PartitionReport) -> dict[str, Any]:
 
 def amount(size: float) -> str:
     """
-    >>> amount(16 * 2**20), amount(1536), amount(12)
-    ('16 MiB', '1.5 KiB', '12 B')
+    >>> amount(16 * 2**20), amount(1536), amount(-12)
+    ('16 MiB', '1.5 KiB', '-12 B')
     """
+    if size < 0:
+        return f"-{amount(-size)}"
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.4g} {unit}"

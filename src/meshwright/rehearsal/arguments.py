@@ -1,0 +1,130 @@
+"""The arguments of a step as shapes with shardings: given ones kept, the others decided.
+
+The first argument and those that are donated are state: they are cut as `partition` says, and
+state beyond the first follows it as `partition_like` says. The others are data: their first dim
+is cut over the data axes. A sharding that an argument already has, or that `specs` gives, wins.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from meshwright.axes import role
+from meshwright.errors import RehearsalError, short
+from meshwright.partitioning import PartitionReport, describe, partition, partition_like
+from meshwright.partitioning.decide import settle
+from meshwright.partitioning.leaves import Leaf, walk
+from meshwright.partitioning.specs import make_spec
+
+_DATA = ("data", "fsdp")
+
+
+def argument_numbers(what: str, numbers: int | Sequence[int], count: int) -> tuple[int, ...]:
+    """Which arguments are meant, checked."""
+    found = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    for number in found:
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < count:
+            raise RehearsalError(
+                f"{what}: {short(number)} is no argument; they are counted from 0 to {count - 1}."
+            )
+    return found
+
+
+def names_of(function: Callable[..., Any], count: int) -> list[str]:
+    """What the arguments are called, for people to read."""
+    try:
+        found = [
+            name
+            for name, parameter in inspect.signature(function).parameters.items()
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        ]
+    except (TypeError, ValueError):
+        found = []
+    return [found[i] if i < len(found) else f"argument {i}" for i in range(count)]
+
+
+def decide_specs(
+    args: Sequence[Any],
+    mesh: AbstractMesh,
+    specs: Sequence[Any] | None,
+    data: tuple[int, ...],
+    options: Mapping[str, Any],
+) -> list[Any]:
+    """A tree of specs for every argument."""
+    if specs is not None and (not isinstance(specs, (tuple, list)) or len(specs) != len(args)):
+        raise RehearsalError(
+            f"specs: one entry for each of the {len(args)} arguments is needed, None where it "
+            f"shall be decided, not {short(specs)}."
+        )
+    found: list[Any] = [None] * len(args)
+    first: int | None = None
+    for i, arg in enumerate(args):
+        given = None if specs is None else specs[i]
+        if given is not None:
+            found[i] = given
+        elif i in data:
+            found[i] = data_specs(arg, mesh)
+        elif (placed := _placed(arg, mesh)) is not None:
+            found[i] = placed
+        elif first is None:
+            found[i] = partition(arg, mesh, **options)
+        else:
+            found[i] = partition_like(arg, args[first], found[first])
+        if first is None and i not in data:
+            first = i
+    return found
+
+
+def data_specs(arg: Any, mesh: AbstractMesh) -> Any:
+    """Every array cut along its first dim, over the axes that split data."""
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    axes = tuple(name for name in sizes if role(name).name in _DATA and sizes[name] > 1)
+    spec = make_spec([axes if len(axes) > 1 else axes[0]] if axes else ())
+    found = walk(arg)
+    return found.rebuild([spec if leaf.shape else make_spec() for leaf in found.arrays])
+
+
+def _placed(arg: Any, mesh: AbstractMesh) -> Any:
+    """The specs an argument brings with it, if all of its arrays lie on a mesh of these axes."""
+    found = walk(arg)
+    specs = [_spec_of(leaf, mesh) for leaf in found.arrays]
+    return found.rebuild(specs) if specs and None not in specs else None
+
+
+def _spec_of(leaf: Leaf, mesh: AbstractMesh) -> PartitionSpec | None:
+    sharding = getattr(leaf.value, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return None
+    theirs = dict(sharding.mesh.shape)
+    ours = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    return sharding.spec if theirs == ours else None
+
+
+def as_shapes(args: Sequence[Any], specs: Sequence[Any], mesh: AbstractMesh) -> tuple[Any, ...]:
+    """The arguments without values, each array with its sharding on the mesh."""
+    return tuple(_shapes(arg, spec, mesh) for arg, spec in zip(args, specs, strict=True))
+
+
+def _shapes(arg: Any, specs: Any, mesh: AbstractMesh) -> Any:
+    found = walk(arg)
+    per_leaf = settle("rehearse", found, arg, mesh, specs, {})
+    return found.rebuild(
+        [
+            jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+                leaf.shape, leaf.value.dtype, sharding=NamedSharding(mesh, spec)
+            )
+            for leaf, spec in zip(found.arrays, per_leaf, strict=True)
+        ]
+    )
+
+
+def sharding_table(
+    names: Sequence[str], args: Sequence[Any], specs: Sequence[Any], mesh: AbstractMesh
+) -> PartitionReport:
+    """All arguments in one table."""
+    return describe(dict(zip(names, args, strict=True)), mesh, dict(zip(names, specs, strict=True)))

@@ -1,0 +1,100 @@
+"""The compiling process: reads a job, compiles it, writes the outcome. Run with two file names.
+
+It ends when its standard input does, so that it never outlives the process that asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from meshwright import _compat
+from meshwright.rehearsal.compiler.jobs import Job, Outcome, versions
+
+_SIZES = ("argument", "output", "alias", "temp", "generated_code")
+
+
+def main(question: str, answer: str) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    job: Job = pickle.loads(Path(question).read_bytes())  # noqa: S301 - written by our parent
+    outcome = compile_job(job, _devices(job))
+    written = Path(f"{answer}.part")
+    written.write_text(json.dumps(outcome.to_json()), encoding="utf-8")
+    written.replace(answer)
+    sys.stderr.flush()
+    os._exit(0)  # nothing is left to tidy, and compilers take their time to unload
+
+
+def compile_job(job: Job, devices: list[Any]) -> Outcome:
+    """The outcome, also where the compiler refuses."""
+    began = time.monotonic()
+    try:
+        made = _compat.compile_bytecode(job.code, devices, list(job.free_outputs))
+    except Exception as error:  # whatever a compiler raises is its verdict
+        reason = str(error).strip()
+        exhausted = "RESOURCE_EXHAUSTED" in reason or "Ran out of memory" in reason
+        return Outcome(
+            "exhausted" if exhausted else "failed",
+            reason=reason,
+            seconds=time.monotonic() - began,
+            compiler=_compiler(job),
+        )
+    seconds = time.monotonic() - began
+    stats = made.get_compiled_memory_stats()
+    memory = {name: int(getattr(stats, f"{name}_size_in_bytes")) for name in _SIZES}
+    memory["live"] = int(getattr(stats, "peak_memory_in_bytes", 0))
+    return Outcome(
+        "compiled",
+        text=made.hlo_modules()[0].to_string(),
+        memory=memory,
+        cost=_cost(made),
+        seconds=seconds,
+        compiler=_compiler(job),
+    )
+
+
+def _cost(made: Any) -> dict[str, float]:
+    try:
+        found = made.cost_analysis()
+    except Exception:  # the CUDA compiler has none without a driver
+        return {}
+    found = found[0] if isinstance(found, list) else found
+    wanted = ("flops", "bytes accessed", "optimal_seconds")
+    return {name: float(found[name]) for name in wanted if name in (found or {})}
+
+
+def _devices(job: Job) -> list[Any]:
+    """The devices of the job's topology, in the order of the program's partitions."""
+    if job.platform == "cpu":
+        import jax
+
+        count = int(job.positions.size)
+        jax.config.update("jax_num_cpu_devices", count)  # type: ignore[no-untyped-call]
+        return list(jax.devices("cpu"))
+    from meshwright.meshes.targets import target
+
+    devices = target(job.topology, None, 1).devices or ()
+    return [devices[place] for place in job.positions.ravel()]
+
+
+def _compiler(job: Job) -> str:
+    """Which compiler this is, e.g. `libtpu 0.0.42, jax 0.10.2`."""
+    known = dict(versions())
+    vendor = {"tpu": "libtpu", "cuda": "jax-cuda13-plugin", "cpu": "jaxlib"}[job.platform]
+    return f"{vendor} {known[vendor]}, jax {known['jax']}"
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

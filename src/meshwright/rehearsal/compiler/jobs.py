@@ -1,0 +1,85 @@
+"""`Job`: a program and the hardware to compile it for; `Outcome`: what the compiler made of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import os
+import pickle
+from typing import Any, Literal
+
+import numpy as np
+
+from meshwright.hardware import Topology
+
+# What changes the result, besides the job itself: whose versions, which variables.
+PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda13-plugin")
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_FORMAT = 1
+
+Platform = Literal["tpu", "cuda", "cpu"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A program in the compiler's bytecode, and where its parts run.
+
+    `positions` holds, for each partition of the program, the place of its device in the
+    topology. `free_outputs` says whose sharding the compiler chooses.
+    """
+
+    name: str
+    code: bytes
+    platform: Platform
+    topology: Topology
+    positions: np.ndarray
+    free_outputs: tuple[bool, ...]
+
+    @property
+    def key(self) -> str:
+        """The same for the same program, hardware, versions and compiler flags."""
+        hardware = self.topology
+        parts = (
+            _FORMAT,
+            self.code,
+            self.platform,
+            (hardware.name, hardware.chip.name, hardware.axes, hardware.host.tobytes()),
+            self.positions.astype(np.int64).tobytes(),
+            self.free_outputs,
+            versions(),
+            tuple(os.environ.get(flag, "") for flag in FLAGS),
+        )
+        return hashlib.sha256(pickle.dumps(parts, protocol=4)).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """`verdict`: "compiled"; "exhausted" when the compiler ran out of memory; else "failed".
+
+    `reason` is the compiler's own text where it refused, `notes` what it wrote on the way.
+    """
+
+    verdict: Literal["compiled", "exhausted", "failed"]
+    text: str = ""
+    memory: dict[str, int] = dataclasses.field(default_factory=dict)
+    cost: dict[str, float] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0
+    reason: str = ""
+    notes: str = ""
+    compiler: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def versions() -> tuple[tuple[str, str], ...]:
+    """The versions of what takes part in a compile."""
+    return tuple((name, _version(name)) for name in PACKAGES)
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,154 @@
+"""Ways to need less memory, cheapest first, each with what it should save.
+
+- Donation that was missed: results that could overwrite an argument of the same shape.
+- More fsdp: parameters cut over devices that hold copies of them now.
+- A smaller batch: half the temporaries, in two steps instead of one.
+- Rematerialisation: fewer activations kept, at the price of computing them again. Only the
+  function itself can do that, so it is advice here.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from meshwright.axes import role
+from meshwright.errors import MeshwrightError
+from meshwright.partitioning.show import amount
+from meshwright.rehearsal.request import Request, shrunk
+from meshwright.rehearsal.result import Rehearsal
+from meshwright.spec import MeshSpec
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Remedy:
+    """One way out: what to change, the peak to expect, and what a compile said, if it was tried."""
+
+    what: str
+    how: str
+    peak: int
+    request: Request | None = None
+    tried: Rehearsal | None = None
+    failed: str = ""
+
+    def __str__(self) -> str:
+        if self.tried is not None:
+            said = self.tried.memory.verdict()
+            return f"{self.what} ({self.how}): tried, {said}"
+        if self.failed:
+            return f"{self.what} ({self.how}): tried, {self.failed}"
+        return f"{self.what} ({self.how}): about {amount(self.peak)} a device"
+
+
+def find_remedies(result: Rehearsal, *, check: bool) -> tuple[Remedy, ...]:
+    """All that apply; with `check`, compiled."""
+    found = list(_all(result))
+    return tuple(_tried(remedy) for remedy in found) if check else tuple(found)
+
+
+def _all(result: Rehearsal) -> Iterator[Remedy]:
+    yield from _donation(result)
+    yield from _more_fsdp(result)
+    yield from _smaller_batch(result)
+    yield from _rematerialisation(result)
+
+
+def _tried(remedy: Remedy) -> Remedy:
+    from meshwright.rehearsal.rehearsing import run
+
+    if remedy.request is None:
+        return remedy
+    try:
+        return dataclasses.replace(remedy, tried=run(remedy.request))
+    except MeshwrightError as error:
+        return dataclasses.replace(remedy, failed=str(error).split("\n")[0])
+
+
+def _donation(result: Rehearsal) -> Iterator[Remedy]:
+    request = result.request
+    free = [i for i in range(len(request.args)) if i not in {*request.donate, *request.data}]
+    results = jax.eval_shape(request.function, *request.args)
+    wanted = collections.Counter(map(_kind, jax.tree.leaves(results)))
+    chosen = []
+    for i in free:
+        mine = collections.Counter(map(_kind, jax.tree.leaves(request.args[i])))
+        if mine and not mine - wanted:
+            wanted -= mine
+            chosen.append(i)
+    if chosen:
+        donate = (*request.donate, *chosen)
+        yield Remedy(
+            "donate what the step replaces",
+            f"donate={donate if len(donate) > 1 else donate[0]}",
+            result.memory.peak - result.memory.arguments,
+            dataclasses.replace(request, donate=donate),
+        )
+
+
+def _kind(leaf: Any) -> tuple[tuple[int, ...], str]:
+    return tuple(getattr(leaf, "shape", ())), str(getattr(leaf, "dtype", type(leaf)))
+
+
+def _more_fsdp(result: Rehearsal) -> Iterator[Remedy]:
+    """Twice the fsdp, taken from an axis that only copies parameters."""
+    placed, request = result.placement, result.request
+    sizes = dict(zip(placed.spec.names, placed.spec.sizes, strict=True))
+    fsdp = next((name for name in sizes if role(name).name == "fsdp"), None)
+    data = next((n for n in sizes if role(n).name == "data" and sizes[n] % 2 == 0), None)
+    if fsdp is None and data is not None:
+        wish = {("fsdp" if name == data else name): size for name, size in sizes.items()}
+    elif fsdp is not None and data is not None:
+        wish = {**sizes, fsdp: sizes[fsdp] * 2, data: sizes[data] // 2}
+    else:
+        return
+    spec = MeshSpec.parse(wish)
+    factor = sizes[data] if fsdp is None else 2
+    peak = result.memory.peak - result.memory.arguments * (factor - 1) // factor
+    yield Remedy(
+        "cut parameters further",
+        f"mesh='{spec}'",
+        peak,
+        None if request.specs is not None else dataclasses.replace(request, mesh=str(spec)),
+    )
+
+
+def _smaller_batch(result: Rehearsal) -> Iterator[Remedy]:
+    request = result.request
+    smaller = shrunk(request.args, request.data, 2) if request.data else None
+    if smaller is None:
+        return
+    placed = result.placement
+    cuts = math.prod(
+        size
+        for name, size in zip(placed.spec.names, placed.spec.sizes, strict=True)
+        if role(name).name in ("data", "fsdp")
+    )
+    rows = min(
+        (leaf.shape[0] for i in request.data for leaf in jax.tree.leaves(smaller[i]) if leaf.shape),
+        default=0,
+    )
+    if rows and rows % cuts == 0:
+        yield Remedy(
+            "halve the batch",
+            f"{rows} rows instead of {2 * rows}",
+            result.memory.peak - result.memory.temporaries // 2,
+            dataclasses.replace(request, args=smaller),
+        )
+
+
+def _rematerialisation(result: Rehearsal) -> Iterator[Remedy]:
+    memory, request = result.memory, result.request
+    if memory.temporaries > memory.arguments:
+        yield Remedy(
+            "rematerialise",
+            "jax.checkpoint around each layer",
+            memory.peak - memory.temporaries // 2,
+            None
+            if request.lighter is None
+            else dataclasses.replace(request, function=request.lighter, lighter=None),
+        )

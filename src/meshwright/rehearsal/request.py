@@ -1,0 +1,156 @@
+"""`Request`: everything a rehearsal was asked for, so that it can be asked again, changed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from meshwright import _compat
+from meshwright.errors import RehearsalError, near, short
+from meshwright.hardware import Topology
+from meshwright.hardware import topology as read_topology
+from meshwright.meshes import abstract_mesh, explain
+from meshwright.meshes.build import placement_of
+from meshwright.meshes.targets import target
+from meshwright.placement import Placement
+from meshwright.rehearsal.arguments import argument_numbers, decide_specs
+from meshwright.rehearsal.compiler.jobs import Platform
+from meshwright.rehearsal.compiler.store import default_folder
+from meshwright.spec import MeshSpec
+
+Compiler = Literal["vendor", "cpu"]
+
+_PLATFORMS: Mapping[str, Platform] = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}
+_EXTRAS = {"tpu": "tpu", "gpu": "cuda13"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The arguments of `rehearse`. `lighter` is the same function with rematerialisation."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    mesh: Any
+    on: Any
+    slices: int
+    dcn: Any
+    specs: Sequence[Any] | None
+    out: Any
+    data: tuple[int, ...]
+    donate: tuple[int, ...]
+    compiler: Compiler
+    deadline: float
+    cache: Path | None
+    options: Mapping[str, Any]
+    name: str
+    lighter: Callable[..., Any] | None = None
+
+    def placed(self) -> tuple[Placement, Topology]:
+        """Where the mesh lies, and the whole machine that its positions count in."""
+        if isinstance(self.mesh, (Mesh, AbstractMesh)):
+            found = explain(self.mesh, on=self.on, slices=self.slices)
+            return found, found.topology
+        hardware = (
+            target(None, None, self.slices)
+            if self.on is None
+            else read_topology(self.on, slices=self.slices)
+            if isinstance(self.on, str)
+            else target(self.on, None, self.slices)
+        )
+        return placement_of(MeshSpec.parse(self.mesh), hardware, self.dcn), hardware
+
+    def decided(self, mesh: AbstractMesh) -> list[Any]:
+        return decide_specs(self.args, mesh, self.specs, self.data, self.options)
+
+
+def make_request(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    mesh: Any,
+    data: int | Sequence[int] | None,
+    donate: int | Sequence[int],
+    compiler: str,
+    deadline: float,
+    cache: bool | str | Path,
+    name: str | None,
+    **rest: Any,
+) -> Request:
+    """The same, with every option checked."""
+    if not callable(function):
+        raise RehearsalError(f"rehearse: {short(function)} cannot be called; pass a step function.")
+    if mesh is None:
+        raise RehearsalError("rehearse: say which mesh, e.g. mesh='fsdp:-1, tp:4'.")
+    if not args:
+        raise RehearsalError("rehearse: pass the step's arguments, or their shapes.")
+    donated = argument_numbers("donate", donate, len(args))
+    if data is None:
+        data = [i for i in range(1, len(args)) if i not in donated]
+    if compiler not in ("vendor", "cpu"):
+        raise RehearsalError(
+            f"compiler: {short(compiler)} is not known.{near(str(compiler), ('vendor', 'cpu'))} "
+            "'vendor' is that of the hardware, 'cpu' partitions for simulated devices."
+        )
+    if not isinstance(deadline, (int, float)) or isinstance(deadline, bool) or not deadline > 0:
+        raise RehearsalError(f"deadline: {short(deadline)} is not a number of seconds above 0.")
+    return Request(
+        function,
+        args,
+        mesh=mesh,
+        data=argument_numbers("data", data, len(args)),
+        donate=donated,
+        compiler=compiler,  # type: ignore[arg-type]
+        deadline=float(deadline),
+        cache=_folder(cache),
+        name=str(name or getattr(function, "__name__", "step")),
+        **rest,
+    )
+
+
+def _folder(cache: bool | str | Path) -> Path | None:
+    if cache is False:
+        return None
+    return default_folder() if cache is True else Path(cache)
+
+
+def platform_of(request: Request, hardware: Topology) -> Platform:
+    """Whose compiler takes it; refused where that is not installed."""
+    family = hardware.chip.family
+    if request.compiler == "cpu" or family == "cpu":
+        return "cpu"
+    if not _compat.compiler_installed(family):
+        raise RehearsalError(
+            f"{hardware.name}: the {family.upper()} compiler is not installed. It needs no "
+            f"{family.upper()} and comes with one command: pip install "
+            f"'meshwright[{_EXTRAS[family]}]'. Or go without it, rehearse(..., compiler='cpu'): "
+            "simulated devices, the same partitioning, memory only roughly."
+        )
+    return _PLATFORMS[family]
+
+
+def mesh_of(placed: Placement) -> AbstractMesh:
+    """The placement's mesh without its devices."""
+    return abstract_mesh(placed.spec)
+
+
+def shrunk(args: Sequence[Any], data: Sequence[int], parts: int) -> tuple[Any, ...] | None:
+    """The arguments with a smaller batch, or `None` where it does not divide."""
+    found = list(args)
+    for i in data:
+        leaves = jax.tree.leaves(args[i])
+        if any(leaf.shape and leaf.shape[0] % parts for leaf in leaves):
+            return None
+        found[i] = jax.tree.map(
+            lambda leaf: (
+                jax.ShapeDtypeStruct((leaf.shape[0] // parts, *leaf.shape[1:]), leaf.dtype)  # type: ignore[no-untyped-call]
+                if leaf.shape
+                else leaf
+            ),
+            args[i],
+        )
+    return tuple(found)

@@ -1,0 +1,73 @@
+"""A rehearsal as text for the terminal and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.rehearsal.result import Rehearsal
+
+_WORST = 3  # replicated arrays that are named
+
+
+def as_text(result: Rehearsal) -> str:
+    parts = [headline(result), str(result.memory)]
+    if result.time is not None:
+        parts += [str(result.collectives), str(result.time)]
+    if advice := next_steps(result):
+        parts.append("\n".join(f"- {line}" for line in advice))
+    return "\n\n".join(parts)
+
+
+def headline(result: Rehearsal) -> str:
+    """What was compiled, for what, by which compiler."""
+    placed = result.placement
+    how = "kept from before" if result.from_cache else f"compiled in {result.compile_seconds:.1f} s"
+    lines = [
+        f"{result.name} as {placed.spec} on {placed.topology.name} "
+        f"({placed.topology.num_devices} devices), {how} by {result.compiler}"
+    ]
+    if result.stand_in:
+        lines.append(
+            f"Compiled for simulated CPU devices in place of {placed.topology.chip.name}: the "
+            "partitioning is real, memory and fusion are the CPU's."
+        )
+    return "\n".join(lines)
+
+
+def next_steps(result: Rehearsal) -> list[str]:
+    """What a reader would do about it, most important first."""
+    found = []
+    if not result.fits:
+        found += [str(remedy) for remedy in result.remedies()]
+    unasked = [entry for entry in result.collectives if entry.cause == "nobody asked"]
+    if unasked:
+        worst = max(unasked, key=lambda entry: entry.total_seconds)
+        place = f" from {worst.source}" if worst.source else ""
+        found.append(
+            f"{len(unasked)} collectives nobody asked for; the largest is a {worst.kind} of "
+            f"{worst.shape}{place}: constrain its operands to one sharding."
+        )
+    copies = result.placement.topology.num_devices
+    for row in result.arguments.replicated[:_WORST]:
+        if row.bytes * copies > 0.05 * result.memory.limit and copies > 1:
+            found.append(f"{row.path} ({row.text}) is whole on every device: give it a spec.")
+    return found
+
+
+def as_json(result: Rehearsal) -> dict[str, Any]:
+    return {
+        "name": result.name,
+        "mesh": str(result.placement.spec),
+        "on": result.placement.topology.name,
+        "devices": result.placement.topology.num_devices,
+        "compiler": result.compiler,
+        "stand_in": result.stand_in,
+        "compile_seconds": result.compile_seconds,
+        "from_cache": result.from_cache,
+        "fits": result.fits,
+        "memory": result.memory.to_json(),
+        "collectives": result.collectives.to_json(),
+        "time": None if result.time is None else result.time.to_json(),
+        "arguments": result.arguments.to_json(),
+        "next": next_steps(result),
+    }
