@@ -110,24 +110,17 @@ class Causes:
     def _leaves_as_argument(self, found: Found) -> bool:
         """Whether the result goes straight out of the program in an argument's shape."""
         entry = self.program.entry
+        shapes = {str(leaf) for leaf in self._arguments}
         if found.instruction.computation != entry.name or entry.root.opcode != "tuple":
             return False
-        given = {str(leaf) for leaf in self._arguments}
-        if str(found.results.leaves[0]) not in given:
-            return False
-        return any(
-            self.program.tracer.origin(result).instruction
-            is self.program.tracer.origin(found.instruction).instruction
-            and self._passes(result, found)
-            for result in entry.operands(entry.root)
+        return str(found.results.leaves[0]) in shapes and any(
+            self._uncopied(result).name in found.parts for result in entry.operands(entry.root)
         )
 
-    def _passes(self, result: Instruction, found: Found) -> bool:
-        """Whether a result of the program is the collective's own, perhaps copied."""
-        entry = self.program.entry
-        while result.name not in found.parts and len(result.operands) == 1:
-            result = entry.by_name[result.operands[0]]
-        return result.name in found.parts
+    def _uncopied(self, result: Instruction) -> Instruction:
+        while result.opcode in ("copy", "copy-start", "copy-done", "bitcast"):
+            result = self.program.entry.by_name[result.operands[0]]
+        return result
 
     @functools.cached_property
     def _arguments(self) -> tuple[Leaf, ...]:
@@ -146,8 +139,17 @@ class Causes:
         if not (backward or data):
             return False
         leaves = [leaf for shape in found.operands for leaf in shape.leaves]
-        fitting = sum(leaf.bytes for leaf in leaves if self._like_an_argument(leaf, size))
+        fits = self._as_large_as_an_argument if found.transfer else self._like_an_argument
+        fitting = sum(leaf.bytes for leaf in leaves if fits(leaf, size))
         return 2 * fitting > sum(leaf.bytes for leaf in leaves)
+
+    def _as_large_as_an_argument(self, leaf: Leaf, size: int) -> bool:
+        """What goes between slices is sent in a form of the network's own."""
+        return any(
+            leaf.elements in (argument.elements, argument.elements // argument.dims[0])
+            for argument in self._arguments
+            if len(argument.dims) > 1
+        )
 
     def _like_an_argument(self, leaf: Leaf, size: int) -> bool:
         dims = _plain(leaf.dims)

@@ -14,9 +14,10 @@ from meshwright.rehearsal.ledger.clashes import Clash
 from meshwright.rehearsal.ledger.collective import Collective, Ledger
 from meshwright.rehearsal.ledger.finding import Found, find
 from meshwright.rehearsal.ledger.groups import read_groups, read_pairs, written_groups
+from meshwright.rehearsal.ledger.naming import named
 from meshwright.rehearsal.ledger.positions import Positions
 from meshwright.rehearsal.ledger.wires import Cost, group_cost, pairs_cost, plan_of
-from meshwright.rehearsal.programs import Program, Shape, Source
+from meshwright.rehearsal.programs import Program, Shape
 
 
 def ledger(program: Program, placement: Placement, clashes: Sequence[Clash] = ()) -> Ledger:
@@ -25,8 +26,20 @@ def ledger(program: Program, placement: Placement, clashes: Sequence[Clash] = ()
     `placement` is that of the mesh the program was compiled for (`mw.explain(mesh)`), `clashes`
     what `read_clashes` found in the compiler's standard error.
     """
-    book = _Book(program, placement, Causes(program, tuple(clashes)))
-    return Ledger(tuple(book.entry(found) for found in find(program)), tuple(clashes))
+    located = tuple(_located(clash, program) for clash in clashes)
+    book = _Book(program, placement, Causes(program, located))
+    return Ledger(tuple(book.entry(found) for found in find(program)), located)
+
+
+def _located(clash: Clash, program: Program) -> Clash:
+    """A clash with the source that the program gives for an operation of the same name."""
+    if clash.source is not None or not clash.op_name:
+        return clash
+    for computation in program.computations.values():
+        for instruction in computation.instructions:
+            if instruction.op_name == clash.op_name:
+                return dataclasses.replace(clash, source=program.source(instruction))
+    return clash
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +64,7 @@ class _Book:
         span = self.span(found)
         payload = (found.results,) if _counts_result(found.kind) else found.operands
         size = sum(shape.bytes for shape in payload)
-        op_name, source = self.named(found)
+        op_name, source = named(self.program, found)
         cost = self.cost(found.kind, size, span)
         cause = self.causes.of(found, op_name, span.axes, max(span.sizes))
         return Collective(
@@ -75,13 +88,6 @@ class _Book:
             found.parts,
             cause.clash,
         )
-
-    def named(self, found: Found) -> tuple[str, Source | None]:
-        """Its operation and source, or those of the nearest neighbour that has some."""
-        for witness in found.witnesses:
-            if witness.op_name and witness.opcode != "parameter":
-                return witness.op_name, self.program.source(witness)
-        return "", None
 
     def cost(self, kind: str, size: int, span: _Span) -> Cost:
         if span.plan is not None:

@@ -32,7 +32,11 @@ _SPREAD = '"async_collective_fusion_config"'
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Found:
-    """A collective in the text. `witnesses` are instructions that may name its source."""
+    """A collective in the text.
+
+    `first` takes its operands and `last` gives its result, as seen by the instructions around
+    them: a fusion that holds it, a start and its end.
+    """
 
     kind: str
     instruction: Instruction
@@ -41,7 +45,8 @@ class Found:
     parts: tuple[str, ...]
     asynchronous: bool
     meanwhile: float
-    witnesses: tuple[Instruction, ...]
+    first: Instruction
+    last: Instruction
     transfer: Transfer | None = None
 
 
@@ -68,6 +73,8 @@ def _plain(program: Program, instruction: Instruction, computation: Computation)
     shape, kind = instruction.shape, instruction.opcode
     if computation.name.startswith("all-reduce-scatter"):
         shape, kind = computation.root.shape, "reduce-scatter"
+    holders = [caller for caller in callers if caller.opcode in ("fusion", "async-start")]
+    outside = holders[0] if holders else instruction
     starts = [caller for caller in callers if caller.opcode == "async-start"]
     return Found(
         kind,
@@ -77,7 +84,8 @@ def _plain(program: Program, instruction: Instruction, computation: Computation)
         (instruction.name,),
         bool(starts),
         sum(_meanwhile(program, start) for start in starts[:1]),
-        (instruction, *callers),
+        outside,
+        outside,
     )
 
 
@@ -92,7 +100,8 @@ def _started(program: Program, instruction: Instruction, computation: Computatio
         (instruction.name, done.name),
         beside,
         _meanwhile(program, instruction) if beside else 0.0,
-        (instruction, done),
+        instruction,
+        done,
     )
 
 
@@ -108,7 +117,8 @@ def _transferred(program: Program, transfer: Transfer, computation: Computation)
         (send.name, recv.name, *(end.name for end in ends)),
         True,
         _between(program, computation, first, ends[1]),
-        (send, *ends, *computation.operands(send), *computation.users.get(ends[1].name, ())),
+        send,
+        ends[1],
         transfer,
     )
 
@@ -137,7 +147,7 @@ class _Spread:
             self.program.work(piece.computation) * self.program.times(piece.computation).count
             for piece in pieces
         )
-        callers = self.program.tracer.callers
+        ends = [piece for piece in pieces if self._is_end(piece)] or [instruction]
         yield Found(
             instruction.opcode,
             instruction,
@@ -146,8 +156,16 @@ class _Spread:
             tuple(part.name for part in parts),
             True,
             work / (runs * len(starts)),
-            (instruction, *(c for piece in pieces for c in callers.get(piece.computation, ()))),
+            self._outside(instruction),
+            self._outside(ends[-1]),
         )
+
+    def _is_end(self, piece: Instruction) -> bool:
+        root = self.program.computations[piece.computation].root
+        return '"AsyncCollectiveDone"' in root.rest
+
+    def _outside(self, piece: Instruction) -> Instruction:
+        return self.program.tracer.callers[piece.computation][0]
 
 
 def _starts_spread(computation: Computation) -> bool:

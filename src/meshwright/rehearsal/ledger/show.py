@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from meshwright._tables import duration, table
 from meshwright.partitioning.show import amount
+from meshwright.rehearsal.ledger.causes import primitives
 from meshwright.rehearsal.ledger.collective import Collective, Ledger
 
 HEADING = ["collective", "array", "over", "bytes", "times", "in all", "links", "source"]
 RIGHT = [False, False, False, True, True, True, False, False]
-_WIDEST = {"array": 26, "over": 14, "links": 12, "source": 20}
+WIDTH = 100
+_MAY_BE_CUT = [HEADING.index(name) for name in ("array", "over", "links", "source")]
 MOST_ROWS = 40
 BESIDE = "* runs beside other work"
 
@@ -24,10 +27,11 @@ def as_text(ledger: Ledger) -> str:
     for cause, entries in ledger.by_cause().items():
         merged = rows(entries)
         lines.append(f"\n{cause_line(cause, entries)}")
-        lines.append(table([HEADING, *merged[:MOST_ROWS]], RIGHT))
+        lines.append(table(_fitted([HEADING, *merged[:MOST_ROWS]]), RIGHT))
         if len(merged) > MOST_ROWS:
             lines.append(f"... and {len(merged) - MOST_ROWS:,} more rows")
-    lines += [f"clash: {clash}" for clash in ledger.clashes]
+    for clash in ledger.clashes:
+        lines.append(textwrap.fill(f"clash: {clash}", WIDTH, subsequent_indent="  "))
     if any(entry.asynchronous for entry in ledger):
         lines.append(BESIDE)
     return "\n".join(lines)
@@ -54,23 +58,16 @@ def rows(entries: Sequence[Collective]) -> list[list[str]]:
     merged = [(looks, _together(group)) for looks, group in alike.items()]
     merged.sort(key=lambda row: -row[1].total_seconds)
     return [
-        [
-            looks[0],
-            _short(looks[1], "array"),
-            _short(looks[2], "over"),
-            amount(entry.bytes),
-            str(entry.times),
-            duration(entry.total_seconds),
-            _short(looks[3], "links"),
-            _short(looks[4], "source"),
-        ]
-        for looks, entry in merged
+        [kind, array, over, size, str(one.times), duration(one.total_seconds), links, source]
+        for (kind, array, over, size, links, source), one in merged
     ]
 
 
 def _looks(entry: Collective) -> tuple[str, ...]:
     kind = entry.kind.removeprefix("collective-") + ("*" if entry.asynchronous else "")
-    return kind, entry.shape, entry.over, entry.links, str(entry.source or "-"), str(entry.bytes)
+    operation = ", ".join(primitives(entry.op_name))
+    source = " ".join(filter(None, (str(entry.source or ""), operation))) or "unknown"
+    return kind, entry.shape, entry.over, amount(entry.bytes), entry.links, source
 
 
 def _together(entries: Sequence[Collective]) -> Collective:
@@ -80,9 +77,16 @@ def _together(entries: Sequence[Collective]) -> Collective:
     return dataclasses.replace(entries[0], times=times)
 
 
-def _short(text: str, column: str) -> str:
-    widest = _WIDEST[column]
-    return text if len(text) <= widest else f"{text[: widest - 3]}..."
+def _fitted(cells: list[list[str]]) -> list[list[str]]:
+    """The widest columns cut until a line fits the screen."""
+    widths = [max(len(row[c]) for row in cells) for c in range(len(RIGHT))]
+    while sum(widths) + 2 * (len(widths) - 1) > WIDTH:
+        widths[max(_MAY_BE_CUT, key=widths.__getitem__)] -= 1
+    return [[_cut(cell, width) for cell, width in zip(row, widths, strict=True)] for row in cells]
+
+
+def _cut(cell: str, width: int) -> str:
+    return cell if len(cell) <= width else f"{cell[: width - 2]}.."
 
 
 def _count(number: int) -> str:
