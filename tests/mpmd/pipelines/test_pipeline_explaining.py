@@ -81,7 +81,10 @@ def test_casts_of_parameters_are_cloned_and_said(step):
 
 
 def test_a_backward_that_is_not_split_says_why(step):
-    assert "no stage waits" in step.explain(PARAMS, ROWS).stages[0].whole
+    found = step.explain(PARAMS, ROWS)
+    assert "whole in W, and B is empty: no stage waits" in found.stages[0].whole
+    assert "stage 0: backward runs whole in W" in str(found)
+    assert found.stages[1].whole is None
     scanned = mw.pipeline(looping, groups(), schedule="zb-h1", microbatches=4)
     found = scanned.explain(PARAMS, ROWS)
     assert "scan runs whole in B" in found.stages[1].whole
@@ -104,7 +107,6 @@ def test_the_explanation_is_plain_data_and_a_picture(step):
 
 def test_the_timeline_has_every_task_in_its_group_s_order(step):
     made = step.timeline(PARAMS, ROWS)
-    # Stage 0 has no W of its own: its B does everything.
     assert [len(row) for row in made.measured.schedule.tasks] == [8, 12]
     for starts, ends in zip(made.measured.starts, made.measured.ends, strict=True):
         assert all(start <= end for start, end in zip(starts, ends, strict=True))
@@ -112,11 +114,21 @@ def test_the_timeline_has_every_task_in_its_group_s_order(step):
     assert made.predicted.makespan > 0 and made.ratio > 0
 
 
+def test_a_first_stage_that_only_has_weights_runs_as_predicted(step):
+    """Nobody waits for its B, so all is W, which a schedule may put off."""
+    predicted = step.explain(PARAMS, ROWS).timeline
+    assert predicted.costs[0].B == 0 and predicted.costs[0].W > 0
+    made = step.timeline(PARAMS, ROWS)
+    assert {task.kind for task in made.measured.schedule.tasks[0]} == {"F", "W"}
+    assert made.predicted.costs[0].B == 0 and made.predicted.costs[0].W > 0
+
+
 def test_the_timeline_shows_itself(step):
     made = step.timeline(PARAMS, ROWS)
     assert "predicted / measured" in str(made)
     assert made.svg().startswith("<svg")
-    assert made.trace()["traceEvents"]
+    arrows = [event for event in made.trace()["traceEvents"] if event["ph"] == "s"]
+    assert len(arrows) == 2 * 4  # each microbatch goes on once, and comes back once
     assert json.loads(json.dumps(made.to_json()))["measured"]["groups"] == 2
     assert "predicted" in made._repr_html_()
 

@@ -166,10 +166,12 @@ def _arguments(plan: Plan, operand: Any) -> list[int]:
 
 
 def _why_whole(plan: Plan, stage: int) -> str | None:
-    """A stage whose B does everything although the schedule has a W for it."""
+    """A stage whose backward is all B or all W although the schedule has both for it."""
     w: Program | None = plan.programs.get(("W", stage))
     if w is None:
         return None
+    if not plan.programs["B", stage].eqns:
+        return "backward runs whole in W, and B is empty: no stage waits for what it computes."
     names = {eqn.primitive.name for eqn in plan.programs["B", stage].eqns}
     loops = names & {"scan", "while", "cond"}
     if loops:
@@ -179,9 +181,7 @@ def _why_whole(plan: Plan, stage: int) -> str | None:
         )
     if w.eqns:
         return None
-    if stage == 0:
-        return "backward runs whole: no stage waits for the gradient of its input."
-    return "backward runs whole: it has no weights of its own to put off."
+    return "backward runs whole in B, and W is empty: it has no weights of its own to put off."
 
 
 def _flops(plan: Plan) -> dict[Key, float]:

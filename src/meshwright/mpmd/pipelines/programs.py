@@ -65,7 +65,7 @@ def _equations(cut: Cut, kind: str, stage: int) -> list[Any]:
 
 
 def _urgent(cut: Cut, stage: int) -> set[int]:
-    """Of a backward, the equations that other stages wait for; all, where none does."""
+    """Of a backward, the equations that other stages wait for."""
     backward = cut.eqns.get(("B", stage), [])
     others = [eqn for home, eqns in cut.eqns.items() if home != ("B", stage) for eqn in eqns]
     needed = set(vars_of(others)) | _results(cut)
@@ -74,7 +74,7 @@ def _urgent(cut: Cut, stage: int) -> set[int]:
         if any(var in needed for var in eqn.outvars):
             found.add(id(eqn))
             needed.update(vars_of([eqn]))
-    return found or set(map(id, backward))
+    return found
 
 
 def _sums(cut: Cut, key: Key, made: dict[Key, set[Any]]) -> dict[Sum, Any]:

@@ -9,7 +9,7 @@ from meshwright.errors import ScheduleError, short
 from meshwright.mpmd.schedules.drawing.colours import NAMES
 from meshwright.mpmd.schedules.drawing.figures import headline
 from meshwright.mpmd.schedules.proving import live_activations
-from meshwright.mpmd.schedules.tasks import Key, gives, needs
+from meshwright.mpmd.schedules.tasks import Key, Task, gives, needs
 from meshwright.mpmd.schedules.timeline import Timeline
 
 Event = dict[str, Any]
@@ -89,13 +89,23 @@ def _transfers(timeline: Timeline, unit: float) -> Iterator[Event]:
     number = 0
     for group, row in enumerate(schedule.tasks):
         for task, start in zip(row, timeline.starts[group], strict=True):
-            for needed in needs(task, schedule.stages):
-                source, at = sent[needed]
+            for source, at in _awaited(task, schedule.stages, sent):
                 if source != group:
                     arrow = {"name": "transfer", "cat": "transfer", "id": number, "pid": 0}
                     yield {**arrow, "ph": "s", "tid": source, "ts": at * unit}
                     yield {**arrow, "ph": "f", "bp": "e", "tid": group, "ts": start * unit}
                     number += 1
+
+
+def _awaited(
+    task: Task, stages: int, sent: dict[Key, tuple[int, float]]
+) -> Iterator[tuple[int, float]]:
+    """Where and when a task's inputs were given; through tasks that were left out as empty."""
+    for needed in needs(task, stages):
+        if needed in sent:
+            yield sent[needed]
+        else:
+            yield from _awaited(Task(*needed), stages, sent)
 
 
 def _held(timeline: Timeline, unit: float) -> Iterator[Event]:
