@@ -81,7 +81,8 @@ def test_tied_weights_across_groups_of_different_sizes():
         trainer(mw.value_and_grad(loss)), at, schedule="zb-h1", microbatches=2, donate=(0, 1)
     )
     by_jit = jax.jit(trainer(looped(loss, 2)))
-    mine = theirs = (params, tx.init(params))
+    theirs = (params, tx.init(params))
+    mine = jax.tree.map(jnp.copy, theirs)  # they are donated
     for _ in range(20):
         *mine, value = step(*mine, *batch(8, 128))
         *theirs, expected = by_jit(*theirs, *batch(8, 128))

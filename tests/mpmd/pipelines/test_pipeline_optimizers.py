@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 from pipeline_helpers import assert_close, batch, chain_loss, groups, layers, looped, normal
 
 import meshwright as mw
@@ -77,6 +78,45 @@ def test_donated_parameters_are_used_up():
         arrays = [x for x in jax.tree.leaves(before) if x.size > 1]
         assert all(x.is_deleted() for x in arrays)
     assert_close(mine[0], theirs[0])
+
+
+def on_device_7(tree):
+    """Where no group of these tests lies."""
+    return jax.device_put(tree, jax.devices()[7])
+
+
+def test_donated_parameters_that_had_to_be_moved_are_used_up_too():
+    tx = optax.adamw(1e-2)
+    step = mw.pipeline(
+        trainer(tx, mw.value_and_grad(chain_loss)), groups(2), microbatches=4, donate=(0, 1)
+    )
+    params, rest = on_device_7(layers(2)), on_device_7(batch())
+    state = jax.tree.map(jnp.copy, tx.init(params))
+    expected = step(layers(2), tx.init(layers(2)), *batch())
+    got = step(params, state, *rest)
+    assert all(x.is_deleted() for x in jax.tree.leaves((params, state)) if x.size > 1)
+    assert not any(x.is_deleted() for x in rest)
+    assert_close(got, expected, 0)
+
+
+def test_what_shares_memory_with_a_donated_array_stays():
+    x, y = batch(4)
+    params = on_device_7(layers(2))
+    same = jax.device_put(
+        params["w0"], jax.sharding.NamedSharding(mw.mesh("tp:1", devices=jax.devices()[7:]), P())
+    )
+    assert same.unsafe_buffer_pointer() == params["w0"].unsafe_buffer_pointer()
+    step = mw.pipeline(chain_loss, groups(2), microbatches=4, donate=0)
+    step(params, x, y)
+    assert params["w1"].is_deleted()
+    assert_close(same, layers(2)["w0"], 0)
+
+
+def test_an_array_that_is_also_an_argument_of_another_kind_stays():
+    params = on_device_7(layers(2))
+    step = mw.pipeline(chain_loss, groups(2), microbatches=4, donate=0)
+    step(params, params["w0"], params["w0"])
+    assert params["w1"].is_deleted() and not params["w0"].is_deleted()
 
 
 def test_without_donation_arguments_stay():

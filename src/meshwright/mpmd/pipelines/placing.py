@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from meshwright.mpmd.arrays import MpmdArray
+from meshwright.mpmd.arrays.copying import give_up
 from meshwright.mpmd.pipelines.board import Board
 
 
@@ -21,24 +22,40 @@ def settle_constants(board: Board, mine: frozenset[int]) -> None:
     board.fixed = dict(zip(cells, placed, strict=True))
 
 
-def begin(board: Board, arrays: Sequence[Any], mine: frozenset[int]) -> list[Any]:
-    """Fresh cells with the constants and the arguments; those that lie right stay."""
+def begin(
+    board: Board,
+    arrays: Sequence[Any],
+    mine: frozenset[int],
+    donated: frozenset[int] = frozenset(),
+) -> list[Any]:
+    """Fresh cells with the constants and the arguments; those that lie right stay.
+
+    Of the others those that are donated are given up: what is theirs alone is freed.
+    """
     cells: list[Any] = [None] * len(board.avals)
     for cell, value in board.fixed.items():
         cells[cell] = value
-    away = []
+    away, stay = [], [array for n, array in enumerate(arrays) if n not in donated]
     for argument in board.placed:
-        if argument.group not in mine:
-            continue
         value = _in_group(arrays[argument.number], argument.group)
-        if getattr(value, "sharding", None) == argument.sharding:
+        if argument.group in mine and getattr(value, "sharding", None) == argument.sharding:
             cells[argument.cell] = value
+            stay.append(value)
         else:
-            away.append(argument)
-    values = [_in_group(arrays[argument.number], argument.group) for argument in away]
-    for argument, value in zip(away, put([a.sharding for a in away], *values), strict=True):
+            away.append((argument, value))
+    moved = [(argument, value) for argument, value in away if argument.group in mine]
+    placed = put([argument.sharding for argument, _ in moved], *(value for _, value in moved))
+    for (argument, _), value in zip(moved, placed, strict=True):
         cells[argument.cell] = value
+    free = [value for argument, value in away if argument.number in donated and is_here(value)]
+    if free:
+        give_up(free, stay)
     return cells
+
+
+def is_here(value: Any) -> bool:
+    """Whether this process holds an array, or a part of it."""
+    return isinstance(value, jax.Array) and bool(value.addressable_shards)
 
 
 def _in_group(value: Any, group: int) -> Any:

@@ -27,7 +27,7 @@ from meshwright.mpmd.pipelines.layouts import Layouts
 from meshwright.mpmd.pipelines.measuring import MeasuredTimeline, timelines
 from meshwright.mpmd.pipelines.operations import Operation, run, run_watched, set_drops
 from meshwright.mpmd.pipelines.operations import tell as tell_watch
-from meshwright.mpmd.pipelines.placing import begin, results, settle_constants
+from meshwright.mpmd.pipelines.placing import begin, is_here, results, settle_constants
 from meshwright.mpmd.pipelines.programs import Key, Program, programs
 from meshwright.mpmd.pipelines.reading import Traced, read
 from meshwright.mpmd.pipelines.recording import Record, merge, record
@@ -147,7 +147,7 @@ class PipelineStep:
         parts = self._checked(by_place(self.fn, args, keywords))
         plan = self._plan(parts)
         board = plan.assembled.board
-        cells = begin(board, parts.arrays, self.mine)
+        cells = begin(board, parts.arrays, self.mine, plan.donated)
         if self.agreement is None:
             run(plan.operations, cells)
         else:
@@ -297,7 +297,9 @@ class PipelineStep:
         kept = {cell for by_group in assembled.results for cell in by_group.values()}
         set_drops(operations, kept | set(board.fixed))
         compile_all(board, operations)
-        return Plan(traced, stages, pieces, proof, assembled, operations, names, parts.paths)
+        return Plan(
+            traced, stages, pieces, proof, assembled, operations, names, parts.paths, donated
+        )
 
     def _is_forward(self) -> bool:
         if isinstance(self.schedule, Schedule):
@@ -335,9 +337,9 @@ class Plan:
     operations: Sequence[Operation]
     names: Sequence[str]
     paths: Sequence[str]
+    donated: frozenset[int]
 
 
 def _copied(value: Any) -> Any:
     """Of what another process holds there is nothing to copy."""
-    here = isinstance(value, jax.Array) and value.addressable_shards
-    return value.copy() if here else value
+    return value.copy() if is_here(value) else value
