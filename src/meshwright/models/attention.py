@@ -9,26 +9,48 @@ import jax.numpy as jnp
 
 from meshwright.models.layouts import constrain
 from meshwright.models.rotary import rotate
-from meshwright.models.weights import Weight, matrix
+from meshwright.models.weights import Weight, constant, matrix
+
+_SPLIT = ("batch", "seq", "heads", None)
 
 
-def attention_weights(embed: int, heads: int, kv_heads: int, head: int) -> dict[str, Weight]:
+def attention_weights(
+    embed: int, heads: int, kv_heads: int, head: int, *, biased: bool = False
+) -> dict[str, Weight]:
     """Projections to queries, keys and values, and back."""
-    return {
+    weights = {
         "query": matrix(embed, embed=embed, heads=heads, head=head),
         "key": matrix(embed, embed=embed, kv_heads=kv_heads, head=head),
         "value": matrix(embed, embed=embed, kv_heads=kv_heads, head=head),
         "out": matrix(heads * head, heads=heads, head=head, embed=embed),
     }
+    if biased:
+        weights["query_bias"] = constant(0.0, heads=heads, head=head)
+        weights["key_bias"] = constant(0.0, kv_heads=kv_heads, head=head)
+        weights["value_bias"] = constant(0.0, kv_heads=kv_heads, head=head)
+        weights["out_bias"] = constant(0.0, norm=embed)
+    return weights
 
 
-def self_attention(params: Any, x: jax.Array, *, theta: float) -> jax.Array:
-    """Causal self-attention with rotary positions, (batch, seq, embed) to the same."""
-    query = rotate(jnp.einsum("bsd,dhk->bshk", x, params["query"]), theta)
-    key = rotate(jnp.einsum("bsd,dhk->bshk", x, params["key"]), theta)
-    value = jnp.einsum("bsd,dhk->bshk", x, params["value"])
-    mixed = attend(query, key, value, causal=True)
-    return jnp.einsum("bshk,hkd->bsd", mixed, params["out"])
+def self_attention(
+    params: Any, x: jax.Array, *, theta: float | None = None, causal: bool = False
+) -> jax.Array:
+    """Positions look at each other, (batch, seq, embed) to the same.
+
+    With `theta`, queries and keys are turned by their positions.
+    """
+    query = constrain(_project("bsd,dhk->bshk", x, params, "query"), *_SPLIT)
+    key = constrain(_project("bsd,dhk->bshk", x, params, "key"), *_SPLIT)
+    value = constrain(_project("bsd,dhk->bshk", x, params, "value"), *_SPLIT)
+    if theta is not None:
+        query, key = rotate(query, theta), rotate(key, theta)
+    mixed = attend(query, key, value, causal=causal)
+    return _project("bshk,hkd->bsd", mixed, params, "out")
+
+
+def _project(formula: str, x: jax.Array, params: Any, name: str) -> jax.Array:
+    found = jnp.einsum(formula, x, params[name])
+    return found + params[f"{name}_bias"] if f"{name}_bias" in params else found
 
 
 def attend(query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool) -> jax.Array:
@@ -37,9 +59,8 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool) 
     (batch, seq, heads, head) in and out; keys and values may have fewer heads. Where the sequence
     is split, queries stay so and every device sees all keys and values.
     """
-    query = constrain(query, "batch", "seq", "heads", None)
-    key = constrain(key, "batch", None, "kv_heads", None)
-    value = constrain(value, "batch", None, "kv_heads", None)
+    key = constrain(key, "batch", None, "heads", None)
+    value = constrain(value, "batch", None, "heads", None)
     batch, length, heads, head = query.shape
     shared = key.shape[2]
     grouped = query.reshape(batch, length, shared, heads // shared, head)
@@ -50,4 +71,4 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool) 
         scores = jnp.where(past, scores, -jnp.inf)
     shares = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     mixed = jnp.einsum("bhgqt,bthk->bqhgk", shares, value).reshape(query.shape)
-    return constrain(mixed, "batch", "seq", "heads", None)
+    return constrain(mixed, *_SPLIT)

@@ -34,7 +34,8 @@ class Config:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            _check_type(field.name, str(field.type), getattr(self, field.name))
+            least = field.metadata.get("least", 1)
+            _check_type(field.name, str(field.type), getattr(self, field.name), least)
         if self.remat not in REMAT:
             raise ModelError(
                 f"remat: {short(self.remat)} is not one of {', '.join(REMAT)}."
@@ -56,15 +57,23 @@ class Config:
             )
 
 
-def _check_type(name: str, kind: str, value: object) -> None:
-    if kind == "int" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ModelError(f"{name}: {short(value)} is not a whole number of at least 1.")
+def _check_type(name: str, kind: str, value: object, least: int) -> None:
+    if kind == "int" and not _is_count(value, least):
+        raise ModelError(f"{name}: {short(value)} is not a whole number of at least {least}.")
+    if kind == "tuple[int, ...]" and not (
+        isinstance(value, tuple) and value and all(_is_count(entry, least) for entry in value)
+    ):
+        raise ModelError(f"{name}: {short(value)} is not a tuple of whole numbers above 0.")
     if kind == "float" and (
         isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e30
     ):
         raise ModelError(f"{name}: {short(value)} is not a finite number >= 0.")
     if kind == "str" and not isinstance(value, str):
         raise ModelError(f"{name}: {short(value)} is not a word.")
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _check_dtype(name: str, value: str) -> None:

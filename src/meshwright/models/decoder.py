@@ -20,7 +20,7 @@ from meshwright.models.layouts import constrain
 from meshwright.models.losses import cross_entropy
 from meshwright.models.norms import rms_norm
 from meshwright.models.stages import cast, run_stages
-from meshwright.models.weights import Weight, constant, in_stages, matrix
+from meshwright.models.weights import constant, in_stages, matrix
 from meshwright.partitioning.specs import AnyMesh
 
 
@@ -67,7 +67,7 @@ class Decoder(Model):
             },
         }
 
-    def _layer_weights(self) -> dict[str, dict[str, Weight]]:
+    def _layer_weights(self) -> dict[str, Any]:
         config = self.config
         norm = {"norm": constant(1.0, norm=config.embed)}
         sizes = (config.embed, config.heads, config.kv_heads, config.head)
@@ -76,7 +76,7 @@ class Decoder(Model):
             "mlp": norm | self._feed_forward_weights(),
         }
 
-    def _feed_forward_weights(self) -> dict[str, Weight]:
+    def _feed_forward_weights(self) -> dict[str, Any]:
         return swiglu_weights(self.config.embed, self.config.mlp)
 
     def _feed_forward(self, params: Any, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -87,9 +87,8 @@ class Decoder(Model):
         config = self.config
         layer = cast(layer, config.compute)
         attention, mlp = layer["attention"], layer["mlp"]
-        x += self_attention(
-            attention, rms_norm(x, attention["norm"], config.eps), theta=config.theta
-        )
+        seen = rms_norm(x, attention["norm"], config.eps)
+        x += self_attention(attention, seen, theta=config.theta, causal=True)
         x = constrain(x, "batch", "seq", "embed")
         change, notes = self._feed_forward(mlp, rms_norm(x, mlp["norm"], config.eps))
         return constrain(x + change, "batch", "seq", "embed"), notes

@@ -14,16 +14,20 @@ from meshwright.models.weights import pattern
 from meshwright.partitioning.specs import AnyMesh, make_spec, mesh_axes
 
 # What dims of parameters are split by: roles of axes that must divide them, then roles that are
-# used where they divide. More tensor parallelism than heads for keys and values means copies of
-# them; experts' axes split what is no expert, too, as more `fsdp`.
+# used where they divide. Heads that tensor axes do not divide are held by all, as Llama's 8 heads
+# of keys and values by 16 devices; experts' axes split what is no expert, too, as more `fsdp`.
+# Channels of images come in many sizes, which their names tell: `in:64`.
 _WEIGHTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "vocab": (("tensor",), ()),
     "embed": (("fsdp",), ("expert",)),
-    "heads": (("tensor",), ()),
+    "heads": ((), ("tensor",)),
     "kv_heads": ((), ("tensor",)),
     "mlp": (("tensor",), ()),
     "experts": (("expert",), ()),
     "expert_embed": (("fsdp",), ()),
+    "classes": ((), ("tensor",)),
+    "in": ((), ("fsdp",)),
+    "out": ((), ("tensor",)),
 }
 
 # What dims of activations are split by, where it divides them. `rows` are those of a batch whose
@@ -34,10 +38,10 @@ _ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "seq": ("sequence", "context"),
     "embed": (),
     "heads": ("tensor",),
-    "kv_heads": ("tensor",),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
     "experts": ("expert",),
+    "classes": ("tensor",),
 }
 
 # Axes over whole machines, which hold copies of the model.
@@ -45,10 +49,9 @@ _DATA_NAMES = ("pod", "pods", "slice", "slices")
 
 
 def _axes(names: Iterable[str], roles: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes with one of these roles, in the order of the mesh."""
-    return tuple(
-        name for name in names if ("data" if name in _DATA_NAMES else role(name).name) in roles
-    )
+    """The axes with these roles, in the order of the roles and then of the mesh."""
+    found = {name: "data" if name in _DATA_NAMES else role(name).name for name in names}
+    return tuple(name for wanted in roles for name in found if found[name] == wanted)
 
 
 def logical_table(weights: Any, mesh: AnyMesh) -> dict[str, Any]:

@@ -8,12 +8,23 @@ from typing import Any
 from meshwright.errors import ModelError, listing, near, short
 from meshwright.models.base import Model
 from meshwright.models.config import Config
+from meshwright.models.convolution import ConvConfig, ConvNet
 from meshwright.models.decoder import Decoder, DecoderConfig
+from meshwright.models.mixture import Mixture, MixtureConfig
+from meshwright.models.vision import VisionConfig, VisionTransformer
 
 _TINY: dict[str, Any] = {"learning_rate": 1e-2, "warmup": 4, "steps": 1000}
 _LARGE: dict[str, Any] = {"compute": "bfloat16", "remat": "full"}
 
 _LLAMA3: dict[str, Any] = {"kv_heads": 8, "head": 128, "vocab": 128_256, "seq": 8192, **_LARGE}
+
+_PATCHES: dict[str, Any] = {
+    "image": 224,
+    "classes": 1000,
+    "patch": 16,
+    "learning_rate": 1e-3,
+    "compute": "bfloat16",
+}
 
 _PRESETS: dict[str, tuple[type[Model], Config]] = {
     "tiny": (
@@ -33,6 +44,89 @@ _PRESETS: dict[str, tuple[type[Model], Config]] = {
     "llama3-405b": (
         Decoder,
         DecoderConfig(layers=126, embed=16_384, heads=128, mlp=53_248, **_LLAMA3),
+    ),
+    "moe-tiny": (
+        Mixture,
+        MixtureConfig(
+            layers=2,
+            embed=64,
+            heads=4,
+            kv_heads=2,
+            head=16,
+            mlp=64,
+            vocab=256,
+            seq=64,
+            experts=8,
+            chosen=2,
+            shared=1,
+            **_TINY,
+        ),
+    ),
+    "mixtral-8x7b": (
+        Mixture,
+        MixtureConfig(
+            layers=32,
+            embed=4096,
+            heads=32,
+            kv_heads=8,
+            head=128,
+            mlp=14_336,
+            vocab=32_000,
+            seq=32_768,
+            theta=1e6,
+            experts=8,
+            chosen=2,
+            **_LARGE,
+        ),
+    ),
+    # Experts as DeepSeek-V3 has them; its attention and its first, dense layers are left out.
+    "moe-256": (
+        Mixture,
+        MixtureConfig(
+            layers=60,
+            embed=7168,
+            heads=64,
+            kv_heads=8,
+            head=128,
+            mlp=2048,
+            vocab=129_280,
+            seq=4096,
+            theta=1e4,
+            experts=256,
+            chosen=8,
+            shared=1,
+            balance=1e-4,
+            **_LARGE,
+        ),
+    ),
+    "vit-tiny": (
+        VisionTransformer,
+        VisionConfig(image=16, classes=8, layers=4, embed=64, heads=4, mlp=128, patch=4, **_TINY),
+    ),
+    "vit-b16": (
+        VisionTransformer,
+        VisionConfig(layers=12, embed=768, heads=12, mlp=3072, **_PATCHES),
+    ),
+    "vit-l16": (
+        VisionTransformer,
+        VisionConfig(layers=24, embed=1024, heads=16, mlp=4096, **_PATCHES),
+    ),
+    "conv-tiny": (
+        ConvNet,
+        ConvConfig(image=16, classes=8, depths=(1, 2), width=16, groups=4, stem=3, pool=0, **_TINY),
+    ),
+    "resnet50": (
+        ConvNet,
+        ConvConfig(
+            image=224,
+            classes=1000,
+            depths=(3, 4, 6, 3),
+            width=64,
+            groups=32,
+            stem=7,
+            learning_rate=1e-3,
+            compute="bfloat16",
+        ),
     ),
 }
 

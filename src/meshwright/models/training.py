@@ -59,4 +59,4 @@ def train_step(
         "opt": opt,
         "step": state["step"] + 1,
     }
-    return after, {"loss": value, "grad_norm": optax.global_norm(grads), **metrics}
+    return after, {"loss": value, "grad_norm": optax.tree.norm(grads), **metrics}

@@ -89,7 +89,7 @@ def _normal(key: jax.Array, shape: tuple[int, ...], weight: Weight, dtype: str) 
 def pattern(path: Any) -> str:
     """A path as rules have it, the same for every stage: `stages/*/mlp/up`."""
     text = jax.tree_util.keystr(path, simple=True, separator="/")
-    return re.sub(r"/\d+/", "/*/", text)
+    return re.sub(r"^stages/\d+/", "stages/*/", text)
 
 
 def count(weights: Any) -> int:
