@@ -65,7 +65,10 @@ def decide_specs(
     first: int | None = None
     for i, arg in enumerate(args):
         given = None if specs is None else specs[i]
-        if given is not None:
+        if isinstance(given, PartitionSpec):
+            arrays = walk(arg)
+            found[i] = arrays.rebuild([given] * len(arrays.arrays))
+        elif given is not None:
             found[i] = given
         elif i in data:
             found[i] = data_specs(arg, mesh)

@@ -143,7 +143,7 @@ def _smaller_batch(result: Rehearsal) -> Iterator[Remedy]:
 
 def _rematerialisation(result: Rehearsal) -> Iterator[Remedy]:
     memory, request = result.memory, result.request
-    if memory.temporaries > memory.arguments:
+    if memory.temporaries > memory.peak // 4:
         yield Remedy(
             "rematerialise",
             "jax.checkpoint around each layer",

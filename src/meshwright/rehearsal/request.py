@@ -26,7 +26,7 @@ from meshwright.spec import MeshSpec
 Compiler = Literal["vendor", "cpu"]
 
 _PLATFORMS: Mapping[str, Platform] = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}
-_EXTRAS = {"tpu": "tpu", "gpu": "cuda13"}
+EXTRAS = {"tpu": "tpu", "gpu": "cuda13"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,7 @@ def platform_of(request: Request, hardware: Topology) -> Platform:
         raise RehearsalError(
             f"{hardware.name}: the {family.upper()} compiler is not installed. It needs no "
             f"{family.upper()} and comes with one command: pip install "
-            f"'meshwright[{_EXTRAS[family]}]'. Or go without it, rehearse(..., compiler='cpu'): "
+            f"'meshwright[{EXTRAS[family]}]'. Or go without it, rehearse(..., compiler='cpu'): "
             "simulated devices, the same partitioning, memory only roughly."
         )
     return _PLATFORMS[family]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from meshwright.rehearsal.remedies import Remedy
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Rehearsal:
     """What the compiler made of a step. Prints itself; HTML in a notebook; `to_json()`.
 
@@ -72,6 +72,11 @@ class Rehearsal:
         from meshwright.rehearsal.comparing import Comparison
 
         return Comparison(self, other)
+
+    def __repr__(self) -> str:
+        placed = self.placement
+        verdict = "fits" if self.fits else "does not fit"
+        return f"<Rehearsal of {self.name}: {placed.spec} on {placed.topology.name}, {verdict}>"
 
     def __str__(self) -> str:
         from meshwright.rehearsal.show import as_text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from meshwright.rehearsal.result import Rehearsal
@@ -14,7 +15,7 @@ def as_text(result: Rehearsal) -> str:
     if result.time is not None:
         parts += [str(result.collectives), str(result.time)]
     if advice := next_steps(result):
-        parts.append("\n".join(f"- {line}" for line in advice))
+        parts.append("\n".join(map(_item, advice)))
     return "\n\n".join(parts)
 
 
@@ -44,14 +45,18 @@ def next_steps(result: Rehearsal) -> list[str]:
         worst = max(unasked, key=lambda entry: entry.total_seconds)
         place = f" from {worst.source}" if worst.source else ""
         found.append(
-            f"{len(unasked)} collectives nobody asked for; the largest is a {worst.kind} of "
-            f"{worst.shape}{place}: constrain its operands to one sharding."
+            f"{len(unasked)} collectives that nobody asked for. The largest: {worst.kind} of "
+            f"{worst.shape}{place}. Constrain what it works on to one sharding."
         )
     copies = result.placement.topology.num_devices
     for row in result.arguments.replicated[:_WORST]:
         if row.bytes * copies > 0.05 * result.memory.limit and copies > 1:
             found.append(f"{row.path} ({row.text}) is whole on every device: give it a spec.")
     return found
+
+
+def _item(line: str) -> str:
+    return textwrap.fill(line, 100, initial_indent="- ", subsequent_indent="  ")
 
 
 def as_json(result: Rehearsal) -> dict[str, Any]:

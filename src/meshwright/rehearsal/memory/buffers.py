@@ -126,7 +126,7 @@ def _lives(
         for operand in instruction.operands:
             for pieces in holds.get(operand, ()):
                 for piece in pieces:
-                    lives[piece][1] = at
+                    lives[piece][1] = max(at, lives[piece][1])
         found = _handed_on(instruction, holds)
         if found is None:
             found = [frozenset({(instruction.name, n)}) for n in range(_count(instruction))]

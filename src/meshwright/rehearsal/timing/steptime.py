@@ -94,9 +94,11 @@ def step_time(program: Program, collectives: Ledger, chip: Chip) -> StepTime:
         times = program.times(computation.name).count
         for name, value in _walk(program, computation, speed, by_name, met).items():
             parts[name] += value * times
-    for entry in collectives:  # those that are fused into a kernel
-        if id(entry) not in met:
-            parts["exposed"] += entry.total_seconds
+    for entry in collectives:
+        if id(entry) not in met:  # it runs inside kernels, in pieces
+            hidden = min(entry.seconds, speed.compute(entry.meanwhile, "bf16"))
+            parts["hidden"] += hidden * entry.times.count
+            parts["exposed"] += (entry.seconds - hidden) * entry.times.count
     cycles = program.estimated_cycles
     clock = _CLOCK.get(chip.name)
     return StepTime(

@@ -1,0 +1,163 @@
+"""The compiling process: its deadline, its crashes, its environment; and the outcomes kept."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import meshwright as mw
+from meshwright.errors import RehearsalError
+from meshwright.rehearsal.compiler import running, store
+
+SHAPE = jax.ShapeDtypeStruct((64, 64), "float32")
+
+
+def rehearsed(cache, function=lambda w: w @ w, **options):
+    options = {"mesh": "fsdp:8", "on": "cpu:8", **options}
+    return mw.rehearse(function, SHAPE, cache=cache, **options)
+
+
+def slow_to_compile(w):
+    for _ in range(600):
+        w = jnp.sort(jnp.tanh(w @ w), axis=0)
+    return w
+
+
+def test_the_second_time_is_from_the_cache_and_says_the_same(tmp_path):
+    first, second = rehearsed(tmp_path), rehearsed(tmp_path)
+    assert not first.from_cache
+    assert second.from_cache
+    assert second.text == first.text
+    assert second.memory == first.memory
+    assert "kept from before" in str(second)
+
+
+def test_the_cache_tells_programs_shardings_hardware_and_flags_apart(tmp_path, monkeypatch):
+    rehearsed(tmp_path)
+    other = jax.sharding.PartitionSpec(None, "fsdp")
+    assert not rehearsed(tmp_path, lambda w: w @ w + 1).from_cache
+    assert not rehearsed(tmp_path, specs=[other]).from_cache
+    assert not rehearsed(tmp_path, mesh="fsdp:4", on="cpu:4").from_cache
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    assert not rehearsed(tmp_path).from_cache
+    monkeypatch.delenv("XLA_FLAGS")
+    assert rehearsed(tmp_path).from_cache
+
+
+@pytest.mark.parametrize("content", [b"", b"damaged", None])
+def test_a_damaged_entry_is_ignored_and_written_anew(tmp_path, content):
+    first = rehearsed(tmp_path)
+    (entry,) = tmp_path.iterdir()
+    whole = entry.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(flipped) // 2] ^= 1
+    entry.write_bytes(bytes(flipped) if content is None else content)
+    again = rehearsed(tmp_path)
+    assert not again.from_cache
+    assert again.memory == first.memory
+    assert rehearsed(tmp_path).from_cache
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_but_time(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    assert rehearsed(blocked / "cache").fits
+    assert blocked.read_text() == "in the way"
+
+
+def test_nothing_is_kept_where_it_is_not_wanted(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert rehearsed(False).fits
+    assert list(tmp_path.iterdir()) == []
+    assert rehearsed(True).fits
+    assert len(list((tmp_path / "meshwright").iterdir())) == 1
+
+
+def compiling():
+    """The compiling processes that run under this one."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = folder.joinpath("stat").read_text().rsplit(")", 1)[1].split()[1]
+            words = folder.joinpath("cmdline").read_text()
+            if int(parent) == os.getpid() and "rehearsal.compiler.child" in words:
+                found.append(words)
+    return found
+
+
+def test_a_compile_that_outlives_its_deadline_is_ended(tmp_path):
+    began = time.monotonic()
+    with pytest.raises(RehearsalError, match=r"not done after 1\.5 s and was ended.*deadline="):
+        rehearsed(tmp_path, slow_to_compile, deadline=1.5)
+    assert time.monotonic() - began < 60
+    assert compiling() == []
+    assert list(tmp_path.iterdir()) == []
+    assert rehearsed(tmp_path).fits  # the caller goes on
+
+
+def test_a_crash_is_told_with_what_was_written_last(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag_at_all=1")
+    with pytest.raises(RehearsalError, match="compiling process crashed") as caught:
+        rehearsed(tmp_path)
+    assert "xla_no_such_flag_at_all" in str(caught.value)
+    assert len(str(caught.value).splitlines()) < 20
+    monkeypatch.delenv("XLA_FLAGS")
+    assert rehearsed(tmp_path).fits
+
+
+def test_the_simulated_devices_of_this_process_are_not_the_compilers(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3 --xla_dump_hlo=x")
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    found = running.environment()
+    assert found["XLA_FLAGS"] == "--xla_dump_hlo=x"
+    assert found["JAX_PLATFORMS"] == "cpu"
+
+
+def test_the_compiling_process_ends_with_its_parent(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import os, pickle, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import threading, time\\n"
+        "from meshwright.rehearsal.compiler.child import _end_with_parent\\n"
+        "threading.Thread(target=_end_with_parent, daemon=True).start()\\n"
+        "time.sleep(120)'], stdin=subprocess.PIPE)\n"
+        "print(child.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    end = time.monotonic() + 60
+    while _alive(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not _alive(pid)
+    parent.stdin.close()
+    parent.stdout.close()
+
+
+def _alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_the_default_folder_is_the_users_own(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert str(store.default_folder()) == "/somewhere/meshwright"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert str(store.default_folder()) == "/home/someone/.cache/meshwright"

@@ -1,0 +1,178 @@
+"""Memory: does it fit, what is large, what the compiler says when it gives up, the ways out."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import meshwright as mw
+from meshwright.hardware.chips import CHIPS
+from meshwright.rehearsal.memory.buffers import live_buffers
+from meshwright.rehearsal.memory.limits import available
+from meshwright.rehearsal.memory.use import as_compiled, as_refused
+from meshwright.rehearsal.programs import read_program
+
+GIB = 2**30
+SIZES = {"argument": GIB, "output": GIB, "alias": GIB, "temp": 3 * GIB, "generated_code": 0}
+
+
+def test_the_peak_is_all_that_is_allocated_at_once():
+    found = as_compiled(SIZES, CHIPS["v5e"], ())
+    assert found.peak == 4 * GIB
+    assert found.fits
+    assert found.margin == 11.75 * GIB
+    assert found.verdict().startswith("fits: 4 GiB of 15.75 GiB on each v5e (25%)")
+
+
+def test_what_is_too_large_says_by_how_much():
+    found = as_compiled({**SIZES, "temp": 20 * GIB}, CHIPS["v5e"], ())
+    assert not found.fits
+    assert found.margin == -5.25 * GIB
+    assert "does NOT fit: 21 GiB" in str(found)
+    assert "5.25 GiB too much" in str(found)
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
+        "temporaries (28.97G) exceeds available HBM (15.75G).",
+        "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 28.97G of 15.75G hbm.",
+    ],
+)
+def test_the_compilers_verdict_is_shown_in_the_same_form(reason):
+    found = as_refused(reason, 2 * GIB, CHIPS["v5e"])
+    assert not found.fits
+    assert found.refused
+    assert found.peak == int(28.97 * GIB)
+    assert found.temporaries == found.peak - 2 * GIB
+    assert found.limit == int(15.75 * GIB)
+    assert "the compiler refused" in str(found)
+    assert found.to_json()["refused"] is True
+
+
+def test_a_verdict_without_numbers_is_a_verdict():
+    found = as_refused("RESOURCE_EXHAUSTED: out of memory", GIB, CHIPS["v5e"])
+    assert not found.fits
+    assert found.limit == available(CHIPS["v5e"])
+
+
+def test_a_gpu_is_not_all_ours_by_default():
+    nearly = as_compiled({**SIZES, "temp": 65 * GIB}, CHIPS["h100"], ())
+    assert nearly.fits
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" in str(nearly)
+    assert as_compiled(SIZES, CHIPS["h100"], ()).note == ""
+
+
+TEXT = """\
+HloModule jit_f, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }, num_partitions=1
+
+%body (state: (s32[], f32[256])) -> (s32[], f32[256]) {
+  %state = (s32[], f32[256]) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %x = f32[256] get-tuple-element(%state), index=1
+  %wide = f32[4096] broadcast(%x), dimensions={}
+  %back = f32[256] reduce(%wide, %i), dimensions={}
+  ROOT %next = (s32[], f32[256]) tuple(%i, %back)
+}
+
+%condition (state.1: (s32[], f32[256])) -> pred[] {
+  %state.1 = (s32[], f32[256]) parameter(0)
+  ROOT %more = pred[] constant(true)
+}
+
+ENTRY %main (a: f32[1024], b: f32[256]) -> (f32[1024], f32[256]) {
+  %a = f32[1024] parameter(0)
+  %b = f32[256] parameter(1)
+  %early = f32[2048] broadcast(%b), dimensions={}
+  %used = f32[256] reduce(%early, %b), dimensions={}
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[256]) tuple(%zero, %used)
+  %loop = (s32[], f32[256]) while(%start), condition=%condition, body=%body, metadata={op_name="w"}
+  %out = f32[256] get-tuple-element(%loop), index=1
+  %new = f32[1024] add(%a, %a)
+  ROOT %both = (f32[1024], f32[256]) tuple(%new, %out)
+}
+"""
+
+
+def test_buffers_live_from_their_making_to_their_last_use():
+    found = {buffer.name: buffer.bytes for buffer in live_buffers(read_program(TEXT))}
+    # In the loop: both arguments, its state and the wide value; `early` is gone, the next state
+    # is written over the last one, and the result over the donated argument.
+    assert found == {"a": 4096, "b": 1024, "used": 1024, "wide": 16384}
+
+
+def test_the_walk_accounts_for_what_the_compiler_reports(tmp_path):
+    def step(w, x):
+        def layer(x, w):
+            return jnp.tanh(x @ w), None
+
+        return jax.grad(lambda w: jnp.sum(jax.lax.scan(layer, x, w)[0]))(w)
+
+    found = mw.rehearse(
+        step,
+        jax.ShapeDtypeStruct((8, 256, 256), "float32"),
+        jax.ShapeDtypeStruct((512, 256), "float32"),
+        mesh="dp:8",
+        on="cpu:8",
+        cache=tmp_path,
+    )
+    walked = sum(buffer.bytes for buffer in found.memory.buffers)
+    assert walked == pytest.approx(found.memory.peak, rel=0.15)
+    assert found.memory.buffers[0].bytes == max(b.bytes for b in found.memory.buffers)
+
+
+def too_large(params, batch):
+    hidden = batch["x"] @ params["w"]
+    grads = jax.grad(lambda w: jnp.mean((jnp.tanh(batch["x"] @ w) + hidden) ** 2))(params["w"])
+    return {"w": params["w"] - grads}
+
+
+@pytest.fixture(scope="module")
+def tight(tmp_path_factory):
+    """A step that takes more than a simulated device is said to have."""
+    result = mw.rehearse(
+        too_large,
+        {"w": jax.ShapeDtypeStruct((16384, 16384), "float32")},
+        {"x": jax.ShapeDtypeStruct((131072, 16384), "float32")},
+        mesh="dp:8",
+        on="cpu:8",
+        cache=tmp_path_factory.mktemp("cache"),
+    )
+    assert not result.fits
+    return result
+
+
+def test_ways_out_are_listed_cheapest_first(tight):
+    ways = tight.remedies()
+    assert [way.what for way in ways] == [
+        "donate what the step replaces",
+        "cut parameters further",
+        "halve the batch",
+        "rematerialise",
+    ]
+    assert [way.how for way in ways[:2]] == ["donate=0", "mesh='fsdp:8'"]
+    assert all(way.tried is None for way in ways)
+    assert "donate=0" in str(tight)
+
+
+def test_ways_out_are_compiled_when_asked(tight):
+    ways = {way.what: way for way in tight.remedies(check=True)}
+    donated = ways["donate what the step replaces"].tried
+    assert donated.memory.aliased == 2**30
+    assert donated.memory.peak < tight.memory.peak
+    cut = ways["cut parameters further"].tried
+    assert cut.memory.arguments < tight.memory.arguments
+    assert str(cut.placement.spec) == "fsdp:8"
+    smaller = ways["halve the batch"].tried
+    assert smaller.memory.temporaries < tight.memory.temporaries
+    assert ways["rematerialise"].tried is None
+    assert "tried, " in str(ways["halve the batch"])
+
+
+def test_a_remedy_that_fails_says_so(tight):
+    hasty = dataclasses.replace(tight.request, deadline=1e-9, cache=None)
+    ways = dataclasses.replace(tight, request=hasty).remedies(check=True)
+    assert "tried, too_large: the compiler was not done" in str(ways[0])

@@ -1,0 +1,109 @@
+"""The modelled time of a step: kernels by their work and bytes, communication that is exposed."""
+
+import pytest
+
+import meshwright as mw
+from meshwright.hardware.chips import CHIPS
+from meshwright.rehearsal.ledger import Ledger, ledger
+from meshwright.rehearsal.programs import read_program
+from meshwright.rehearsal.timing.kernels import kernels
+from meshwright.rehearsal.timing.speeds import speeds
+from meshwright.rehearsal.timing.steptime import step_time
+
+HEAD = "HloModule jit_f, is_scheduled=true, num_partitions=4\n\n"
+GROUPS = "replica_groups={{0,1,2,3}}, use_global_device_ids=true"
+ADD = """\
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+"""
+
+
+def program(body, before=""):
+    return read_program(
+        f"{HEAD}{ADD}{before}ENTRY %main (a: bf16[4096,4096]) -> bf16[4096,4096] {{\n"
+        f"  %a = bf16[4096,4096] parameter(0)\n{body}}}\n"
+    )
+
+
+DIMS = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+
+
+def dot(name, of="a", root=False):
+    return f"  {'ROOT ' if root else ''}%{name} = bf16[4096,4096] dot(%a, %{of}), {DIMS}\n"
+
+
+def test_a_large_product_waits_for_the_multipliers():
+    time = step_time(program(dot("d", root=True)), Ledger(()), CHIPS["h100"])
+    assert time.flops == 2 * 4096**3
+    assert time.bytes == 3 * 2 * 4096**2
+    assert time.compute == pytest.approx(2 * 4096**3 / speeds(CHIPS["h100"]).flops)
+    assert time.memory == time.exposed == 0.0
+
+
+def test_a_sum_waits_for_the_memory():
+    time = step_time(
+        program("  ROOT %s = bf16[4096,4096] add(%a, %a)\n"), Ledger(()), CHIPS["h100"]
+    )
+    assert time.compute == 0.0
+    assert time.memory == pytest.approx(3 * 2 * 4096**2 / speeds(CHIPS["h100"]).bytes)
+
+
+def test_a_kernel_that_slices_moves_the_slice():
+    fused = """\
+%slicing (p: bf16[32,4096], i: s32[]) -> bf16[1,4096] {
+  %p = bf16[32,4096] parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %s = bf16[1,4096] dynamic-slice(%p, %i, %i), dynamic_slice_sizes={1,4096}
+}
+
+%updating (q: bf16[32,4096], u: bf16[1,4096], j: s32[]) -> bf16[32,4096] {
+  %q = bf16[32,4096] parameter(0)
+  %u = bf16[1,4096] parameter(1)
+  %j = s32[] parameter(2)
+  ROOT %w = bf16[32,4096] dynamic-update-slice(%q, %u, %j, %j)
+}
+
+"""
+    body = """\
+  %stack = bf16[32,4096] constant(0)
+  %n = s32[] constant(0)
+  %row = bf16[1,4096] fusion(%stack, %n), kind=kLoop, calls=%slicing
+  %new = bf16[32,4096] fusion(%stack, %row, %n), kind=kLoop, calls=%updating
+  ROOT %end = bf16[4096,4096] copy(%a)
+"""
+    read = program(body, fused)
+    found = {kernel.instruction.name: kernel.bytes for kernel in kernels(read, read.entry)}
+    row = 2 * 4096
+    assert found["row"] == 2 * row + 4
+    assert found["new"] == 2 * row + 4
+
+
+def test_communication_hides_behind_what_runs_meanwhile():
+    start = f"  %s = f32[64] all-reduce-start(%b), {GROUPS}, to_apply=%add\n"
+    done = "  %e = f32[64] all-reduce-done(%s)\n"
+    before = "  %b = f32[64] constant(0)\n"
+    placed = mw.place("dp:4", "v5e:2x2")
+
+    def timed(*lines):
+        read = program(before + "".join(lines))
+        return step_time(read, ledger(read, placed), CHIPS["v5e"])
+
+    hidden = timed(start, dot("d"), done, dot("f", "d", root=True))
+    exposed = timed(start, done, dot("d"), dot("f", "d", root=True))
+    assert hidden.exposed == 0.0
+    assert hidden.hidden == exposed.exposed > 0.0
+    assert exposed.total - hidden.total == pytest.approx(exposed.exposed)
+
+
+def test_types_have_their_own_speed():
+    gpu, tpu = speeds(CHIPS["h100"]), speeds(CHIPS["v5e"])
+    assert gpu.compute(1e12, "f32") == 2 * gpu.compute(1e12, "bf16")
+    assert tpu.compute(1e12, "f32") == tpu.compute(1e12, "bf16")
+
+
+def test_cores_share_their_chip():
+    assert speeds(CHIPS["tpu7x"]).flops == pytest.approx(2307e12 / 2 * 0.79)
