@@ -177,8 +177,39 @@ def test_an_argument_that_is_not_to_be_cut_goes_whole():
     expected, wanted = jax.value_and_grad(masked)(PARAMS, ROWS, mask)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     np.testing.assert_allclose(grads["a"], wanted["a"], rtol=1e-4, atol=1e-6)
+    found = step.explain()
+    assert (found.cut, found.whole) == (("argument 1",), ("argument 2",))
+    assert "cut into 4 microbatches: argument 1; whole in each: argument 2" in str(found)
     with pytest.raises(mw.PipelineError, match="whole=7: the function got 3 arguments"):
         mw.pipeline(masked, PAIR, microbatches=4, whole=7)(PARAMS, ROWS, mask)
+
+
+def test_arguments_of_different_lengths_are_refused_until_they_are_named():
+    def masked(params, x, mask, keys):
+        noise = jax.random.normal(keys[0], x.shape)
+        return loss(params, (x + noise) @ mask[:WIDTH]) + jnp.mean(mask)
+
+    mask, keys = jnp.tile(jnp.eye(WIDTH), (4, 1)), jax.random.split(jax.random.key(0), 4)
+    match = (
+        r"argument 1 has 16 rows, argument 2 has 64 rows\. Arguments are cut .*into 4 .*Pass "
+        r"whole=2 if every microbatch needs all of it, or cut=2 if it is to be cut"
+    )
+    with pytest.raises(mw.PipelineError, match=match):
+        mw.pipeline(masked, PAIR, microbatches=4)(PARAMS, ROWS, mask, keys)
+    cut = mw.pipeline(masked, PAIR, microbatches=4, cut=2)(PARAMS, ROWS, mask, keys)
+    assert_close(cut, jax.jit(looped(masked, 4))(PARAMS, ROWS, mask, keys))
+    whole = mw.pipeline(masked, PAIR, microbatches=4, whole=2)(PARAMS, ROWS, mask, keys)
+    fixed = jax.jit(looped(lambda params, x, keys: masked(params, x, mask, keys), 4))
+    assert_close(whole, fixed(PARAMS, ROWS, keys))
+
+
+def test_arguments_go_whole_without_gradients_too():
+    def model(params, x, mask):
+        return mw.stage(x @ params["a"]) @ params["b"] @ mask
+
+    mask = jnp.tril(jnp.ones((WIDTH, WIDTH)))
+    step = mw.pipeline(model, PAIR, microbatches=4, schedule="forward", whole=2)
+    assert_close(step(PARAMS, ROWS, mask).reshape(16, WIDTH), jax.jit(model)(PARAMS, ROWS, mask))
 
 
 def test_parameters_cast_before_the_microbatches_stay_in_their_group():

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshwright._tables import html_table, table
+from meshwright.errors import listing
 from meshwright.mpmd.pipelines.bench import variables
 from meshwright.mpmd.pipelines.programs import Key, Program
+from meshwright.mpmd.pipelines.regions import CLOSURE
 from meshwright.mpmd.schedules.costs import Costs
 from meshwright.mpmd.schedules.timeline import Timeline, simulate
 from meshwright.partitioning.leaves import bits
@@ -54,13 +56,18 @@ class StageNote:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """How a function was cut, and how its schedule will run. Text, HTML, JSON."""
+    """How a function was cut, and how its schedule will run. Text, HTML, JSON.
+
+    `cut` are the arrays of the batch that are cut into microbatches, `whole` those that are not.
+    """
 
     stages: tuple[StageNote, ...]
     timeline: Timeline
+    cut: tuple[str, ...]
+    whole: tuple[str, ...]
 
     def __str__(self) -> str:
-        lines = [table([_HEADING, *map(_row, self.stages)], _RIGHT)]
+        lines = [table([_HEADING, *map(_row, self.stages)], _RIGHT), self._batch()]
         lines += [f"stage {note.stage}: {note.whole}" for note in self.stages if note.whole]
         if any(note.cloned for note in self.stages):
             lines.append(
@@ -74,9 +81,16 @@ class Explanation:
         shown = html_table([_HEADING, *map(_row, self.stages)], _RIGHT)
         return f"{shown}{notes}{self.timeline._repr_html_()}"
 
+    def _batch(self) -> str:
+        count = self.timeline.schedule.microbatches
+        whole = f"; whole in each: {listing(self.whole)}" if self.whole else ""
+        return f"cut into {count} microbatches: {listing(self.cut) or 'nothing'}{whole}"
+
     def to_json(self) -> dict[str, Any]:
         """Plain data for scripts."""
         return {
+            "cut": list(self.cut),
+            "whole": list(self.whole),
             "stages": [dataclasses.asdict(note) for note in self.stages],
             "predicted": self.timeline.to_json(),
         }
@@ -87,7 +101,13 @@ def explain(plan: Plan, names: Sequence[str]) -> Explanation:
     schedule = plan.proof.schedule
     flops = _flops(plan)
     notes = tuple(_note(plan, stage, names, flops) for stage in range(schedule.stages))
-    return Explanation(notes, simulate(schedule, _costs(plan, flops)))
+    region = plan.cut.region
+    batch = [
+        [name for name, role in zip(region.names, region.roles, strict=True) if role == wanted]
+        for wanted in ("split", "whole")
+    ]
+    cut, whole = (tuple(name for name in names if name != CLOSURE) for names in batch)
+    return Explanation(notes, simulate(schedule, _costs(plan, flops)), cut, whole)
 
 
 def _costs(plan: Plan, flops: dict[Key, float]) -> str | list[Costs]:

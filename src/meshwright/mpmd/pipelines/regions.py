@@ -15,10 +15,12 @@ import jax.numpy as jnp
 from meshwright import _compat
 from meshwright.errors import PipelineError, near, short
 from meshwright.mpmd.pipelines.keywords import by_place, takes_places
+from meshwright.mpmd.pipelines.rows import Rows, check_alike, one_microbatch
 from meshwright.mpmd.pipelines.statics import Split, as_shape, take_apart
 
 Role = Literal["whole", "params", "split", "carry"]
 REDUCTIONS = ("mean", "sum", "max", "stack")
+CLOSURE = "closure"  # the name of operands that are no arguments
 
 
 @dataclasses.dataclass
@@ -96,12 +98,14 @@ def value_and_grad(
     aux: Any = "stack",
     carry: int | None = None,
     whole: int | Sequence[int] = (),
+    cut: int | Sequence[int] = (),
 ) -> Callable[..., Any]:
     """`jax.value_and_grad`, in microbatches when the step runs as a pipeline.
 
     In a pipeline the arguments other than `argnums` are cut along their first dim into
-    microbatches; those without dims, and those that `whole` names, go whole to each. The value and
-    the gradients are the `reduce` ("mean" or "sum") over microbatches. Auxiliary outputs are
+    microbatches; those without dims, and those that `whole` names, go whole to each. One whose
+    rows are not as many as the others' is refused unless `cut` names it. The value and the
+    gradients are the `reduce` ("mean" or "sum") over microbatches. Auxiliary outputs are
     reduced by `aux`, one word or a tree of them: "stack" (a new first dim), "mean", "sum" or "max".
     `carry` is the argument that each microbatch hands on to the next, such as batch statistics;
     then `fn` returns `value, carry`, or `value, (carry, aux)`. Outside of a pipeline this is
@@ -117,9 +121,16 @@ def value_and_grad(
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **keywords: Any) -> Any:
-        uncut = (whole,) if isinstance(whole, int) else tuple(whole)
         parts = tuple(map(take_apart, by_place(fn, args, keywords)))
-        call = _Call(takes_places(fn), parts, argnums, carry, has_aux, whole=uncut)
+        call = _Call(
+            takes_places(fn),
+            parts,
+            argnums,
+            carry,
+            has_aux,
+            whole=_several(whole),
+            cut=_several(cut),
+        )
         step = _tracing.get()
         if step is None:
             return call.packed(call.run([list(part.arrays) for part in call.parts]))
@@ -128,11 +139,26 @@ def value_and_grad(
     return wrapped
 
 
-def forward(fn: Callable[..., Any], *, outputs: Any = "stack") -> Callable[..., Any]:
+def forward(
+    fn: Callable[..., Any],
+    *,
+    outputs: Any = "stack",
+    whole: int | Sequence[int] = (),
+    cut: int | Sequence[int] = (),
+) -> Callable[..., Any]:
     """`fn` in microbatches, without gradients: its first argument whole, the others cut."""
 
     def wrapped(*args: Any) -> Any:
-        call = _Call(fn, tuple(map(take_apart, args)), 0, None, False, gradient=False)
+        call = _Call(
+            fn,
+            tuple(map(take_apart, args)),
+            0,
+            None,
+            False,
+            gradient=False,
+            whole=_several(whole),
+            cut=_several(cut),
+        )
         step = _tracing.get()
         if step is None:
             return fn(*args)
@@ -152,6 +178,7 @@ class _Call:
     has_aux: bool
     gradient: bool = True
     whole: tuple[int, ...] = ()
+    cut: tuple[int, ...] = ()
     extra: Any = None  # the structure of what comes with the value, known once it has run
 
     def __post_init__(self) -> None:
@@ -159,6 +186,7 @@ class _Call:
             ("argnums", self.argnums),
             ("carry", self.carry),
             *(("whole", n) for n in self.whole),
+            *(("cut", n) for n in self.cut),
         ]
         for what, number in named:
             if number is not None and number not in range(len(self.parts)):
@@ -236,6 +264,7 @@ def _write_down(call: _Call, aux: Any, reduce: str | None, step: Tracing) -> lis
     microbatches = step.microbatches
     roles: list[Role] = []
     names, operands, shapes = list[str](), list[Any](), list[list[Any]]()
+    batch: list[Rows] = []
     for number, part in enumerate(call.parts):
         trained = set(call.trained) if number == call.argnums else set()
         shapes.append([])
@@ -243,10 +272,14 @@ def _write_down(call: _Call, aux: Any, reduce: str | None, step: Tracing) -> lis
             name = f"argument {number}" + (f", {path}" if path else "")
             role = _role(call, number, n in trained, array)
             shape = as_shape(array)
-            shapes[-1].append(_slice(shape, microbatches, name) if role == "split" else shape)
+            if role == "split":
+                batch.append(Rows(number, name, shape.shape[0]))
+                shape = one_microbatch(shape, microbatches, batch[-1])
+            shapes[-1].append(shape)
             roles.append(role)
             names.append(name)
             operands.append(array)
+    check_alike([rows for rows in batch if rows.argument not in call.cut], microbatches)
     closed = jax.make_jaxpr(call.run)(shapes)
     reductions = (*(() if reduce is None else (reduce,)), *_words(call, aux))
     whole: list[Role] = ["whole"] * len(closed.consts)
@@ -262,7 +295,7 @@ def _write_down(call: _Call, aux: Any, reduce: str | None, step: Tracing) -> lis
     region = Region(
         flat,
         (*whole, *roles),
-        ("closure",) * len(closed.consts) + tuple(names),
+        (CLOSURE,) * len(closed.consts) + tuple(names),
         reductions,
         reduce,
         microbatches,
@@ -272,6 +305,10 @@ def _write_down(call: _Call, aux: Any, reduce: str | None, step: Tracing) -> lis
     return found
 
 
+def _several(numbers: int | Sequence[int]) -> tuple[int, ...]:
+    return (numbers,) if isinstance(numbers, int) else tuple(numbers)
+
+
 def _role(call: _Call, number: int, trained: bool, array: Any) -> Role:
     if number == call.carry:
         return "carry"
@@ -279,19 +316,6 @@ def _role(call: _Call, number: int, trained: bool, array: Any) -> Role:
         return "params"
     uncut = number == call.argnums or number in call.whole
     return "whole" if uncut or not jnp.ndim(array) else "split"
-
-
-def _slice(shape: Any, microbatches: int, name: str) -> Any:
-    rows = shape.shape[0]
-    if rows % microbatches:
-        raise PipelineError(
-            f"{name}: {rows} rows cannot be cut into {microbatches} microbatches. Take "
-            f"{rows // microbatches * microbatches or microbatches} or "
-            f"{-(-rows // microbatches) * microbatches} rows, or another number of microbatches."
-        )
-    return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
-        (rows // microbatches, *shape.shape[1:]), shape.dtype
-    )
 
 
 def _words(call: _Call, aux: Any) -> tuple[str, ...]:

@@ -92,7 +92,7 @@ def pipeline(
 
 
 def _check_options(schedule: Any, limit: Any, options: dict[str, Any]) -> None:
-    known = ("argnums", "has_aux", "reduce", "aux", "carry", "whole", "outputs")
+    known = ("argnums", "has_aux", "reduce", "aux", "carry", "whole", "cut", "outputs")
     for name in options:
         if name not in known:
             raise PipelineError(
