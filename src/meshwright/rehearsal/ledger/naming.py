@@ -1,8 +1,8 @@
 """Which operation a collective serves, and where the user wrote it.
 
 Compilers lose the name of a collective now and then, and of most of them in programs for several
-slices. The next best witness is a neighbour: for a gather what reads it, for anything else what
-made it, fusions looked into.
+slices, or call it by the argument it moves. The next best witness is a neighbour: for a gather
+what reads it, for anything else what made it, fusions looked into.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ def named(program: Program, found: Found) -> tuple[str, Source | None]:
     made, read = _makers(program, found.first), _readers(program, found.last)
     around = (read, made) if found.kind == "all-gather" else (made, read)
     for witness in itertools.chain((found.instruction, found.last, found.first), *around):
-        if witness.op_name and witness.opcode not in _SAYS_NOTHING:
-            return witness.op_name, program.source(witness)
+        name = witness.op_name
+        if name and name not in program.arguments and witness.opcode not in _SAYS_NOTHING:
+            return name, program.source(witness)
     return "", None
 
 

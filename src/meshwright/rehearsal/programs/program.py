@@ -43,6 +43,11 @@ class Program:
         return self.sources.stack(instruction)
 
     @functools.cached_property
+    def arguments(self) -> frozenset[str]:
+        """The names of the user's arguments, as far as the text gives them."""
+        return frozenset(parameter.op_name for parameter in self.entry.parameters.values())
+
+    @functools.cached_property
     def flops(self) -> float:
         """Floating-point operations of all dots and convolutions on one device."""
         return self.work(self.entry.name)

@@ -1,0 +1,246 @@
+"""Why a collective is there, by the stated rules, and the compiler's complaints."""
+
+import subprocess
+import sys
+
+import pytest
+from ledger_helpers import book
+
+from meshwright.rehearsal.ledger import Clash, read_clashes
+from meshwright.rehearsal.ledger.causes import primitives
+from meshwright.rehearsal.programs import Source
+
+TP = "replica_groups={{0,1,2,3},{4,5,6,7}}"
+DP = "replica_groups={{0,4},{1,5},{2,6},{3,7}}"
+W = "%w = bf16[64,16]{1,0} parameter(0), metadata={op_name=\"params['w']\"}"
+STACK = "%w = bf16[6,64,16]{2,1,0} parameter(0)"
+TOKENS = '%w = s32[64,16]{1,0} parameter(0), metadata={op_name="tokens"}'
+BACKWARD, FORWARD = "jit(step)/transpose(jvp())", "jit(step)/jvp()"
+
+
+def only(lines, **options):
+    (entry,) = book(lines, **options)
+    return entry
+
+
+def named(op_name):
+    return f'metadata={{op_name="{op_name}"}}'
+
+
+def test_gathering_an_argument_is_a_parameter_gather():
+    entry = only(
+        [
+            W,
+            "%cast = f32[64,16]{1,0} convert(%w)",
+            "%turned = f32[16,64]{1,0} transpose(%cast), dimensions={1,0}",
+            f"ROOT %g = f32[64,64]{{1,0}} all-gather(%turned), {TP}, {named(FORWARD + '/add')}",
+        ]
+    )
+    assert (entry.cause, entry.why) == ("parameter gathers", "gathers params['w']")
+
+
+def test_whole_numbers_are_data_not_parameters():
+    gather = f"ROOT %g = s32[64,64]{{1,0}} all-gather(%w), {TP}, {named(FORWARD + '/gather')}"
+    entry = only([TOKENS, gather])
+    assert (entry.cause, entry.why) == ("activation exchanges", "needed by gather")
+
+
+def test_a_result_in_an_arguments_place_is_a_parameter_gather():
+    entry = only(
+        [
+            "%w = bf16[64,16]{1,0} parameter(0)",
+            "%new = bf16[16,16]{1,0} iota(), iota_dimension=0",
+            f"%g = bf16[64,16]{{1,0}} all-gather(%new), {TP}, {named('jit(step)/sub')}",
+            "%c = bf16[64,16]{1,0} copy(%g)",
+            "ROOT %t = (bf16[64,16]{1,0}) tuple(%c)",
+        ]
+    )
+    assert (entry.cause, entry.why) == (
+        "parameter gathers",
+        "gathers a result that replaces an argument",
+    )
+
+
+@pytest.mark.parametrize(
+    ("argument", "array", "groups", "name", "cause"),
+    [
+        (W, "f32[64,16]", DP, f"{BACKWARD}/dot_general", "gradient sums"),
+        (W, "f32[16,64]", DP, f"{BACKWARD}/dot_general", "gradient sums"),
+        (STACK, "f32[64,16]", DP, f"{BACKWARD}/while/body/dot_general", "gradient sums"),
+        (W, "f32[128,16]", DP, f"{BACKWARD}/dot_general", "gradient sums"),
+        (W, "f32[192,16]", DP, f"{BACKWARD}/dot_general", "activation exchanges"),
+        (W, "f32[64,32,16]", DP, f"{BACKWARD}/dot_general", "activation exchanges"),
+        (W, "f32[64,16]", DP, f"{FORWARD}/psum", "gradient sums"),
+        (W, "f32[64,16]", TP, f"{FORWARD}/dot_general", "activation exchanges"),
+        (W, "f32[]", DP, f"{BACKWARD}/reduce_sum", "activation exchanges"),
+    ],
+)
+def test_sums_in_an_arguments_shape_are_gradients(argument, array, groups, name, cause):
+    made = f"%a = {array} iota(), iota_dimension=0"
+    entry = only([argument, made, f"ROOT %r = {array} all-reduce(%a), {groups}, {named(name)}"])
+    assert entry.cause == cause
+
+
+@pytest.mark.parametrize(
+    ("kind", "operation", "cause"),
+    [
+        ("all-gather", "dot_general", "activation exchanges"),
+        ("all-gather", "all_gather", "activation exchanges"),
+        ("all-gather", "add", "nobody asked"),
+        ("all-to-all", "reshape", "nobody asked"),
+        ("all-to-all", "all_to_all", "activation exchanges"),
+        ("all-to-all", "sharding_constraint", "activation exchanges"),
+        ("collective-permute", "ppermute", "activation exchanges"),
+        ("collective-permute", "concatenate", "activation exchanges"),
+        ("collective-permute", "dot_general", "nobody asked"),
+        ("collective-permute", "", "nobody asked"),
+    ],
+)
+def test_moves_are_asked_for_or_not(kind, operation, cause):
+    whom = "source_target_pairs={{0,1},{1,0}}" if kind == "collective-permute" else TP
+    name = f", {named(f'jit(f)/{operation}')}" if operation else ""
+    entry = only(
+        [
+            "%a = f32[8,8]{1,0} iota(), iota_dimension=0",
+            f"ROOT %m = f32[32,8] {kind}(%a), {whom}{name}",
+        ]
+    )
+    assert entry.cause == cause
+
+
+def test_a_lost_name_is_found_at_the_neighbour():
+    fused = """
+%fused (a: f32[8,8]) -> f32[8,8] {
+  %a = f32[8,8]{1,0} parameter(0)
+  ROOT %d = f32[8,8]{1,0} dot(%a, %a), lhs_contracting_dims={1}, \
+metadata={op_name="jit(f)/dot_general" source_file="me.py" source_line=3}
+}
+"""
+    entry = only(
+        [
+            "%x = f32[8,8]{1,0} parameter(0)",
+            "%f = f32[8,8]{1,0} fusion(%x), kind=kOutput, calls=%fused",
+            "%b = f32[64]{0} bitcast(%f)",
+            f"ROOT %r = f32[64]{{0}} all-reduce(%b), {TP}",
+        ],
+        before=fused,
+    )
+    assert (entry.op_name, entry.source) == ("jit(f)/dot_general", Source("me.py", 3))
+
+
+def test_a_name_of_several_operations_comes_apart():
+    assert primitives("jit(s)/(transpose(jvp())/scatter-add:jvp()/reduce_sum)") == [
+        "scatter-add",
+        "reduce_sum",
+    ]
+    assert primitives("") == []
+
+
+# As printed by the compilers of jax 0.12, jax 0.10, and in 2023.
+COMPLAINTS = [
+    (
+        "W1115 09:09:09.678682    4201 spmd_partitioner.cc:666] [SPMD] Involuntary full "
+        "rematerialization. The compiler cannot go from sharding {mesh['fsdp'=2,'tp'=4], "
+        "[{}, {}, {'fsdp'}]} to {devices=[2,1,1,4]<=[8] last_tile_dim_replicate} efficiently for "
+        "HLO operation %fake_parameter.2 = bf16[64,256,512]{2,1,0} parameter(2), "
+        "sharding={mesh['fsdp'=2,'tp'=4], [{}, {}, {'fsdp'}]}. As the last resort, SPMD will "
+        "replicate the tensor and then partition it to obtain the target sharding, which is "
+        "inefficient.",
+        Clash(
+            "fake_parameter.2",
+            "bf16[64,256,512]",
+            "{mesh['fsdp'=2,'tp'=4], [{}, {}, {'fsdp'}]}",
+            "{devices=[2,1,1,4]<=[8] last_tile_dim_replicate}",
+        ),
+    ),
+    (
+        "[SPMD] Involuntary full rematerialization. The compiler cannot go from sharding "
+        "{devices=[4,1,1,1]<=[4]} to {devices=[1,1,2,2]<=[4]} efficiently for HLO operation %copy "
+        "= f32[1,3,12,8]{3,2,1,0} copy(%reshape.0), sharding={devices=[4,1,1,1]<=[4]}, "
+        'metadata={op_name="jit(f)/mul" stack_frame_id=6}. As the last resort, SPMD will',
+        Clash(
+            "copy",
+            "f32[1,3,12,8]",
+            "{devices=[4,1,1,1]<=[4]}",
+            "{devices=[1,1,2,2]<=[4]}",
+            "jit(f)/mul",
+        ),
+    ),
+    (
+        "[spmd] Involuntary full rematerialization. The compiler was not able to go from sharding "
+        "{devices=[2,4]0,1,2,3,4,5,6,7} to {devices=[8,1]0,1,2,3,4,5,6,7} without doing a full "
+        "rematerialization of the tensor for HLO operation: %add.1 = f32[8,4]{1,0} add(f32[8,4] "
+        '%a, f32[8,4] %b), metadata={op_name="jit(f)/add" source_file="/home/me/t.py" '
+        "source_line=4}. You probably want to enrich the sharding annotations to prevent this "
+        "from happening.",
+        Clash(
+            "add.1",
+            "f32[8,4]",
+            "{devices=[2,4]0,1,2,3,4,5,6,7}",
+            "{devices=[8,1]0,1,2,3,4,5,6,7}",
+            "jit(f)/add",
+            Source("/home/me/t.py", 4),
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("stderr", "clash"), COMPLAINTS)
+def test_complaints_are_read(stderr, clash):
+    assert read_clashes(f"something else\n{stderr}\n{stderr}\nand more") == [clash]
+    assert read_clashes("a quiet compile") == []
+
+
+def test_every_complaint_of_a_text_is_read():
+    assert read_clashes("\n".join(text for text, _ in COMPLAINTS)) == [c for _, c in COMPLAINTS]
+
+
+def test_what_the_partitioner_complained_of_is_named_with_its_shardings():
+    clash = COMPLAINTS[1][1]
+    lines = [
+        "%a = f32[1,3,12,8]{3,2,1,0} iota(), iota_dimension=0",
+        f"ROOT %g = f32[4,3,12,8]{{3,2,1,0}} all-gather(%a), {TP}, dimensions={{0}}, "
+        'metadata={op_name="jit(f)/mul" source_file="me.py" source_line=9}',
+    ]
+    found = book(lines, clashes=[clash])
+    assert (found[0].cause, found[0].clash.before) == ("nobody asked", clash.before)
+    assert found.clashes[0].source == Source("me.py", 9)
+    other = lines[1].replace("jit(f)/mul", "jit(f)/dot_general")
+    assert book([lines[0], other], clashes=[clash])[0].clash is None
+
+
+CLASHING = """
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+import meshwright as mw
+
+jax.config.update("jax_num_cpu_devices", 8)
+mesh = mw.mesh("dp:2, fsdp:2, tp:2")
+
+def lie(x, *spec):
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+
+def clash(x):
+    x = lie(jnp.sin(x), ("dp", "fsdp", "tp"), None)
+    return lie(x.reshape(4, 6, 12, 8) * 2, None, "dp", "fsdp", "tp")
+
+where = NamedSharding(mesh, P(("dp", "fsdp", "tp")))
+x = jax.ShapeDtypeStruct((24, 96), jnp.float32, sharding=where)
+print(jax.jit(clash).lower(x).compile().as_text())
+"""
+
+
+def test_a_real_complaint_finds_its_collectives():
+    import meshwright as mw
+    from meshwright.rehearsal.ledger import ledger
+    from meshwright.rehearsal.programs import read_program
+
+    done = subprocess.run(
+        [sys.executable, "-c", CLASHING], capture_output=True, text=True, timeout=120, check=True
+    )
+    clashes = read_clashes(done.stderr)
+    assert [clash.op_name for clash in clashes] == ["jit(clash)/mul"]
+    found = ledger(read_program(done.stdout), mw.explain("dp:2, fsdp:2, tp:2", on="cpu:8"), clashes)
+    gathers = [entry for entry in found if entry.kind == "all-gather"]
+    assert gathers
+    assert all(entry.cause == "nobody asked" and entry.clash for entry in gathers)

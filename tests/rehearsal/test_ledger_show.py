@@ -1,0 +1,94 @@
+"""A ledger as text, HTML and JSON."""
+
+import json
+
+import pytest
+from ledger_helpers import book
+
+from meshwright.rehearsal.ledger import Clash
+
+TP = "replica_groups={{0,1,2,3},{4,5,6,7}}"
+LINES = [
+    "%x = f32[64,16]{1,0} parameter(0)",
+    "%a = f32[512,512]{1,0} iota(), iota_dimension=0",
+    f"%r1 = f32[512,512]{{1,0}} all-reduce(%a), {TP}, "
+    'metadata={op_name="jit(f)/dot_general" source_file="/me/model.py" source_line=3}',
+    f"%r2 = f32[512,512]{{1,0}} all-reduce(%r1), {TP}, "
+    'metadata={op_name="jit(f)/dot_general" source_file="/me/model.py" source_line=3}',
+    f"%g = f32[256,16]{{1,0}} all-gather(%x), {TP}, "
+    'metadata={op_name="jit(f)/dot_general" source_file="/me/model.py" source_line=4}',
+    "%s = (f32[512,512]{1,0}, f32[512,512]{1,0}) collective-permute-start(%r2), "
+    "source_target_pairs={{0,1},{1,0}}, "
+    'metadata={op_name="jit(f)/add" source_file="/me/model.py" source_line=5}',
+    "%d = f32[512,512]{1,0} collective-permute-done(%s)",
+    "ROOT %t = (f32[512,512]{1,0}, f32[256,16]{1,0}) tuple(%d, %g)",
+]
+CLASH = Clash("copy", "f32[8]", "{devices=[4]<=[4]}", "{replicated}", "jit(f)/mul")
+
+TEXT = """\
+4 collectives: a device sends 4.012 MiB, 41.3 us if nothing runs beside them
+
+nobody asked: 1 collective, 1 MiB sent, 4.33 us
+collective  array         over  bytes  times   in all  links   source
+permute*    f32[512,512]  tp    1 MiB      1  4.33 us  NVLink  model.py:5 add
+
+parameter gathers: 1 collective, 12 KiB sent, 6.03 us
+collective  array        over   bytes  times   in all  links   source
+all-gather  f32[256,16]  tp    16 KiB      1  6.03 us  NVLink  model.py:4 dot_general
+
+activation exchanges: 2 collectives, 3 MiB sent, 31.0 us
+collective  array         over  bytes  times   in all  links   source
+all-reduce  f32[512,512]  tp    1 MiB      2  31.0 us  NVLink  model.py:3 dot_general
+clash: f32[8] copy: from {devices=[4]<=[4]} to {replicated}
+* runs beside other work"""
+
+
+def test_the_text_is_grouped_by_cause_and_like_rows_are_one():
+    assert str(book(LINES, clashes=[CLASH])) == TEXT
+
+
+def test_no_line_is_wider_than_a_screen():
+    lines = [line.replace("/me/model.py", "/me/" + "long" * 30 + ".py") for line in LINES]
+    lines = [line.replace("512,512", ",".join(["2"] * 18)) for line in lines]
+    clash = Clash("copy" * 20, "f32[8]", "{devices=[4]<=[4]} " * 9, "{replicated} " * 9)
+    text = str(book(lines, clashes=[clash]))
+    assert max(map(len, text.splitlines())) <= 100
+    assert "f32[2,2" in text
+
+
+def test_many_rows_are_cut_with_a_word():
+    lines = ["%x = f32[64]{0} parameter(0)"]
+    lines += [
+        f'%r{i} = f32[{i}]{{0}} all-reduce(%x), {TP}, metadata={{op_name="jit(f)/psum"}}'
+        for i in range(1, 61)
+    ]
+    lines.append("ROOT %t = () tuple()")
+    lines[0] = "%x = f32[64]{0} iota(), iota_dimension=0"
+    varied = [
+        line.replace("%x)", f"%y{i})") if i else line for i, line in enumerate(lines[:-1])
+    ] + lines[-1:]
+    made = [f"%y{i} = f32[{i}]{{0}} iota(), iota_dimension=0" for i in range(1, 61)]
+    text = str(book([*made, *varied]))
+    assert "... and 20 more rows" in text
+
+
+def test_html_shows_the_same_and_escapes():
+    lines = [line.replace("jit(f)/add", "jit(f)/<b>add") for line in LINES]
+    html = book(lines, clashes=[CLASH])._repr_html_()
+    assert "model.py:5 &lt;b&gt;add" in html
+    assert html.index("nobody asked") < html.index("parameter gathers")
+    assert "clash: f32[8] copy" in html
+    assert "<p>no collectives" in book(["ROOT %x = f32[] parameter(0)"])._repr_html_()
+
+
+def test_json_holds_every_entry():
+    found = book(LINES, clashes=[CLASH])
+    data = json.loads(json.dumps(found.to_json()))
+    assert [entry["kind"] for entry in data["collectives"]] == [entry.kind for entry in found]
+    first = data["collectives"][0]
+    assert first["axes"] == [{"name": "tp", "members": 4, "size": 4}]
+    assert first["source"] == {"file": "/me/model.py", "line": 3, "function": ""}
+    assert first["times"] == {"count": 1, "at_most": False, "at_least": False}
+    assert data["seconds"] == pytest.approx(sum(e["total_seconds"] for e in data["collectives"]))
+    assert list(data["causes"]) == ["nobody asked", "parameter gathers", "activation exchanges"]
+    assert data["clashes"][0]["after"] == "{replicated}"
