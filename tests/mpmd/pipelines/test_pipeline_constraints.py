@@ -96,7 +96,7 @@ def test_a_mesh_of_explicit_axes_may_be_set():
     explicit = jax.make_mesh((2, 2, 2), ("pp", "dp", "tp"), axis_types=kinds)
 
     def loss(params, x):
-        x = mw.stage(jax.sharding.reshard(jnp.tanh(x @ params["a"]), P("dp")))
+        x = mw.stage(jnp.tanh(x @ params["a"]))
         return jnp.mean(in_scan(lambda x, w: jnp.tanh(x @ w), x, params["b"]) ** 2)
 
     with jax.set_mesh(explicit):
