@@ -47,7 +47,7 @@ def assemble(
     sums = Sums(board, cut, traced, proof.schedule.group_of)
     sums.begin()
     tasks = Tasks(board, cut, programs, proof, traced, sums)
-    tasks.cut_batch()
+    tasks.bring_batch()
     tasks.write()
     results = _after(traced, cut, tasks, sums, board, homes, donated)
     return Assembled(board, results)

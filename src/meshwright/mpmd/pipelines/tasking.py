@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from jax.sharding import NamedSharding
@@ -12,6 +11,7 @@ from meshwright.mpmd.pipelines.board import Board
 from meshwright.mpmd.pipelines.cutting import Cut
 from meshwright.mpmd.pipelines.inlining import program_of
 from meshwright.mpmd.pipelines.localizing import localized
+from meshwright.mpmd.pipelines.microbatches import Microbatches
 from meshwright.mpmd.pipelines.operations import Code
 from meshwright.mpmd.pipelines.programs import Key, Program
 from meshwright.mpmd.pipelines.reading import Traced
@@ -36,6 +36,9 @@ class Tasks:
         self.schedule = proof.schedule
         self.values: dict[tuple[Any, int, int], int] = {}  # (variable, microbatch, group)
         self.operand = dict(zip(cut.invars, traced.operands, strict=True))
+        roles = zip(cut.invars, cut.region.roles, strict=True)
+        split = {var: self.operand[var] for var, role in roles if role == "split"}
+        self.batch = Microbatches(board, split, self.schedule.microbatches)
         self.carried = self._carried()
         self.readers: dict[Any, set[int]] = {}  # a variable, and the groups whose tasks take it
         for key, program in programs.items():
@@ -45,28 +48,11 @@ class Tasks:
     def group(self, key: Key) -> int:
         return self.schedule.group_of[key[1]]
 
-    def cut_batch(self) -> None:
-        """The batch in microbatches, in each group what its tasks need."""
-        roles = zip(self.cut.invars, self.cut.region.roles, strict=True)
-        split = [var for var, role in roles if role == "split"]
+    def bring_batch(self) -> None:
+        """To each group what its tasks need."""
         for group in range(self.schedule.groups):
-            used = [var for var in split if group in self.readers.get(var, ())]
-            if not used:
-                continue
-            for var in used:
-                batch = self.operand[var]
-                rows = self.board.layouts.rows(group, batch.aval.shape)
-                self.board.layout_of[batch, group] = rows
-            count = self.schedule.microbatches
-            layouts = [self.board.layouts.rows(group, var.aval.shape) for var in used]
-            code = Code(
-                f"group {group}: microbatches", functools.partial(_slices, count), layouts * count
-            )
-            ins = [self.board.fetch(self.operand[var], group) for var in used]
-            cells = iter(self.board.run(group, code, ins, [v.aval for v in used] * count))
-            for microbatch in range(count):
-                for var in used:
-                    self.values[var, microbatch, group] = next(cells)
+            used = [var for var in self.batch.split if group in self.readers.get(var, ())]
+            self.batch.bring(group, used)
 
     def write(self) -> None:
         codes = {key: self._code(key) for key in self.programs}
@@ -76,7 +62,9 @@ class Tasks:
                 continue
             i = task.microbatch
             adding = [self.sums.cells[number] for number in program.sums]
-            ins = [self._input(var, i, group) for var in program.ins]
+            own = [var for var in program.ins if var not in self.batch.split]
+            ins = [self._input(var, i, group) for var in own]
+            ins += self.batch.inputs(program.ins, i, group)
             avals = [var.aval for var in (*program.outs, *program.sums.values())]
             code = codes[task.kind, task.stage]
             outs = self.board.run(group, code, [*adding, *ins], avals, task)
@@ -126,6 +114,7 @@ class Tasks:
         program, group = self.programs[key], self.group(key)
         eqns = localized(program.eqns, self.board.layouts.groups, group)
         run = program_of(program.ins, [*program.outs, *program.sums.values()], eqns)
+        run = self.batch.picking(run, program.ins)
         adds = [self.sums.add(number) for number in program.sums]
         count, given = len(adds), len(program.outs)
 
@@ -158,8 +147,3 @@ class Tasks:
         if not leaves and not single:
             return None
         return self.board.layouts.rows(group, var.aval.shape)
-
-
-def _slices(microbatches: int, *batches: Any) -> list[Any]:
-    rows = [batch.reshape(microbatches, -1, *batch.shape[1:]) for batch in batches]
-    return [row[i] for i in range(microbatches) for row in rows]
