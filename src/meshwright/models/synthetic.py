@@ -17,10 +17,14 @@ def words(rows: int, length: int, vocab: int, seed: int) -> np.ndarray:
 
 
 def images(count: int, side: int, classes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Noisy pictures and their classes; a class is a coarse pattern, the same for every seed."""
+    """Noisy pictures and their classes; a class is a colour and a coarse pattern in it.
+
+    What a class looks like is the same for every seed.
+    """
     random = np.random.default_rng(seed)
     labels = random.integers(0, classes, count).astype(np.int32)
-    patterns = np.random.default_rng(0).normal(size=(classes, 4, 4, 3)).astype(np.float32)
+    looks = np.random.default_rng(0)
+    patterns = looks.normal(size=(classes, 1, 1, 3)) + looks.normal(size=(classes, 4, 4, 3))
     places = np.arange(side) * 4 // side
     clean = patterns[labels][:, places][:, :, places]
-    return clean + 0.3 * random.normal(size=clean.shape).astype(np.float32), labels
+    return (clean + 0.3 * random.normal(size=clean.shape)).astype(np.float32), labels

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import itertools
 import math
 import re
 import zlib
@@ -68,22 +68,29 @@ def in_stages(layer: Any, layers: int, stages: int) -> list[Any]:
 
 def draw(weights: Any, key: jax.Array, dtype: str) -> Any:
     """The parameters. A layer begins the same however many stages there are."""
+    flat, treedef = jax.tree.flatten_with_path(weights)
+    # One number per array and layer, and all keys from them at once: compiled in a moment.
+    numbers = [[_number(path, layer) for layer in weight.layers or [0]] for path, weight in flat]
+    joined = jnp.array([*itertools.chain.from_iterable(numbers)], jnp.uint32)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, joined)
+    ends = list(itertools.accumulate(map(len, numbers)))
+    arrays = [
+        _draw(weight, keys[end - len(own) : end], dtype)
+        for (_, weight), own, end in zip(flat, numbers, ends, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, arrays)
 
-    def one(path: Any, weight: Weight) -> jax.Array:
-        if weight.std == 0.0:
-            return jnp.full(weight.shape, weight.mean, dtype)
-        own = jax.random.fold_in(key, zlib.crc32(pattern(path).encode()))
-        if weight.layers is None:
-            return _normal(own, weight.shape, weight, dtype)
-        numbers = jnp.arange(weight.layers.start, weight.layers.stop)
-        keys = jax.vmap(functools.partial(jax.random.fold_in, own))(numbers)
-        return jax.vmap(lambda each: _normal(each, weight.shape[1:], weight, dtype))(keys)
 
-    return jax.tree.map_with_path(one, weights)
+def _number(path: Any, layer: int) -> int:
+    return zlib.crc32(f"{pattern(path)} {layer}".encode())
 
 
-def _normal(key: jax.Array, shape: tuple[int, ...], weight: Weight, dtype: str) -> jax.Array:
-    return weight.mean + weight.std * jax.random.normal(key, shape, dtype)
+def _draw(weight: Weight, keys: jax.Array, dtype: str) -> jax.Array:
+    if weight.std == 0.0:
+        return jnp.full(weight.shape, weight.mean, dtype)
+    shape = weight.shape[1:] if weight.layers else weight.shape
+    numbers = jax.vmap(lambda key: jax.random.normal(key, shape, dtype))(keys)
+    return weight.mean + weight.std * numbers.reshape(weight.shape)
 
 
 def pattern(path: Any) -> str:
