@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from pipeline_helpers import assert_close, looped, normal
 
 import meshwright as mw
+from meshwright.mpmd.pipelines.localizing import localized
 
 WHOLE = mw.mesh("pp:2, dp:2, tp:2")
 AT = mw.MpmdMesh(WHOLE, "pp")
@@ -199,3 +200,13 @@ def test_functions_mapped_over_the_axis_that_is_cut():
     match = r"shard_map at .*, in group 0: it is mapped over 'pp' of size 2, which has size 1 there"
     refused(match, first(lambda x: jax.lax.psum(x, "pp"), P("dp")), ambient=WHOLE)
     refused(match, first(jnp.tanh, P("pp")), ambient=WHOLE)
+
+
+def test_a_program_that_is_called_twice_stays_one():
+    layer = jax.jit(lambda x, w: jnp.tanh(constrain(x @ w)))
+    with jax.set_mesh(WHOLE):
+        traced = jax.make_jaxpr(lambda x, w: (layer(x, w), layer(x, w)))(ROWS, PARAMS["a"])
+    first, second = localized(traced.jaxpr.eqns, AT, 1)
+    assert first.params["jaxpr"] is second.params["jaxpr"]
+    assert first.params["jaxpr"] is not traced.jaxpr.eqns[0].params["jaxpr"]
+    assert first.params["ctx_mesh"] == AT.meshes[1]

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshwright import _compat
@@ -27,8 +28,11 @@ def localized(eqns: Iterable[Any], groups: Groups, group: int) -> tuple[Any, ...
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
+    """A group, and the programs that were moved there: one that is called often stays one."""
+
     groups: Groups
     group: int
+    moved: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def mesh(self) -> Mesh:
@@ -52,7 +56,11 @@ class _Place:
         if type(value) in (tuple, list):
             return type(value)(map(self._value, value))
         if isinstance(value, (jc.Jaxpr, jc.ClosedJaxpr)):
-            return value.map_jaxpr(self._program) if _is_closed(value) else self._program(value)
+            if id(value) not in self.moved:
+                closed = hasattr(value, "consts")
+                found = value.map_jaxpr(self._program) if closed else self._program(value)
+                self.moved[id(value)] = found
+            return self.moved[id(value)]
         if isinstance(value, NamedSharding):
             spec = self.groups.local_spec(value.spec)
             return NamedSharding(self._value(value.mesh), spec, memory_kind=value.memory_kind)
@@ -74,11 +82,11 @@ class _Place:
         )
 
     def _variable(self, var: Any) -> Any:
-        sharding = getattr(var.aval, "sharding", None)
-        if sharding is None or sharding.mesh.empty:
+        if not isinstance(var.aval, jax.core.ShapedArray) or var.aval.sharding.mesh.empty:
             return var
+        sharding = var.aval.sharding
         moved = NamedSharding(self._abstract(sharding.mesh), sharding.spec)
-        return type(var)(var.aval.update(sharding=moved))
+        return type(var)(var.aval.update(sharding=moved))  # type: ignore[no-untyped-call]
 
     def _abstract(self, mesh: AbstractMesh) -> AbstractMesh:
         """The group's mesh, manual along the axes along which the other one is."""
@@ -156,7 +164,3 @@ def _names(eqns: Sequence[Any]) -> Iterator[str]:
 
 def _is_var(var: Any) -> bool:
     return not isinstance(var, _compat.jaxprs().Literal)
-
-
-def _is_closed(program: Any) -> bool:
-    return hasattr(program, "consts")
