@@ -15,5 +15,5 @@ def beside(comparison: Comparison) -> Html:
         for each in (comparison.one, comparison.other)
     ]
     limit = min(comparison.one.memory.limit, comparison.other.memory.limit)
-    drawn = bars("Memory, side by side", lanes, amount, limit=limit)
+    drawn = bars(lanes, amount, limit=limit)
     return join([drawn, wide("Comparison", Html(comparison._repr_html_()))])

@@ -9,7 +9,7 @@ from meshwright.errors import RehearsalError, short
 from meshwright.rehearsal.drawing.markup import Html, join, tag
 from meshwright.rehearsal.drawing.palette import SERIES
 
-_WIDE, _TALL, _LEFT, _BOTTOM, _EDGE = 640, 220, 52, 26, 12
+_WIDE, _TALL, _LEFT, _BOTTOM, _EDGE = 440, 190, 52, 26, 12
 
 
 def curves(runs: Mapping[str, Sequence[float]]) -> Html:
@@ -35,7 +35,7 @@ def curves(runs: Mapping[str, Sequence[float]]) -> Html:
         *lines,
         class_="chart",
         viewBox=f"0 0 {_WIDE} {_TALL}",
-        style=f"width:100%;max-width:{_WIDE}px;height:auto",
+        style="width:100%;max-width:520px;height:auto",
         role="img",
         aria_label=f"Loss by step: {said}",
         xmlns="http://www.w3.org/2000/svg",

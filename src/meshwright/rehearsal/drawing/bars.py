@@ -1,4 +1,4 @@
-"""Lanes of stacked parts on one scale, as a picture that is as wide as there is room."""
+"""Lanes of stacked parts on one scale, as pictures that are as wide as there is room."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from meshwright.mpmd.schedules.drawing.colours import ink
 from meshwright.rehearsal.drawing.markup import Html, join, tag
 
-_TALL, _APART, _WORDS = 30, 14, 18
+_TALL, _EDGE = 30, 4
 # A label is drawn where its part is this much of the width, and stays on a phone from there.
 _ROOM, _ROOM_ON_A_PHONE = 8.0, 22.0
 
@@ -35,7 +35,6 @@ class Lane:
 
 
 def bars(
-    label: str,
     lanes: Sequence[Lane],
     write: Callable[[float], str],
     *,
@@ -44,24 +43,11 @@ def bars(
 ) -> Html:
     """All lanes on one scale, up to `whole` at least; what lies beyond the limit is hatched."""
     whole = max([whole, limit or 0.0, *(lane.size for lane in lanes)]) or 1.0
-    top = _WORDS if limit else 0
-    step = _WORDS + _TALL + _APART
-    drawn = [_lane(lane, at * step + top, whole, write, limit) for at, lane in enumerate(lanes)]
-    height = top + len(lanes) * step - _APART + 2
-    if limit:
-        drawn.append(_limit_words(limit / whole * 100, f"limit {write(limit)}"))
-    return tag(
-        "svg",
-        tag("title", label),
-        _HATCH if limit else "",
-        *drawn,
-        class_="bars",
-        width="100%",
-        height=height,
-        role="img",
-        aria_label=f"{label}: {'; '.join(_words(lane, write) for lane in lanes)}",
-        xmlns="http://www.w3.org/2000/svg",
+    words = _limit_words(limit / whole * 100, f"limit {write(limit)}") if limit else Html()
+    drawn = (
+        tag("p", lane.title, class_="lane") + _lane(lane, whole, write, limit) for lane in lanes
     )
+    return join([words, *map(Html, drawn)])
 
 
 def legend(parts: Sequence[Part], write: Callable[[float], str], whole: float) -> Html:
@@ -91,25 +77,35 @@ _HATCH = Html(
 )
 
 
-def _lane(
-    lane: Lane, y: float, whole: float, write: Callable[[float], str], limit: float | None
-) -> Html:
-    title = tag("text", lane.title, x=0, y=y + 12)
-    boxes, words, passed = [], [], 0.0
+def _lane(lane: Lane, whole: float, write: Callable[[float], str], limit: float | None) -> Html:
+    ends = f"{(limit or lane.size) / whole:.2%}"
+    track = tag("rect", y=_EDGE, width=ends, height=_TALL, class_="track")
+    boxes, words, passed = [track], list[Html](), 0.0
     for part in lane.parts:
         x, width = passed / whole * 100, part.size / whole * 100
         said = tag("title", f"{part.name}: {write(part.size)}")
-        boxes.append(tag("g", said, _rect(x, width, y + _WORDS, part.colour)))
-        words.append(_inside(write(part.size), part.colour, x, width, y + _WORDS))
+        boxes.append(tag("g", said, _rect(x, width, part.colour)))
+        words.append(_inside(write(part.size), part.colour, x, width))
         passed += part.size
     if limit:
         x = limit / whole * 100
-        boxes.append(_rect(x, max(0.0, passed - limit) / whole * 100, y + _WORDS, "url(#mw-over)"))
-        boxes.append(_mark(x, y + _WORDS))
-    return join([title, *boxes, *words])
+        if passed > limit:
+            boxes += [_HATCH, _rect(x, (passed - limit) / whole * 100, "url(#mw-over)")]
+        boxes.append(tag("line", x1=ends, x2=ends, y1=0, y2=_TALL + 2 * _EDGE, class_="limit"))
+    return tag(
+        "svg",
+        *boxes,
+        *words,
+        class_="bar",
+        width="100%",
+        height=_TALL + 2 * _EDGE,
+        role="img",
+        aria_label=_words(lane, write),
+        xmlns="http://www.w3.org/2000/svg",
+    )
 
 
-def _inside(words: str, colour: str, x: float, width: float, y: float) -> Html:
+def _inside(words: str, colour: str, x: float, width: float) -> Html:
     """The size of a part, written into it where there is room."""
     if width < _ROOM:
         return Html()
@@ -117,24 +113,21 @@ def _inside(words: str, colour: str, x: float, width: float, y: float) -> Html:
         "text",
         words,
         x=f"{x + width / 2:.2f}%",
-        y=y + 20,
+        y=_EDGE + 20,
         style=f"fill:{ink(colour)}",
         text_anchor="middle",
         class_="inside" if width >= _ROOM_ON_A_PHONE else "inside roomy",
     )
 
 
-def _rect(x: float, width: float, y: float, fill: str) -> Html:
-    return tag("rect", x=f"{x:.2f}%", y=y, width=f"{width:.2f}%", height=_TALL, fill=fill)
-
-
-def _mark(x: float, y: float) -> Html:
-    return tag("line", x1=f"{x:.2f}%", x2=f"{x:.2f}%", y1=y - 4, y2=y + _TALL + 4, class_="limit")
+def _rect(x: float, width: float, fill: str) -> Html:
+    return tag("rect", x=f"{x:.2f}%", y=_EDGE, width=f"{width:.2f}%", height=_TALL, fill=fill)
 
 
 def _limit_words(x: float, words: str) -> Html:
-    anchor = "end" if x > 50 else "middle" if x > 12 else "start"
-    return tag("text", words, x=f"{x:.2f}%", y=12, text_anchor=anchor, class_="limit-words")
+    """Where the marks of the limit stand, over the first lane."""
+    side = f"right:{100 - x:.2f}%" if x > 40 else f"left:{x:.2f}%"
+    return tag("p", tag("span", words, style=side), class_="limit-words")
 
 
 def _words(lane: Lane, write: Callable[[float], str]) -> str:

@@ -21,7 +21,7 @@ def memory(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> Html:
     use, devices = result.memory, result.placement.topology.num_devices
     alike = "the device" if devices == 1 else f"each of {devices:,} devices, all alike"
     lanes = [lane(alike, use), *map(_way_out, remedies)]
-    drawn = bars(f"Memory of {alike}", lanes, amount, limit=use.limit)
+    drawn = bars(lanes, amount, limit=use.limit)
     note = tag("p", f"Note: {use.note}.", class_="note") if use.note else ""
     return join([drawn, legend(parts(use), amount, use.peak), note, buffers(use)])
 
@@ -54,7 +54,7 @@ def buffers(use: Memory) -> Html:
         [tag("code", b.shape), amount(b.bytes), _share(b.bytes / largest), *_origin(b)]
         for b in shown
     ]
-    heading = ["array", "bytes", "", "made by", "source"]
+    heading = ["array", "bytes", "", "source", "made by"]
     table = grid("Largest buffers", heading, rows, [False, True, False, False, False])
     left = len(use.buffers) - len(shown)
     more = tag("p", f"and {left:,} smaller ones", class_="note") if left else ""
@@ -68,6 +68,6 @@ def _share(share: float) -> Html:
 def _origin(buffer: Buffer) -> tuple[object, object]:
     made = buffer.op_name.rsplit("/", 1)[-1] or buffer.name
     if buffer.source is None:
-        return made[:60], ""
+        return "", made[:60]
     where = f" in {buffer.source.function}" if buffer.source.function else ""
-    return made[:60], tag("code", f"{buffer.source}{where}"[:80])
+    return tag("code", f"{buffer.source}{where}"[:80]), made[:60]

@@ -23,7 +23,7 @@ class _Alike:
 
 
 def shardings(report: PartitionReport) -> Html:
-    figures = tag("div", *map(_figure, _alike(report.rows)), class_="figures")
+    figures = tag("div", *map(_figure, _alike(report.rows)), class_="figures arrays")
     shown = sorted(report.rows, key=lambda row: -row.device_bytes)[:_ROWS]
     cells = [
         [
@@ -51,7 +51,8 @@ def _alike(rows: Iterable[LeafRow]) -> list[_Alike]:
     for row in rows:
         if row.shape:
             before = found.get(row.text, _Alike(row, 0))
-            found[row.text] = _Alike(before.row, before.number + 1)
+            named = min(before.row, row, key=lambda each: len(each.path))
+            found[row.text] = _Alike(named, before.number + 1)
     return sorted(found.values(), key=lambda a: -a.row.bytes * a.number)[:_DRAWN]
 
 

@@ -29,7 +29,7 @@ def steptime(result: Rehearsal) -> Html:
         lanes.append(Lane("communication by axis", grouped(result.collectives, _over, colours)))
     whole = max(lane.size for lane in lanes)
     drawn = (
-        (bars(lane.title, [lane], duration, whole=whole), legend(lane.parts, duration, lane.size))
+        (bars([lane], duration, whole=whole), legend(lane.parts, duration, lane.size))
         for lane in lanes
     )
     compiler = Html()

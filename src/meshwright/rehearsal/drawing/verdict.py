@@ -15,7 +15,7 @@ def verdict(result: Rehearsal) -> Html:
     good = result.fits
     return tag(
         "header",
-        tag("h1", result.name, class_="name"),
+        tag("h1", f"{result.name} on {result.placement.topology.name}"),
         tag("p", first, class_="what"),
         tag(
             "p",
@@ -34,8 +34,8 @@ def _tiles(result: Rehearsal) -> Html:
     found = [("memory of a device", f"{memory.peak / memory.limit:.0%}", _of(result))]
     found.append((sign, amount(abs(memory.margin)), f"limit {amount(memory.limit)}"))
     if timing is not None:
-        found.append(("modelled step", duration(timing.total), "model, not a measurement"))
-        found.append(("utilisation", f"{timing.utilisation:.0%}", "of the chip's nominal speed"))
+        found.append(("modelled step", duration(timing.total), "by the model"))
+        found.append(("utilisation", f"{timing.utilisation:.0%}", "of the chip's peak"))
         sent = result.collectives
         found.append(("sent by a device", amount(sent.moved), f"{len(sent):,} collectives"))
     return join(
