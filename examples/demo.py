@@ -1,75 +1,119 @@
-"""A tour: a mesh on a pod nobody here has, and one on eight simulated devices that computes.
+"""A tour in about a minute on two cores, with no accelerator and no vendor's library.
 
-python examples/demo.py
+python examples/demo.py [meshwright-report.html]
+
+A mesh is placed on 256 TPU chips, an 8B model is cut over it and its train step rehearsed on
+simulated devices; a tiny one is trained on eight of them, sharded and as a pipeline; and all of it
+goes into one page.
 """
 
 from __future__ import annotations
 
+import sys
+import time
+from pathlib import Path
+
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.cli import screen
+from meshwright.mpmd.pipelines.explaining import Explanation
+from meshwright.rehearsal.ledger.show import cause_line
+from meshwright.report import page
+from meshwright.report.advice import advice
+
+MODEL, MESH, POD, BATCH, SEQ = "llama3-8b", "fsdp:-1, tp:4", "v5e:16x16", 256, 2048
+SHARDED, PIPELINED = "fsdp:4, tp:2", "pp:2, fsdp:2, tp:2"
+STEPS, ROWS, MICROBATCHES = 10, 16, 4
+TOLERANCE = 1e-4
+BEGAN = time.monotonic()
 
 
 def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
+    report = Path(sys.argv[1] if len(sys.argv) > 1 else "meshwright-report.html")
 
-    print("1. A mesh on 256 TPU v5e chips: fully sharded data parallel, tensor parallel by 4\n")
-    placed = mw.place("fsdp:-1, tp:4", "v5e:16x16")
+    say(f"1. {MESH!r} on {POD}: which chip goes where")
+    placed = mw.place(MESH, POD)
     screen.show_placement(placed)
-    print(
-        "\n   Each group of 4 is a 2x2 ring of neighbours: twice the bandwidth of 4 in a row,\n"
-        "   which is what is left of the torus axis if the mesh is simply reshaped.\n"
-    )
 
-    print("2. Two slices: the search keeps tensor parallelism off the slow network\n")
-    print(mw.place("dp:2, fsdp:-1, tp:8", mw.topology("v5p:4x4x8", slices=2)))
+    say(f"2. {MODEL}: how every parameter is cut")
+    big = mw.models.model(MODEL)
+    mesh = mw.abstract_mesh(placed.spec)
+    print(mw.describe(big.shapes()["params"], mesh, rules=big.rules(mesh), unused="allow"))
 
-    print("\n3. A mesh on eight simulated devices, and a sharded step on it\n")
-    mesh = mw.mesh("dp:2, fsdp:2, tp:-1")
-    print(mesh)
-    loss, expected = train_step(mesh)
-    print(f"   loss on 8 devices {loss:.6f}, on one device {expected:.6f}")
-    if abs(loss - expected) > 1e-5 * abs(expected):
-        raise SystemExit("the sharded step disagrees with the single-device one")
+    say(f"3. {MODEL} rehearsed: {BATCH} rows of {SEQ} on {placed.positions.size} simulated devices")
+    result = mw.rehearse_model(MODEL, batch=BATCH, seq=SEQ, mesh=MESH, on=POD, compiler="cpu")
+    print(result.memory.verdict())
+    for cause, entries in result.collectives.by_cause().items():
+        print(cause_line(cause, entries))
+    if result.time is not None:
+        print(result.time)
 
-    print("\n4. What is asked for wrongly is said clearly\n")
-    for request, hardware in (("fsdp:-1, tp:3", "v5e:16x16"), ("tp:8", "v5q:4x4")):
-        try:
-            mw.mesh(request, on=hardware)
-        except mw.MeshwrightError as error:
-            print(f"   {error}")
+    say(f"4. The tiny model trained on 8 simulated devices, as {SHARDED}")
+    tiny = mw.models.model("tiny", stages=2)
+    start = jax.device_get(jax.jit(tiny.state)(jax.random.key(0)))
+    sharded = train_sharded(tiny, start)
+
+    say(f"5. The same from the same start as a pipeline, {PIPELINED}")
+    pipelined, explained = train_pipelined(tiny, start)
+    check_same(sharded, pipelined)
+
+    say(f"6. The report: {report}")
+    losses = {f"tiny as {SHARDED}": sharded, f"tiny as {PIPELINED}": pipelined}
+    report.write_text(page(result, pipeline=explained, training=losses), encoding="utf-8")
+    print("What to do next, it says:")
+    for line in advice(result):
+        print(f"- {line}")
+    print(f"\nOpen {report} in a browser ({report.stat().st_size // 1024} KiB, works offline).")
 
 
-def train_step(mesh: jax.sharding.Mesh) -> tuple[float, float]:
-    """One gradient step of a two-layer model, sharded over the mesh and on a single device."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    params = {
-        "up": jax.random.normal(keys[0], (64, 256)) / 8,
-        "down": jax.random.normal(keys[1], (256, 64)) / 16,
-    }
-    batch = jax.random.normal(keys[2], (32, 64))
+def train_sharded(model: mw.models.Model, start: dict) -> list[float]:
+    """A few steps of one program over all devices."""
+    mesh = mw.mesh(SHARDED)
+    state = mw.shard(start, mesh, rules=model.rules(mesh), unused="allow")
+    rows = NamedSharding(mesh, model.batch_spec(mesh))
+    step = jax.jit(model.train_step, donate_argnums=0)
+    losses = []
+    with jax.set_mesh(mesh):
+        for seed in range(STEPS):
+            batch = jax.device_put(model.example(ROWS, seed=seed), rows)
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+    show(losses)
+    return losses
 
-    @jax.jit
-    def step(params, batch):
-        def loss(params):
-            return jnp.mean((jnp.tanh(batch @ params["up"]) @ params["down"] - batch) ** 2)
 
-        value, grads = jax.value_and_grad(loss)(params)
-        return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+def train_pipelined(model: mw.models.Model, state: dict) -> tuple[list[float], Explanation]:
+    """The same steps, the layers' two halves in two groups of devices."""
+    groups = mw.MpmdMesh(mw.mesh(PIPELINED), "pp")
+    step = mw.pipeline(model.train_step, groups, microbatches=MICROBATCHES)
+    losses = []
+    for seed in range(STEPS):
+        state, metrics = step(state, model.example(ROWS, seed=seed))
+        losses.append(float(metrics["loss"]))
+    show(losses)
+    return losses, step.explain(state, model.example(ROWS))
 
-    expected, _ = step(params, batch)
-    specs = {"up": P("fsdp", "tp"), "down": P("tp", "fsdp")}
-    sharded = {
-        name: jax.device_put(params[name], NamedSharding(mesh, specs[name])) for name in specs
-    }
-    value, after = step(sharded, jax.device_put(batch, NamedSharding(mesh, P(("dp", "fsdp")))))
-    print(f"   up is {after['up'].sharding.spec} on {len(after['up'].sharding.device_set)} devices")
-    return float(value), float(expected)
+
+def check_same(ours: list[float], theirs: list[float]) -> None:
+    """Stop if the two runs are not the same, or learned nothing."""
+    apart = max(abs(a - b) / abs(a) for a, b in zip(ours, theirs, strict=True))
+    if not apart <= TOLERANCE:
+        raise SystemExit(f"the pipeline's losses are {apart:.1e} from the sharded run's")
+    if not ours[-1] < ours[0] / 2:
+        raise SystemExit(f"the loss did not fall: {ours[0]:.4f} to {ours[-1]:.4f}")
+    print(f"both runs agree: at most {apart:.1e} apart")
+
+
+def show(losses: list[float]) -> None:
+    print("loss", " ".join(f"{loss:.3f}" for loss in losses))
+
+
+def say(title: str) -> None:
+    print(f"\n== {title}  [{time.monotonic() - BEGAN:.0f} s]\n", flush=True)
 
 
 if __name__ == "__main__":
