@@ -128,6 +128,17 @@ metadata={op_name="jit(f)/dot_general" source_file="me.py" source_line=3}
     assert (entry.op_name, entry.source) == ("jit(f)/dot_general", Source("me.py", 3))
 
 
+def test_the_name_of_an_argument_is_no_operation():
+    entry = only(
+        [
+            '%w = f32[8,8]{1,0} parameter(0), metadata={op_name="w"}',
+            f'%g = f32[32,8]{{1,0}} all-gather(%w), {TP}, metadata={{op_name="w"}}',
+            f"ROOT %d = f32[32,32]{{1,0}} dot(%g, %g), {named('jit(f)/dot_general')}",
+        ]
+    )
+    assert (entry.op_name, entry.why) == ("jit(f)/dot_general", "gathers w")
+
+
 def test_a_name_of_several_operations_comes_apart():
     assert primitives("jit(s)/(transpose(jvp())/scatter-add:jvp()/reduce_sum)") == [
         "scatter-add",

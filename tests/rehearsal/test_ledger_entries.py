@@ -6,6 +6,7 @@ from ledger_helpers import book
 import meshwright as mw
 from meshwright.errors import MeshwrightError
 from meshwright.rehearsal.ledger import ledger
+from meshwright.rehearsal.ledger.transfers import transfers
 from meshwright.rehearsal.programs import read_program
 
 X = "%x = f32[8,16]{1,0} parameter(0)"
@@ -214,15 +215,30 @@ def test_a_permutation_taken_apart_is_one():
     assert (entry.kind, entry.bytes, entry.over) == ("collective-permute", 512, "dp")
 
 
-def test_numbers_of_one_slice_mean_every_slice():
+def test_everywhere_means_every_device_of_the_slices():
+    program = read_program(
+        "HloModule m\n\nENTRY %m () -> f32[] {\n  "
+        + "\n  ".join(transfer('"{1,3}x{0:1,3}"', "ALL_REDUCE"))
+        + "\n}\n"
+    )
+    (found,) = transfers(program.entry)
+    assert [group.tolist() for group in found.groups] == [
+        [100_000, 300_000],
+        [100_001, 300_001],
+        [100_003, 300_003],
+    ]
+
+
+@pytest.mark.parametrize(("groups", "over"), [("{{0,1},{2,3}}", "tp"), ("{{0,2},{1,3}}", "fsdp")])
+def test_numbers_of_one_slice_mean_every_slice(groups, over):
     (entry,) = book(
-        [X, "ROOT %c = f32[8,16]{1,0} all-reduce(%x), replica_groups={{0,1},{2,3}}"],
+        [X, f"ROOT %c = f32[8,16]{{1,0}} all-reduce(%x), replica_groups={groups}"],
         spec="fsdp:2, dp:2, tp:2",
         on="v5e:2x2",
         slices=2,
         devices=4,
     )
-    assert (entry.over, entry.groups, entry.group_size) == ("tp", 4, 2)
+    assert (entry.over, entry.groups, entry.group_size) == (over, 4, 2)
 
 
 def test_a_program_for_another_mesh_is_refused():

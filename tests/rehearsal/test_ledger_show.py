@@ -39,7 +39,7 @@ all-gather  f32[256,16]  tp    16 KiB      1  6.03 us  NVLink  model.py:4 dot_ge
 activation exchanges: 2 collectives, 3 MiB sent, 31.0 us
 collective  array         over  bytes  times   in all  links   source
 all-reduce  f32[512,512]  tp    1 MiB      2  31.0 us  NVLink  model.py:3 dot_general
-clash: f32[8] copy: from {devices=[4]<=[4]} to {replicated}
+clash: f32[8] copy: from {devices=[4]<=[4]} to {replicated}; no collective is left of it
 * runs beside other work"""
 
 

@@ -85,15 +85,12 @@ class Causes:
         return Cause(NOBODY_ASKED, f"moved to another sharding at {at}")
 
     def _clash(self, found: Found, op_name: str) -> Clash | None:
-        if found.kind == "reduce-scatter":
+        """The complaint about the operation it serves; one without a name goes by its shape."""
+        if found.kind in _SUMS:
             return None
         shapes = {str(leaf) for shape in (*found.operands, found.results) for leaf in shape.leaves}
         for clash in self.clashes:
-            if clash.shape in shapes and op_name in (clash.op_name, ""):
-                return clash
-            if clash.op_name and clash.op_name == op_name and found.kind not in _SUMS:
-                return clash
-            if not clash.op_name and clash.shape in shapes and found.kind not in _SUMS:
+            if clash.op_name == op_name if clash.op_name else clash.shape in shapes:
                 return clash
         return None
 

@@ -12,6 +12,7 @@ from meshwright.rehearsal.ledger.show import (
     MOST_ROWS,
     RIGHT,
     cause_line,
+    clash_lines,
     headline,
     rows,
 )
@@ -28,7 +29,7 @@ def as_html(ledger: Ledger) -> str:
         parts.append(html_table([HEADING, *merged[:MOST_ROWS]], RIGHT) + "</div>")
         if len(merged) > MOST_ROWS:
             parts.append(f"<p>... and {len(merged) - MOST_ROWS:,} more rows</p>")
-    parts += [f"<p>clash: {html.escape(str(clash))}</p>" for clash in ledger.clashes]
+    parts += [f"<p>{html.escape(line)}</p>" for line in clash_lines(ledger)]
     if any(entry.asynchronous for entry in ledger):
         parts.append(f"<p>{BESIDE}</p>")
     return f'<div style="font-family:system-ui,sans-serif">{"".join(parts)}</div>'

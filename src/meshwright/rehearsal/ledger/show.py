@@ -30,8 +30,7 @@ def as_text(ledger: Ledger) -> str:
         lines.append(table(_fitted([HEADING, *merged[:MOST_ROWS]]), RIGHT))
         if len(merged) > MOST_ROWS:
             lines.append(f"... and {len(merged) - MOST_ROWS:,} more rows")
-    for clash in ledger.clashes:
-        lines.append(textwrap.fill(f"clash: {clash}", WIDTH, subsequent_indent="  "))
+    lines += [textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in clash_lines(ledger)]
     if any(entry.asynchronous for entry in ledger):
         lines.append(BESIDE)
     return "\n".join(lines)
@@ -48,6 +47,15 @@ def cause_line(cause: str, entries: Sequence[Collective]) -> str:
     moved = sum(entry.total_moved for entry in entries)
     seconds = sum(entry.total_seconds for entry in entries)
     return f"{cause}: {_count(len(entries))}, {amount(moved)} sent, {duration(seconds)}"
+
+
+def clash_lines(ledger: Ledger) -> list[str]:
+    """The partitioner's complaints, and which of them left no collective behind."""
+    seen = {entry.clash for entry in ledger}
+    return [
+        f"clash: {clash}" + ("" if clash in seen else "; no collective is left of it")
+        for clash in ledger.clashes
+    ]
 
 
 def rows(entries: Sequence[Collective]) -> list[list[str]]:

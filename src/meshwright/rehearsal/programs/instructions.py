@@ -52,6 +52,13 @@ class Instruction:
             for name in _OPERAND.findall(names)
         )
 
+    @property
+    def only_calls(self) -> bool:
+        """Whether it does nothing but run other computations; `fusion-start` begins one."""
+        return self.opcode in ("while", "call", "conditional") or (
+            self.opcode.endswith("-start") and ", calls=" in self.rest
+        )
+
     def attribute(self, name: str) -> str | None:
         return attribute(self.rest, name)
 
