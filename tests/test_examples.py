@@ -12,7 +12,7 @@ DEADLINE = 240
 # What an example must print; of any other, that it prints something.
 TRAINS = ("(8 devices): ", "@fsdp", "@tp", "on a device", "loss after 10 steps: ")
 SHOWS = {
-    "demo.py": ("loss on 8 devices", "v5e:16x16", "runner-up"),
+    "demo.py": ("runner-up", "fits: ", "both runs agree", "What to do next", "works offline"),
     "equinox_mlp.py": (*TRAINS, "layers/0/up/weight    f32[1024@tp,256@fsdp]"),
     "flax_linen.py": (*TRAINS, "opt_state/0/trace/layer_0/up/kernel", "is P('fsdp', 'tp')"),
     "flax_nnx.py": (*TRAINS, "layers/0/up/kernel", "is P('fsdp', 'tp')"),
@@ -25,19 +25,41 @@ COMPARING = [path for path in EXAMPLES if "def compare(" in path.read_text()]
 every_example = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 
 
-def run(*words):
+def run(*words, cwd=None):
     return subprocess.run(
-        [sys.executable, *map(str, words)], capture_output=True, text=True, timeout=DEADLINE
+        [sys.executable, *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        cwd=cwd,
     )
 
 
 @every_example
-def test_example_runs_and_shows_what_it_should(path):
-    done = run(path)
+def test_example_runs_and_shows_what_it_should(path, tmp_path):
+    done = run(path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert done.stdout.strip()
     assert [words for words in SHOWS.get(path.name, ()) if words not in done.stdout] == []
+
+
+def test_the_demo_stops_when_its_runs_disagree_or_learn_nothing():
+    code = """
+import runpy, sys
+check_same = runpy.run_path(sys.argv[1])["check_same"]
+for ours, theirs in (([2, 0.5], [2, 0.50001]), ([2, 0.5], [2, 0.51]), ([2, 1.5], [2, 1.5])):
+    try:
+        check_same(ours, theirs)
+    except SystemExit as stop:
+        print(stop)
+"""
+    done = run("-c", code, EXAMPLES[0].parent / "demo.py")
+    assert done.stdout.splitlines() == [
+        "both runs agree: at most 2.0e-05 apart",
+        "the pipeline's losses are 2.0e-02 from the sharded run's",
+        "the loss did not fall: 2.0000 to 1.5000",
+    ], done.stderr
 
 
 def test_no_expected_example_is_gone():

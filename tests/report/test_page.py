@@ -1,0 +1,156 @@
+"""The report: well-formed, self-contained, nothing but what it is given, and small."""
+
+import dataclasses
+import re
+
+import pytest
+from markup import Reader
+
+import meshwright as mw
+from meshwright.rehearsal import Ledger
+from meshwright.rehearsal.ledger.clashes import Clash
+from meshwright.rehearsal.memory.buffers import Buffer
+from meshwright.rehearsal.programs import Source
+from meshwright.report import page
+
+HOSTILE = "</style></title><script>alert('x')</script><img src=x onerror=\"alert(1)\">&amp;"
+ALWAYS = ["next", "memory", "time", "mesh", "collectives", "shardings"]
+
+
+def hostile(result):
+    """The same with a name that wants to be markup wherever a name can stand."""
+    source = Source(HOSTILE, 7, HOSTILE)
+    rows = tuple(
+        dataclasses.replace(row, path=HOSTILE, text=HOSTILE) for row in result.arguments.rows
+    )
+    entries = tuple(
+        dataclasses.replace(
+            entry, shape=HOSTILE, kind=HOSTILE, links=HOSTILE, source=source, cause="nobody asked"
+        )
+        for entry in result.collectives
+    )
+    buffer = Buffer(HOSTILE, HOSTILE, 2**20, f"jit/{HOSTILE}", source)
+    return dataclasses.replace(
+        result,
+        request=dataclasses.replace(result.request, name=HOSTILE),
+        compiler=HOSTILE,
+        arguments=dataclasses.replace(result.arguments, rows=rows),
+        collectives=Ledger(entries, (Clash(HOSTILE, HOSTILE, HOSTILE, HOSTILE),)),
+        memory=dataclasses.replace(result.memory, buffers=(buffer,), chip=HOSTILE),
+    )
+
+
+def refused(result):
+    memory = dataclasses.replace(result.memory, refused=True, temporaries=2**40, buffers=())
+    return dataclasses.replace(result, memory=memory, collectives=Ledger(()), time=None)
+
+
+def test_a_page_is_well_formed_and_has_its_sections_and_links(result):
+    read = Reader(page(result))
+    assert read.faults == []
+    assert read.values("id", "section") == ALWAYS
+    assert read.values("href") == [f"#{name}" for name in ALWAYS]
+
+
+def test_a_page_with_everything_is_well_formed(larger, everything):
+    read = Reader(page(larger, **everything))
+    assert read.faults == []
+    assert read.values("id", "section") == [*ALWAYS, "comparison", "pipeline", "training"]
+
+
+@pytest.mark.parametrize("change", [hostile, refused, lambda result: result])
+def test_a_notebook_gets_the_same_without_the_frame(result, change):
+    read = Reader(change(result)._repr_html_())
+    assert read.faults == []
+    assert "html" not in read.tags and "script" not in read.tags
+    assert read.tags.count("section") >= len(ALWAYS) - 1
+
+
+def test_a_page_fetches_nothing_and_runs_nothing(larger, everything):
+    text = page(larger, **everything)
+    assert set(re.findall(r"https?:[^\"'\s<>)]*", text)) == {"http://www.w3.org/2000/svg"}
+    assert set(re.findall(r"url\([^)]*\)", text)) <= {"url(#mw-over)"}
+    assert "@import" not in text
+    read = Reader(text)
+    assert not {"script", "link", "img", "iframe", "object", "base", "form"} & set(read.tags)
+    assert read.values("src") == []
+    assert not [name for _, name, _ in read.attributes if name.startswith("on")]
+
+
+def test_names_cannot_become_markup(result):
+    changed = hostile(result)
+    losses = {HOSTILE: [2.0, 1.0]}
+    text = page(changed, title=HOSTILE, training=losses, comparison=changed.compare(changed))
+    read = Reader(text)
+    assert read.faults == []
+    assert "script" not in read.tags and "img" not in read.tags
+    assert "<script" not in text and "<img" not in text
+    assert any("alert('x')" in words for words in read.texts)
+
+
+def test_a_schedule_cannot_become_markup(result):
+    plan = mw.schedule("1f1b", groups=2, microbatches=2)
+    drawn = mw.simulate(dataclasses.replace(plan, name=HOSTILE))
+    read = Reader(page(result, pipeline=drawn))
+    assert read.faults == []
+    assert "script" not in read.tags and "img" not in read.tags
+
+
+def test_the_page_of_a_large_model_is_below_a_megabyte(larger, everything):
+    assert len(page(larger, **everything).encode()) < 1_000_000
+
+
+def test_the_verdict_comes_first_with_its_numbers(result):
+    text = page(result)
+    head = text[text.index("<main>") : text.index("<section")]
+    for words in ("fits", "to spare", "modelled step", "utilisation"):
+        assert words in head
+    assert result.memory.verdict().partition(": ")[2] in head
+
+
+def test_what_does_not_fit_is_said_and_its_ways_out_are_drawn(result):
+    changed = refused(result)
+    ways = changed.remedies()
+    text = page(changed, remedies=ways)
+    assert "does not fit" in text
+    assert "no program to time" in text
+    assert ways
+    for way in ways:
+        assert text.count(way.what) + text.count(way.what.capitalize()) >= 2
+    assert "url(#mw-over)" in text
+
+
+def test_what_nobody_asked_for_comes_first(result):
+    entries = list(result.collectives)
+    entries[-1] = dataclasses.replace(entries[-1], cause="nobody asked")
+    text = page(dataclasses.replace(result, collectives=Ledger(tuple(entries))))
+    causes = re.findall(r"<summary><i[^>]*></i><span>([a-z ]+):", text)
+    assert causes[0] == "nobody asked"
+    assert "Nothing moves that nobody asked for" in page(result)
+    assert "Nothing moves that nobody asked for" not in text
+
+
+def test_pictures_say_in_words_what_they_show(larger, everything):
+    text = page(larger, **everything)
+    pictures = re.findall(r'<svg class="(?:bar|chart)"[^>]*>', text)
+    assert len(pictures) >= 6
+    for picture in pictures:
+        assert 'role="img"' in picture
+        assert re.search(r'aria-label="[^"]{8,}"', picture)
+
+
+def test_wide_content_scrolls_in_a_box_that_the_keyboard_reaches(larger, everything):
+    text = page(larger, **everything)
+    assert text.count("<table") == len(re.findall(r'tabindex="0"><table', text))
+
+
+def test_numbers_of_a_table_stand_to_the_right(result):
+    text = page(result)
+    assert re.search(r'<td class="number">[\d.]+ (B|KiB|MiB)</td>', text)
+
+
+def test_a_run_of_losses_that_cannot_be_drawn_is_named(result):
+    with pytest.raises(mw.RehearsalError, match="'mine' needs two or more finite losses"):
+        page(result, training={"mine": [1.0, float("nan")]})
+    with pytest.raises(mw.RehearsalError, match="'loss' needs two or more finite losses"):
+        page(result, training=[1.0])
