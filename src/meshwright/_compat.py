@@ -77,7 +77,7 @@ def compile_bytecode(code: bytes, devices: list[Any], free_outputs: list[bool]) 
     """
     from jax._src import compiler
     from jax._src.interpreters import mlir
-    from jax._src.lib import _jax
+    from jax._src.lib import _jax  # type: ignore[attr-defined]
     from jax.extend.mlir import ir
 
     client = devices[0].client
@@ -244,7 +244,7 @@ def equation_context(context: Any, mesh: Any) -> Any:
         return context
     nothing = AbstractMesh((), ())  # from which a mesh of any size may follow
     with context.manager, use_abstract_mesh(nothing), use_abstract_mesh(mesh):
-        return JaxprEqnContext()
+        return JaxprEqnContext()  # type: ignore[no-untyped-call]
 
 
 def source_line(eqn: Any) -> str:
