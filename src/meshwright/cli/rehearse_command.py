@@ -11,6 +11,7 @@ import tyro
 
 from meshwright.cli.users_code import call, explained
 from meshwright.errors import RehearsalError, short
+from meshwright.models import model
 from meshwright.rehearsal import Rehearsal, rehearse
 from meshwright.rehearsal.of_models import rehearse_model
 
@@ -36,6 +37,8 @@ class RehearseCommand:
     """Rows of the whole batch, over all devices (models only)."""
     seq: int | None = None
     """Length of a row. Default: the model's own (models only)."""
+    set: tuple[str, ...] = ()
+    """Changes to the model, e.g. layers=4 remat=none."""
     compiler: Literal["vendor", "cpu"] = "vendor"
     """Whose compiler: the hardware's, or cpu for simulated devices."""
     deadline: float = 900.0
@@ -80,12 +83,26 @@ class RehearseCommand:
         if ":" not in self.source:
             if self.batch is None:
                 raise RehearsalError("--batch is missing: rows of the whole batch, e.g. 256.")
-            return rehearse_model(self.source, batch=self.batch, seq=self.seq, **options)
-        if self.batch is not None or self.seq is not None:
-            raise RehearsalError("--batch and --seq go with a model; your function says its own.")
+            found = model(self.source, **dict(map(_change, self.set)))
+            return rehearse_model(found, batch=self.batch, seq=self.seq, **options)
+        if self.batch is not None or self.seq is not None or self.set:
+            raise RehearsalError(
+                "--batch, --seq and --set go with a model; your function says its own."
+            )
         step, args, own = _own_step(self.source, call(self.source))
         with explained(f"{self.source}: its step failed"):
             return rehearse(step, *args, **{**options, **own})
+
+
+def _change(words: str) -> tuple[str, Any]:
+    """`layers=4` as a name and a value."""
+    name, equals, value = words.partition("=")
+    if not (name and equals and value):
+        raise RehearsalError(f"--set {short(words)}: write NAME=VALUE, e.g. layers=4.")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
 
 
 def _own_step(source: str, found: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

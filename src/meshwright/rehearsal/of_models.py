@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
+from jax.sharding import AbstractMesh
 
 from meshwright.models import Model, model
 from meshwright.partitioning import partition
 from meshwright.partitioning.specs import make_spec
 from meshwright.rehearsal.rehearsing import run
-from meshwright.rehearsal.request import make_request, mesh_of
+from meshwright.rehearsal.request import make_request
 from meshwright.rehearsal.result import Rehearsal
 
 _DEFAULTS: dict[str, Any] = {
@@ -49,15 +49,15 @@ def rehearse_model(
         options={},
         **{**_DEFAULTS, **options},
     )
-    on_mesh = mesh_of(request.placed()[0])
-    state = partition(request.args[0], on_mesh, rules=found.rules(on_mesh), unused="allow")
-    rows = jax.tree.map(lambda _: found.batch_spec(on_mesh), request.args[1])
     lighter = None
     if found.config.remat != "full":
         lighter = model_with(found, remat="full").train_step
-    return run(
-        dataclasses.replace(request, specs=(state, rows), out=(state, make_spec()), lighter=lighter)
-    )
+
+    def layout(on_mesh: AbstractMesh) -> tuple[Any, Any]:
+        state = partition(request.args[0], on_mesh, rules=found.rules(on_mesh), unused="allow")
+        return (state, found.batch_spec(on_mesh)), (state, make_spec())
+
+    return run(dataclasses.replace(request, layout=layout, lighter=lighter))
 
 
 def model_with(found: Model, **changes: Any) -> Model:

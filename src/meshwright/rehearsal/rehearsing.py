@@ -94,12 +94,12 @@ def run(request: Request) -> Rehearsal:
     mesh = mesh_of(placed)
     with Bar(f"{request.name} on {hardware.name}") as bar:
         bar.now("shardings")
-        specs = request.decided(mesh)
+        specs, out = request.decided(mesh)
         names = names_of(request.function, len(request.args))
         arguments = sharding_table(names, request.args, specs, mesh)
         shapes = as_shapes(request.args, specs, mesh)
         bar.now("tracing")
-        program = lower(request.function, shapes, mesh, platform, request.donate, request.out)
+        program = lower(request.function, shapes, mesh, platform, request.donate, out)
         job = Job(
             request.name,
             program.code,

@@ -143,7 +143,8 @@ def _smaller_batch(result: Rehearsal) -> Iterator[Remedy]:
 
 def _rematerialisation(result: Rehearsal) -> Iterator[Remedy]:
     memory, request = result.memory, result.request
-    if memory.temporaries > memory.peak // 4:
+    already = request.layout is not None and request.lighter is None
+    if memory.temporaries > memory.peak // 4 and not already:
         yield Remedy(
             "rematerialise",
             "jax.checkpoint around each layer",

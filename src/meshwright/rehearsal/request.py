@@ -31,7 +31,11 @@ EXTRAS = {"tpu": "tpu", "gpu": "cuda13"}
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The arguments of `rehearse`. `lighter` is the same function with rematerialisation."""
+    """The arguments of `rehearse`.
+
+    `lighter` is the same function with rematerialisation; `layout` gives `specs` and `out` for any
+    mesh, in place of those two.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -49,6 +53,7 @@ class Request:
     options: Mapping[str, Any]
     name: str
     lighter: Callable[..., Any] | None = None
+    layout: Callable[[AbstractMesh], tuple[Sequence[Any], Any]] | None = None
 
     def placed(self) -> tuple[Placement, Topology]:
         """Where the mesh lies, and the whole machine that its positions count in."""
@@ -64,8 +69,10 @@ class Request:
         )
         return placement_of(MeshSpec.parse(self.mesh), hardware, self.dcn), hardware
 
-    def decided(self, mesh: AbstractMesh) -> list[Any]:
-        return decide_specs(self.args, mesh, self.specs, self.data, self.options)
+    def decided(self, mesh: AbstractMesh) -> tuple[list[Any], Any]:
+        """The specs of all arguments, and those of the results."""
+        specs, out = (self.specs, self.out) if self.layout is None else self.layout(mesh)
+        return decide_specs(self.args, mesh, specs, self.data, self.options), out
 
 
 def make_request(

@@ -18,16 +18,8 @@ from meshwright.rehearsal.programs.instructions import Computation, Instruction
 from meshwright.rehearsal.programs.program import Program
 from meshwright.rehearsal.programs.sources import Source
 
-_HANDED_ON = (
-    "bitcast",
-    "optimization-barrier",
-    "copy-done",
-    "async-done",
-    "async-update",
-    "domain",
-)
+_HANDED_ON = ("bitcast", "optimization-barrier", "domain")
 _NOTHING = ("constant", "after-all", "partition-id", "replica-id", "iota")
-_CALLING = ("while", "call", "conditional", "async-start")
 _ARRAY = re.compile(r"[a-z][a-z0-9]*\[[^\]]*\](?:\{[^{}]*\})?")
 _ON_CHIP = re.compile(r"S\([1-9]\d*\)")  # a TPU's own scratch memory
 _ALIASED = re.compile(r"\{(\d*)\}: \((\d+),")
@@ -108,7 +100,7 @@ class _Walk:
         return _Peak(best, (*alive, *inner.pieces))
 
     def _inner(self, instruction: Instruction) -> _Peak:
-        if instruction.opcode not in _CALLING:
+        if not instruction.only_calls:
             return _Peak(0, ())
         loop = instruction.opcode == "while"
         peaks = [self.called(name, loop) for how, name in instruction.called if how != "to_apply"]
@@ -122,14 +114,18 @@ def _lives(
     holds: dict[str, list[frozenset[Piece]]] = {}
     lives: dict[Piece, list[int]] = {}
     end = len(computation.instructions) - 1
+    begun: dict[str, tuple[str, ...]] = {}  # what asynchronous work reads until it is done
     for at, instruction in enumerate(computation.instructions):
-        for operand in instruction.operands:
+        reads = instruction.operands
+        if instruction.opcode.endswith("-start"):
+            begun[instruction.name] = reads
+        for operand in (*reads, *(name for each in reads for name in begun.get(each, ()))):
             for pieces in holds.get(operand, ()):
                 for piece in pieces:
                     lives[piece][1] = max(at, lives[piece][1])
         found = _handed_on(instruction, holds)
         if found is None:
-            found = [frozenset({(instruction.name, n)}) for n in range(_count(instruction))]
+            found = [frozenset({(instruction.name, n)}) for n in _made(computation, instruction)]
             argument = instruction.opcode == "parameter"
             if instruction.opcode in _NOTHING or (argument and not owns_parameters):
                 found = [frozenset[Piece]()] * len(found)
@@ -156,7 +152,7 @@ def _handed_on(
         return [pieces for each in given for pieces in each]
     if opcode == "get-tuple-element":
         return [_element(instruction, given[0])]
-    if opcode == "while" or opcode in _HANDED_ON or opcode.endswith("-done"):
+    if opcode == "while" or opcode in _HANDED_ON or opcode.endswith(("-done", "-update")):
         return given[0] if given else []
     return None
 
@@ -166,8 +162,18 @@ def _element(instruction: Instruction, whole: list[frozenset[Piece]]) -> frozens
     return whole[number] if number < len(whole) else frozenset()
 
 
-def _count(instruction: Instruction) -> int:
-    return max(1, len(instruction.shape.leaves))
+def _made(computation: Computation, instruction: Instruction) -> Iterable[int]:
+    """Which of its leaves are new. What begins asynchronous work lists what it reads as well."""
+    leaves = instruction.shape.leaves
+    if instruction.opcode == "copy-start":
+        return (0,)
+    if instruction.opcode.endswith("-start"):
+        reads = tuple(
+            leaf for operand in computation.operands(instruction) for leaf in operand.shape.leaves
+        )
+        if len(leaves) > len(reads) and leaves[: len(reads)] == reads:
+            return range(len(reads), len(leaves))
+    return range(max(1, len(leaves)))
 
 
 def _bytes(instruction: Instruction, number: int) -> int:

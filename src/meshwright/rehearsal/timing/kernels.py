@@ -19,12 +19,10 @@ _FREE = frozenset(
     {
         *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call"),
         *("conditional", "optimization-barrier", "after-all", "partition-id", "replica-id"),
-        *("async-start", "async-update", "async-done", "domain", "add-dependency"),
+        *("domain", "add-dependency"),
     }
 )
 _ON_CHIP = re.compile(r"\{[^{}]*S\([1-9]\d*\)\}")
-_FUSED = ("calls",)
-_CALLERS = ("while", "call", "conditional", "async-start")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Kernel:
 def kernels(program: Program, computation: Computation) -> Iterator[Kernel]:
     """The kernels of a computation that runs, in order; collectives are not among them."""
     for instruction in computation.instructions:
-        if instruction.opcode in _FREE or _is_communication(instruction):
+        if _is_free(instruction) or _is_communication(instruction):
             continue
         work, kind = _work(program, computation, instruction)
         yield Kernel(instruction, work, _traffic(program, computation, instruction), kind)
@@ -54,12 +52,17 @@ def running(program: Program) -> Iterator[Computation]:
         computation = pending.pop()
         yield computation
         for instruction in computation.instructions:
-            if instruction.opcode in _CALLERS:
-                for how, name in instruction.called:
-                    if how != "to_apply" or instruction.opcode == "call":
-                        if name not in found:
-                            found.add(name)
-                            pending.append(program.computations[name])
+            if not instruction.only_calls:
+                continue
+            for how, name in instruction.called:
+                if name not in found and (how != "to_apply" or instruction.opcode == "call"):
+                    found.add(name)
+                    pending.append(program.computations[name])
+
+
+def _is_free(instruction: Instruction) -> bool:
+    ends = instruction.opcode.endswith(("-done", "-update"))
+    return instruction.opcode in _FREE or ends or instruction.only_calls
 
 
 @functools.cache
@@ -94,13 +97,15 @@ def _work(
 
 def _traffic(program: Program, computation: Computation, instruction: Instruction) -> float:
     operands = computation.operands(instruction)
+    if instruction.opcode == "copy-start":
+        return 2.0 * sum(map(_main_memory, operands))
     if instruction.opcode == "dynamic-slice":
         return 2.0 * _main_memory(instruction)
     if instruction.opcode == "dynamic-update-slice":
         return 2.0 * _main_memory(operands[1])
     if instruction.opcode != "fusion":
         return float(_main_memory(instruction) + sum(map(_main_memory, operands)))
-    inner = program.computations[next(name for how, name in instruction.called if how in _FUSED)]
+    inner = program.computations[next(name for how, name in instruction.called if how == "calls")]
     reads = sum(_read(inner, number, operand) for number, operand in enumerate(operands))
     return float(reads + _written(inner, instruction))
 
@@ -111,10 +116,10 @@ def _read(inner: Computation, number: int, operand: Instruction) -> float:
     parameter = inner.parameters.get(number)
     if not whole or parameter is None:
         return whole
-    users = inner.users.get(parameter.name, [])
+    users = _users(inner, parameter)
     if users and all(
         user.opcode == "dynamic-slice"
-        or (user.opcode == "dynamic-update-slice" and user.operands[0] == parameter.name)
+        or (user.opcode == "dynamic-update-slice" and _base(inner, user) is parameter)
         for user in users
     ):
         slices = (user for user in users if user.opcode == "dynamic-slice")
@@ -122,10 +127,30 @@ def _read(inner: Computation, number: int, operand: Instruction) -> float:
     return whole
 
 
+def _users(inner: Computation, value: Instruction) -> list[Instruction]:
+    """What reads a value, seen through bitcasts."""
+    found: list[Instruction] = []
+    for user in inner.users.get(value.name, []):
+        found += _users(inner, user) if user.opcode == "bitcast" else [user]
+    return found
+
+
+def _base(inner: Computation, update: Instruction) -> Instruction:
+    """What a slice is updated of, seen through bitcasts."""
+    return _through_bitcasts(inner, inner.operands(update)[0])
+
+
+def _through_bitcasts(inner: Computation, value: Instruction) -> Instruction:
+    while value.opcode == "bitcast":
+        value = inner.operands(value)[0]
+    return value
+
+
 def _written(inner: Computation, instruction: Instruction) -> float:
     """What a fusion writes: the update, where it updates a slice in place."""
     root = inner.root
     roots = inner.operands(root) if root.opcode == "tuple" else (root,)
+    roots = tuple(_through_bitcasts(inner, each) for each in roots)
     whole = _main_memory(instruction)
     parts = [
         inner.operands(each)[1].shape.bytes

@@ -1,0 +1,100 @@
+"""`meshwright rehearse`."""
+
+import json
+
+import pytest
+
+from meshwright.cli import main
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "rehearsals"))
+
+
+@pytest.fixture
+def steps(tmp_path, monkeypatch):
+    """A module of somebody's own steps, in the working directory."""
+    (tmp_path / "own_steps.py").write_text(
+        "import jax\n"
+        "shape = jax.ShapeDtypeStruct((64, 64), 'float32')\n"
+        "def plain():\n"
+        "    return (lambda w, x: x @ w), shape, shape\n"
+        "def full():\n"
+        "    return {'step': lambda w: w + 1, 'args': [shape], 'donate': 0, 'name': 'adding'}\n"
+        "def large():\n"
+        "    wide = jax.ShapeDtypeStruct((32768, 32768), 'float32')\n"
+        "    return (lambda w, x: (w + (x.T @ x), x.sum())), wide, wide\n"
+        "def wrong():\n"
+        "    return 3\n"
+        "def broken():\n"
+        "    def step(w):\n"
+        "        return w @ w[:3]\n"
+        "    return step, shape\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "own_steps", raising=False)
+
+
+def test_a_model_on_simulated_devices(capsys):
+    words = ["tiny", "--mesh", "fsdp:4, tp:2", "--on", "cpu:8", "--batch", "16"]
+    assert main(["rehearse", *words]) == 0
+    out = capsys.readouterr().out
+    assert "tiny as fsdp:4, tp:2 on cpu:8 (8 devices)" in out
+    assert "fits: " in out
+    assert "parameter gathers" in out
+
+
+def test_json_and_a_page(tmp_path, capsys):
+    page = tmp_path / "report.html"
+    words = ["tiny", "--mesh", "fsdp:8", "--on", "cpu:8", "--batch", "16", "--json"]
+    assert main(["rehearse", *words, "--html", str(page)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is True
+    assert found["mesh"] == "fsdp:8"
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_a_step_of_ones_own(steps, capsys):
+    words = ["--mesh", "fsdp:8", "--on", "cpu:8", "--json"]
+    assert main(["rehearse", "own_steps:plain", *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [entry["kind"] for entry in found["collectives"]["collectives"]] == ["all-gather"]
+    assert main(["rehearse", "own_steps:full", *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["name"] == "adding"
+    assert found["memory"]["parts"]["aliased"] < 0
+
+
+def test_ways_out_are_tried_when_asked(steps, capsys):
+    words = ["own_steps:large", "--mesh", "dp:8", "--on", "cpu:8"]
+    assert main(["rehearse", *words, "--try"]) == 0
+    out = capsys.readouterr().out
+    assert "does NOT fit" in out
+    assert "cut parameters further (mesh='fsdp:8'): tried, " in out
+    assert "halve the batch (16384 rows instead of 32768): tried, " in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lama3-8b", "--batch", "8"], "llama3-8b"),
+        (["tiny"], "--batch is missing"),
+        (["own_steps:plain", "--batch", "8"], "--batch, --seq and --set go with a model"),
+        (["own_steps:wrong"], "own_steps:wrong returned 3. Return (step, arguments...)"),
+        (["own_steps:broken"], "its step failed: TypeError"),
+        (["tiny", "--batch", "16", "--on", "v9:4x4"], "v9"),
+        (["tiny", "--batch", "16", "--mesh", "fsdp:3"], "fsdp"),
+        (["tiny", "--batch", "16", "--deadline", "0"], "deadline"),
+        (["tiny", "--batch", "16", "--set", "layers"], "write NAME=VALUE"),
+        (["tiny", "--batch", "16", "--set", "layer=3"], "layers"),
+    ],
+)
+def test_bad_input_is_told_in_a_line(steps, capsys, words, message):
+    words = [*words, *([] if "--mesh" in words else ["--mesh", "fsdp:8"])]
+    words += [] if "--on" in words else ["--on", "cpu:8"]
+    assert main(["rehearse", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert len(error) < 1500
