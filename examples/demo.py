@@ -62,8 +62,13 @@ def main() -> None:
     check_same(sharded, pipelined)
 
     say(f"6. The report: {report}")
-    losses = {f"tiny as {SHARDED}": sharded, f"tiny as {PIPELINED}": pipelined}
-    report.write_text(page(result, pipeline=explained, training=losses), encoding="utf-8")
+    as_one, as_stages = f"tiny as {SHARDED}", f"tiny as {PIPELINED}"
+    text = page(
+        result,
+        pipeline={as_stages: explained},
+        training={as_one: sharded, as_stages: pipelined},
+    )
+    report.write_text(text, encoding="utf-8")
     print("What to do next, it says:")
     for line in advice(result):
         print(f"- {line}")

@@ -91,7 +91,7 @@ def test_names_cannot_become_markup(result):
 def test_a_schedule_cannot_become_markup(result):
     plan = mw.schedule("1f1b", groups=2, microbatches=2)
     drawn = mw.simulate(dataclasses.replace(plan, name=HOSTILE))
-    read = Reader(page(result, pipeline=drawn))
+    read = Reader(page(result, pipeline={HOSTILE: drawn}))
     assert read.faults == []
     assert "script" not in read.tags and "img" not in read.tags
 
@@ -118,6 +118,18 @@ def test_what_does_not_fit_is_said_and_its_ways_out_are_drawn(result):
     for way in ways:
         assert text.count(way.what) + text.count(way.what.capitalize()) >= 2
     assert "url(#mw-over)" in text
+
+
+def test_a_step_that_does_not_fit_is_not_advised_to_hold_more(result):
+    text = page(refused(result))
+    assert "more rows on a device" not in text
+    assert "a larger batch" not in text
+
+
+def test_a_stand_in_is_to_be_asked_again_with_the_real_compiler(result):
+    placed = mw.place("fsdp:4, tp:2", "v5e:4x2")
+    text = page(dataclasses.replace(result, placement=placed, stand_in=True))
+    assert "pip install &#x27;meshwright[tpu]&#x27;" in text
 
 
 def test_what_nobody_asked_for_comes_first(result):

@@ -23,9 +23,9 @@ def advice(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> list[str]:
 
 
 def _waiting(result: Rehearsal) -> Iterator[str]:
-    """What a step waits for, where that is much."""
+    """What a step waits for, where that is much and the step fits."""
     timing = result.time
-    if timing is None or not timing.total:
+    if timing is None or not timing.total or not result.fits:
         return
     share = timing.exposed / timing.total
     if share > _MUCH_WAITING and len(result.collectives):
@@ -36,7 +36,7 @@ def _waiting(result: Rehearsal) -> Iterator[str]:
             f"{worst.shape} over {worst.over}{where} ({worst.cause}): {_less(worst)}."
         )
     reading = timing.memory / timing.total
-    if reading > _MUCH_READING:
+    if reading > _MUCH_READING and not result.stand_in:  # how kernels fuse is the CPU's there
         yield (
             f"{reading:.0%} of the step waits for the chip's own memory: more rows on a device, "
             "or kernels that fuse more (attention first)."

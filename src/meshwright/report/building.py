@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from meshwright._version import __version__
-from meshwright.mpmd import Timeline
-from meshwright.mpmd.pipelines.explaining import Explanation
-from meshwright.mpmd.pipelines.measuring import MeasuredTimeline
 from meshwright.rehearsal import Rehearsal
 from meshwright.rehearsal.comparing import Comparison
 from meshwright.rehearsal.drawing.markup import Html, join, tag
@@ -18,7 +15,7 @@ from meshwright.rehearsal.remedies import Remedy
 from meshwright.report.advice import advice
 from meshwright.report.beside import beside
 from meshwright.report.curves import curves
-from meshwright.report.timelines import timelines
+from meshwright.report.timelines import AnyTimeline, timelines
 
 _FRAME = """\
 body{margin:0}
@@ -36,7 +33,7 @@ def page(
     result: Rehearsal,
     *,
     remedies: Sequence[Remedy] = (),
-    pipeline: Explanation | MeasuredTimeline | Timeline | None = None,
+    pipeline: Mapping[str, AnyTimeline] | AnyTimeline | None = None,
     training: Mapping[str, Sequence[float]] | Sequence[float] | None = None,
     comparison: Comparison | None = None,
     title: str | None = None,
@@ -44,7 +41,7 @@ def page(
     """A rehearsal as one HTML page: works offline, light and dark, on a phone, without scripts.
 
     `remedies` are drawn beside the memory they save. `pipeline` is what `step.explain(...)` or
-    `step.timeline(...)` gave, `training` the losses of a run, or of several by name, and
+    `step.timeline(...)` gave, `training` the losses of a run, either also several by name, and
     `comparison` what `result.compare(other)` gave.
 
     >>> import meshwright as mw
@@ -60,7 +57,8 @@ def page(
     if comparison is not None:
         found["comparison"] = ("Side by side", beside(comparison))
     if pipeline is not None:
-        found["pipeline"] = ("The pipeline", timelines(pipeline))
+        drawn = pipeline if isinstance(pipeline, Mapping) else {"": pipeline}
+        found["pipeline"] = ("The pipeline", timelines(drawn))
     if training is not None:
         runs = training if isinstance(training, Mapping) else {"loss": training}
         found["training"] = ("Training", curves(runs))
