@@ -1,12 +1,12 @@
 """The command line, as a person and a script meet it. The pages' examples are goldens too."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from terminals import on_a_terminal
 
 HERE = Path(__file__).parent
 
@@ -106,21 +106,4 @@ def test_idle_devices_are_noted_on_the_side():
 def test_no_colours_when_piped_and_colours_on_a_terminal():
     words = ["mesh", "fsdp:-1, tp:4", "--on", "v5e:4x4"]
     assert "\x1b[" not in _run(*words).stdout
-    ours, theirs = os.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color"}
-    with subprocess.Popen(
-        [sys.executable, "-m", "meshwright", *words], stdout=theirs, env=environment
-    ) as process:
-        os.close(theirs)
-        seen = b""
-        while True:
-            try:
-                chunk = os.read(ours, 65536)
-            except OSError:  # the other end is closed: the program has ended
-                break
-            if not chunk:
-                break
-            seen += chunk
-        assert process.wait(timeout=120) == 0
-    os.close(ours)
-    assert b"\x1b[" in seen
+    assert b"\x1b[" in on_a_terminal(*words)

@@ -1,12 +1,12 @@
 """`meshwright schedule`, as a person and a script meet it."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from terminals import on_a_terminal
 
 import meshwright as mw
 
@@ -141,20 +141,4 @@ def test_help_says_what_the_kinds_are(run):
 
 def test_colours_on_a_terminal_only(run):
     assert "\x1b[" not in run("zb-h1", *SIZES).stdout
-    ours, theirs = os.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color"}
-    words = [sys.executable, "-m", "meshwright", "schedule", "zb-h1", *SIZES]
-    with subprocess.Popen(words, stdout=theirs, env=environment) as process:
-        os.close(theirs)
-        seen = b""
-        while True:
-            try:
-                chunk = os.read(ours, 65536)
-            except OSError:  # the other end is closed: the program has ended
-                break
-            if not chunk:
-                break
-            seen += chunk
-        assert process.wait(timeout=120) == 0
-    os.close(ours)
-    assert b"\x1b[" in seen
+    assert b"\x1b[" in on_a_terminal("schedule", "zb-h1", *SIZES)

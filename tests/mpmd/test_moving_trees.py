@@ -1,11 +1,5 @@
 """Whole trees go into groups and come back bit for bit; what cannot is refused at once."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -15,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from memory_scripts import needs_clear_refs, run_script
 
 import meshwright as mw
 from meshwright import _compat
@@ -22,7 +17,6 @@ from meshwright.errors import GroupError, PartitionError
 from meshwright.mpmd.arrays import copying
 from meshwright.mpmd.arrays.prefixes import spread
 
-DEADLINE = 120
 DTYPES = ("float32", "bfloat16", "int8", "complex64", "float8_e4m3fn", "uint16")
 WHOLE = P()
 
@@ -352,18 +346,10 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+@needs_clear_refs
 def test_memory_stays_bounded():
     """12 arrays of 16 MiB: with donation little more than one exists beside source and results."""
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
+    found = run_script(MEMORY)
     for name, grown in (("one group each", 0), ("back", 0), ("two groups", 12), ("again", 0)):
         peak, after = found[name]
         assert peak < 16 * (grown + 3), name

@@ -295,11 +295,11 @@ def test_thousands_of_devices_fit_on_a_screen(sizes):
 
 def test_a_hundred_thousand_devices_take_little_time():
     whole = elsewhere([n // 8 for n in range(102_400)], 64, 1600)
-    start = time.perf_counter()
+    start = time.process_time()
     groups = mw.MpmdMesh(whole, "a")
     assert len(groups.device_coords) == 102_400
-    assert time.perf_counter() - start < 5
-    start = time.perf_counter()
+    assert time.process_time() - start < 5
+    start = time.process_time()
     for _ in range(1000):
         _ = groups.device_coords, groups.device_mpmd_idx, groups.mpmd_dim, hash(groups)
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5

@@ -1,6 +1,15 @@
-"""How a worker process joins the others of its test."""
+"""How a worker process joins the others of its test, and tells what it saw."""
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
 
 import jax
+
+PATIENCE = 240  # seconds, on a busy machine too
 
 
 def start(port: int, me: int, processes: int, devices: int) -> None:
@@ -11,5 +20,21 @@ def start(port: int, me: int, processes: int, devices: int) -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         address = f"127.0.0.1:{port}"
         jax.distributed.initialize(
-            address, processes, me, coordinator_bind_address=address, initialization_timeout=60
+            address,
+            processes,
+            me,
+            coordinator_bind_address=address,
+            initialization_timeout=PATIENCE,
         )
+
+
+def tell(report: Callable[[], dict]) -> None:
+    """Print a report as JSON; warnings are errors."""
+    warnings.simplefilter("error")
+    try:
+        print(json.dumps(report()), flush=True)
+    except BaseException:
+        # Leave at once: at exit JAX would wait minutes for the process that waits for this one.
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)

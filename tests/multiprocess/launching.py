@@ -3,16 +3,11 @@
 import contextlib
 import functools
 import json
-import socket
 import subprocess
 import sys
 import time
 
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from ports import free_port
 
 
 def in_time(run, soon, tries=3):
@@ -24,7 +19,7 @@ def in_time(run, soon, tries=3):
     return run()
 
 
-def launch(worker, processes, *arguments, deadline=120):
+def launch(worker, processes, *arguments, deadline=300):
     """The last line that each process printed, as JSON; all must end well, and in time.
 
     A worker gets a port, its number, the count of processes, then `arguments`. What has run once

@@ -1,17 +1,14 @@
 """One process of several: groups, arrays in them and trees on the move, printed as JSON."""
 
-import json
-import os
 import sys
-import traceback
-import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from joining import start
+from joining import start, tell
+from shards import on, pattern, refused, wrong_values
 
 import meshwright as mw
 
@@ -19,17 +16,6 @@ import meshwright as mw
 def whole(groups: int) -> Mesh:
     """All devices in their order; the first axis cuts them into groups of whole processes."""
     return Mesh(np.array(jax.devices()).reshape(groups, 2, -1), ("pp", "a", "b"))
-
-
-def pattern(seed: int, shape: tuple[int, ...], dtype: str = "float32") -> np.ndarray:
-    raw = np.random.default_rng(seed).bytes(int(np.prod(shape)) * jnp.dtype(dtype).itemsize)
-    return np.frombuffer(raw, jnp.dtype(dtype)).reshape(shape)
-
-
-def on(values: np.ndarray, at: Mesh, spec: P) -> jax.Array:
-    return jax.make_array_from_callback(
-        values.shape, NamedSharding(at, spec), lambda index: values[index], dtype=values.dtype
-    )
 
 
 def wrong(name: str, array: jax.Array, values: np.ndarray, at: Mesh) -> list[str]:
@@ -40,21 +26,7 @@ def wrong(name: str, array: jax.Array, values: np.ndarray, at: Mesh) -> list[str
     here = {device for device in at.devices.flat if device.process_index == jax.process_index()}
     if {shard.device for shard in array.addressable_shards} != here:
         faults.append(f"{name}: shards on {[s.device for s in array.addressable_shards]}")
-    faults += [
-        f"{name}: values on {shard.device}"
-        for shard in array.addressable_shards
-        if np.asarray(shard.data).tobytes() != values[shard.index].tobytes()
-    ]
-    return faults
-
-
-def refused(act) -> str:
-    """The message of our own error; anything else ends the process."""
-    try:
-        act()
-    except mw.MeshwrightError as error:
-        return f"{type(error).__name__}: {error}"
-    return "not refused"
+    return faults + [f"{name}: {fault}" for fault in wrong_values(array, values)]
 
 
 def told(groups) -> dict:
@@ -216,12 +188,5 @@ def report() -> dict:
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("error")
     start(*map(int, sys.argv[1:]))
-    try:
-        print(json.dumps(report()), flush=True)
-    except BaseException:
-        # Leave at once: at exit JAX would wait minutes for the process that waits for this one.
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+    tell(report)

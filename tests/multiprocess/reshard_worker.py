@@ -1,27 +1,19 @@
 """One process of several: moves arrays between meshes, prints what came out as JSON."""
 
-import json
-import os
 import sys
-import traceback
-import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from joining import start
+from joining import start, tell
+from shards import mesh, on, pattern, refused, wrong, wrong_values
 
 import meshwright as mw
 
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int4", "bool", "uint8", "complex64")
 SHAPE = (8, 16)
-
-
-def mesh(places, *sizes: int, names: str = "ab") -> Mesh:
-    devices = np.array(jax.devices())[list(places)]
-    return Mesh(devices.reshape(sizes or -1), tuple(names[: max(1, len(sizes))]))
 
 
 def layouts() -> dict[str, tuple[Mesh, P, Mesh, P]]:
@@ -48,36 +40,6 @@ def layouts() -> dict[str, tuple[Mesh, P, Mesh, P]]:
     }
 
 
-def pattern(seed: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Any bits that the dtype knows, the same in every process."""
-    raw = np.random.default_rng(seed).integers(0, 256, (*shape, jnp.dtype(dtype).itemsize))
-    if dtype == "int4":
-        return (raw[..., 0] % 16 - 8).astype(np.int8).astype(jnp.int4)
-    if dtype == "bool":
-        return raw[..., 0] % 2 == 1
-    return raw.astype(np.uint8).view(jnp.dtype(dtype))[..., 0]
-
-
-def on(values: np.ndarray, at: Mesh, spec: P) -> jax.Array:
-    return jax.make_array_from_callback(
-        values.shape, NamedSharding(at, spec), lambda index: values[index], dtype=values.dtype
-    )
-
-
-def wrong(result: jax.Array, values: np.ndarray, at: Mesh, spec: P) -> list[str]:
-    """What is wrong with the shards of this process."""
-    faults = []
-    if result.dtype != values.dtype or result.sharding != NamedSharding(at, spec):
-        faults.append(f"{result.dtype} {result.sharding}")
-    here = [device for device in at.devices.flat if device.process_index == jax.process_index()]
-    if [shard.device for shard in result.addressable_shards] != here:
-        faults.append(f"devices {[shard.device for shard in result.addressable_shards]}")
-    for shard in result.addressable_shards:
-        if np.asarray(shard.data).tobytes() != values[shard.index].tobytes():
-            faults.append(f"values on {shard.device}")
-    return faults
-
-
 def moved(source: Mesh, source_spec: P, target: Mesh, spec: P, donate: bool) -> list[str]:
     """All dtypes, a key, arrays without elements and a scalar in one tree."""
     values = {name: pattern(seed, SHAPE, name) for seed, name in enumerate(DTYPES)}
@@ -96,8 +58,9 @@ def moved(source: Mesh, source_spec: P, target: Mesh, spec: P, donate: bool) -> 
         for fault in wrong(result[name], value, target, spec)
     ]
     data = jax.random.key_data(result["key"])
-    faults += wrong_values("key", data, key)
-    faults += wrong_values("scalar", result["scalar"], np.asarray(np.float32(-0.0)))
+    faults += [f"key: {fault}" for fault in wrong_values(data, key)]
+    scalar = wrong_values(result["scalar"], np.asarray(np.float32(-0.0)))
+    faults += [f"scalar: {fault}" for fault in scalar]
     faults += [] if result["name"] == "not an array" else ["name"]
     kept = [name for name, value in values.items() if value.size and not tree[name].is_deleted()]
     held = source.devices.flat[0].process_index == jax.process_index() and len(source.devices) == 4
@@ -105,19 +68,11 @@ def moved(source: Mesh, source_spec: P, target: Mesh, spec: P, donate: bool) -> 
         faults += [
             f"source {name}: {fault}"
             for name, value in values.items()
-            for fault in wrong_values(name, tree[name], value)
+            for fault in wrong_values(tree[name], value)
         ]
     elif held and kept:
         faults.append(f"not given up: {kept}")
     return faults
-
-
-def wrong_values(name: str, array: jax.Array, values: np.ndarray) -> list[str]:
-    return [
-        f"{name}: values on {shard.device}"
-        for shard in array.addressable_shards
-        if np.asarray(shard.data).tobytes() != values[shard.index].tobytes()
-    ]
 
 
 def large() -> list[str]:
@@ -149,7 +104,7 @@ def stand_ins() -> list[str]:
     at = mesh((6, 2, 7))
     result = mw.reshard(tree, at, P())
     return wrong(result["x"], values, at, P()) + wrong_values(
-        "key", jax.random.key_data(result["key"]), key
+        jax.random.key_data(result["key"]), key
     )
 
 
@@ -177,15 +132,6 @@ def under_a_mesh() -> list[str]:
     with jax.set_mesh(mesh(range(8), 2, 4)):
         result = mw.reshard(on(values, mesh(range(4)), P("a")), at, P(None, "a"))
     return wrong(result, values, at, P(None, "a"))
-
-
-def refused(move) -> str:
-    """The message of our own error; anything else ends the process."""
-    try:
-        move()
-    except mw.MeshwrightError as error:
-        return f"{type(error).__name__}: {error}"
-    return "not refused"
 
 
 def refusals() -> dict[str, str]:
@@ -228,12 +174,5 @@ def report() -> dict:
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("error")
     start(*map(int, sys.argv[1:]))
-    try:
-        print(json.dumps(report()), flush=True)
-    except BaseException:
-        # Leave at once: at exit JAX would wait minutes for the process that waits for this one.
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+    tell(report)

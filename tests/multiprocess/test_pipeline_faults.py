@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import free_port, in_time
+from launching import in_time
+from ports import free_port
 
 WORKER = Path(__file__).with_name("pipeline_fault_worker.py")
 AT_FAULT, OTHERS, DEADLINE = 81, 82, 120
@@ -67,8 +68,11 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_other_process_ends_in_time_and_says_one_line(fault):
     limit, how = FAULTS[fault]
-    ended = in_time(lambda: run(fault), lambda ended: ended[0].after < limit)
-    assert ended[0].said == f"meshwright: process 1 {how}{WAITED}\n"
+    line = f"meshwright: process 1 {how}{WAITED}\n"
+    ended = in_time(
+        lambda: run(fault), lambda ended: ended[0].said == line and ended[0].after < limit
+    )
+    assert ended[0].said == line
     assert ended[0].code == OTHERS
     assert ended[0].after < limit
     if fault not in SILENT:

@@ -36,7 +36,7 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
 
 def reports(way: str, processes: int, devices: int):
     """What each process printed."""
-    return launch(WORKER, processes, devices, way, deadline=100)
+    return launch(WORKER, processes, devices, way)
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)

@@ -1,21 +1,17 @@
 """One process of several: moves arrays between groups by one way, prints what came out as JSON."""
 
 import faulthandler
-import json
-import os
 import socket
 import sys
 import time
-import traceback
-import warnings
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from joining import start
+from joining import PATIENCE, start, tell
+from shards import mesh, on, pattern, refused, wrong, wrong_values
 
 import meshwright as mw
 from meshwright import _compat
@@ -24,11 +20,6 @@ from meshwright.mpmd.transfers import addresses, greeting
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int4", "bool", "uint8", "complex64", "float64")
 SHAPE = (8, 16)
 FEW = ("bfloat16", "int4")
-
-
-def mesh(places, *sizes: int, names: str = "ab") -> Mesh:
-    devices = np.array(jax.devices())[list(places)]
-    return Mesh(devices.reshape(sizes or -1), tuple(names[: max(1, len(sizes))]))
 
 
 def layouts() -> dict[str, tuple[Mesh, P, Mesh, P]]:
@@ -58,42 +49,6 @@ def layouts() -> dict[str, tuple[Mesh, P, Mesh, P]]:
         "inside the first": (mesh((0, 1)), P("a"), mesh((1, 0)), P(None, "a")),
         "all, transposed": (mesh(range(8), 4, 2), P("a", "b"), mesh(range(8), 2, 4), P("b", "a")),
     }
-
-
-def pattern(seed: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Any bits that the dtype knows, the same in every process."""
-    raw = np.random.default_rng(seed).integers(0, 256, (*shape, jnp.dtype(dtype).itemsize))
-    if dtype == "int4":
-        return (raw[..., 0] % 16 - 8).astype(np.int8).astype(jnp.int4)
-    if dtype == "bool":
-        return raw[..., 0] % 2 == 1
-    return raw.astype(np.uint8).view(jnp.dtype(dtype))[..., 0]
-
-
-def on(values: np.ndarray, at: Mesh, spec: P) -> jax.Array:
-    with jax.enable_x64(True):
-        return jax.make_array_from_callback(
-            values.shape, NamedSharding(at, spec), lambda index: values[index], dtype=values.dtype
-        )
-
-
-def wrong(result: jax.Array, values: np.ndarray, at: Mesh, spec: P) -> list[str]:
-    """What is wrong with the shards of this process."""
-    faults = []
-    if result.dtype != values.dtype or result.sharding != NamedSharding(at, spec):
-        faults.append(f"{result.dtype} {result.sharding}")
-    here = [device for device in at.devices.flat if device.process_index == jax.process_index()]
-    if [shard.device for shard in result.addressable_shards] != here:
-        faults.append(f"devices {[shard.device for shard in result.addressable_shards]}")
-    return faults + wrong_values(result, values)
-
-
-def wrong_values(array: jax.Array, values: np.ndarray) -> list[str]:
-    return [
-        f"values on {shard.device}"
-        for shard in array.addressable_shards
-        if np.asarray(shard.data).tobytes() != values[shard.index].tobytes()
-    ]
 
 
 def moved(link: mw.Link, dtypes, source: Mesh, source_spec: P, target: Mesh, spec: P) -> list[str]:
@@ -223,13 +178,13 @@ def late(way: str) -> list[str]:
         link.close()
         faults = []
     else:
-        client.wait_at_barrier("meshwright/test/closed", 20_000, sorted(there.receivers))
+        client.wait_at_barrier("meshwright/test/closed", 1000 * PATIENCE, sorted(there.receivers))
         result = link.receive(there, "late")
         link.receive(there, "never sent")
         link.close()
         faults = wrong(result, values, last, P("a", "b"))
     took = time.monotonic() - begun
-    faults += [] if took < 10 else [f"closing took {took:.1f} s"]
+    faults += [] if took < PATIENCE / 2 else [f"closing took {took:.1f} s"]
     return faults
 
 
@@ -247,15 +202,6 @@ def listening() -> list[str]:
             if fields[3] == "0A" and fields[9] in sockets:
                 found.append(fields[1].split(":")[0])
     return sorted(found)
-
-
-def refused(move) -> str:
-    """The message of our own error; anything else ends the process."""
-    try:
-        move()
-    except mw.MeshwrightError as error:
-        return f"{type(error).__name__}: {error}"
-    return "not refused"
 
 
 def nobody_there() -> None:
@@ -307,26 +253,17 @@ def report(way: str) -> dict:
         found |= {"refusals": refusals(link), "listening": listening()}
         found["after"] = moved(link, FEW, *layouts()["overlapping"])
         client = _compat.coordination_client()
-        client.wait_at_barrier("meshwright/test/done", 30_000)
+        client.wait_at_barrier("meshwright/test/done", 1000 * PATIENCE)
     if way == "pull":
         found["late"] = late(way)
-        client.wait_at_barrier("meshwright/test/late", 30_000)
+        client.wait_at_barrier("meshwright/test/late", 1000 * PATIENCE)
         found["listening after"] = listening()
     return found
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(35, exit=True)
-    warnings.simplefilter("error")
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
     if sys.argv[5] == "put":
         mw.allow_puts()
     start(*map(int, sys.argv[1:5]))
-    begun = time.monotonic()
-    try:
-        print(json.dumps(report(sys.argv[5])), flush=True)
-        print(f"{time.monotonic() - begun:.1f} s", file=sys.stderr, flush=True)
-    except BaseException:
-        # Leave at once: at exit JAX would wait minutes for the process that waits for this one.
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+    tell(lambda: report(sys.argv[5]))

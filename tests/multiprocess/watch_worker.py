@@ -16,14 +16,14 @@ from meshwright import _compat
 from meshwright.mpmd.watching import Watch, traps, vital
 
 TURNS, TURN = 30, 20
-LONG = 25.0
+LONG = 100.0
 
 
 def start(port: int, me: int, processes: int) -> None:
     """Join the others over loopback. No device is touched."""
     address = f"127.0.0.1:{port}"
     jax.distributed.initialize(
-        address, processes, me, coordinator_bind_address=address, initialization_timeout=60
+        address, processes, me, coordinator_bind_address=address, initialization_timeout=int(LONG)
     )
 
 

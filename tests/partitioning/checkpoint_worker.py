@@ -71,7 +71,7 @@ def start(port: int, me: int, processes: int) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     address = f"127.0.0.1:{port}"
     jax.distributed.initialize(
-        address, processes, me, coordinator_bind_address=address, initialization_timeout=60
+        address, processes, me, coordinator_bind_address=address, initialization_timeout=240
     )
 
 

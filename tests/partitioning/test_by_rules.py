@@ -256,7 +256,7 @@ def test_many_leaves_and_many_rules_take_little_time():
     ]
     rules = [(f"other{place}/**/kernel", None) for place in range(200)]
     rules += [(f"{word}/kernel", "tp") for word in words]
-    start = time.perf_counter()
+    start = time.process_time()
     specs, _ = match_rules(leaves, read_rules(rules))
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert specs == [P("tp")] * len(leaves)

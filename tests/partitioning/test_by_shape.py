@@ -198,13 +198,13 @@ def test_no_axes_at_all_leave_everything_whole():
 
 
 def test_many_dims_and_many_axes_take_little_time():
-    start = time.perf_counter()
+    start = time.process_time()
     mesh = mw.abstract_mesh(", ".join(f"x{place}:2" for place in range(8)))
     spec = mw.partition(sds(*[2] * 24), mesh)
     assert sorted(used(spec)) == sorted(mesh.shape)
     spec = mw.partition(sds(*[64] * 6), mesh)
     assert sorted(used(spec)) == sorted(mesh.shape)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 @steady

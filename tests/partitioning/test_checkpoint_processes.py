@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -15,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_helpers import assert_same
+from ports import free_port
 
 from meshwright.errors import PartitionError
 from meshwright.partitioning.checkpoints import swap
 from meshwright.partitioning.checkpoints.keeping import restore_checkpoint, save_checkpoint
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
-DEADLINE = 120
+DEADLINE = 300
 
 
 def either(place, old, new):
@@ -136,12 +136,6 @@ def test_what_was_half_deleted_is_never_found(tmp_path, monkeypatch):
         place = swap.current(path)
         assert place is None or {item.name for item in place.iterdir()} == {"a", "b"}
     assert moment > 3
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def as_one(folder, processes):

@@ -109,10 +109,10 @@ slow = [
 
 @pytest.mark.parametrize(("pattern", "path"), slow, ids=lambda text: text[:12])
 def test_no_glob_tries_every_way_to_read_a_path(pattern, path):
-    start = time.perf_counter()
+    start = time.process_time()
     assert not matches(pattern, path)
     assert matches(pattern, f"{path}/b" if "/" in pattern else f"{path}b")
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 glob_word = st.one_of(st.just("**"), st.text("ab_1*?", min_size=1, max_size=3))

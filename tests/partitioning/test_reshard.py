@@ -1,11 +1,6 @@
 """Trees move from any mesh and split to any other, bit for bit; what cannot is refused at once."""
 
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from memory_scripts import needs_clear_refs, run_script
 
 import meshwright as mw
 from meshwright import _compat
@@ -33,7 +29,6 @@ DTYPES = (
     *("bool", "int4", "uint4", "int8", "uint16", "int32", "float16", "bfloat16", "float32"),
     *("float8_e4m3fn", "float8_e5m2", "complex64", "int64", "float64", "complex128"),
 )
-DEADLINE = 120
 WHOLE = P()
 
 
@@ -360,18 +355,10 @@ print(json.dumps([found["peak", True], found["after", True], found["after", Fals
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+@needs_clear_refs
 def test_memory_stays_bounded():
     """12 arrays of 16 MiB: little more than one exists twice, and no host copy is kept."""
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    peak, after, after_copying = json.loads(done.stdout)
+    peak, after, after_copying = run_script(MEMORY)
     assert peak < 2 * 16
     assert after < 16
     assert after_copying < 12 * 16 + 16
