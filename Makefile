@@ -37,7 +37,7 @@ $(STAMPS): pyproject.toml $(wildcard constraints/*.txt)
 	@echo "==> $(@D): ready"
 	@touch $@
 
-demo: venv ## run examples/demo.py
+demo: venv ## a tour in about a minute; writes meshwright-report.html
 	@.venv/bin/python examples/demo.py
 
 format: venv ## format the code and apply safe fixes

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from meshwright.axes import role
 from meshwright.partitioning.show import amount
 from meshwright.rehearsal import Collective, Rehearsal
-from meshwright.rehearsal.ledger.collective import ACTIVATION_EXCHANGES, NOBODY_ASKED
+from meshwright.rehearsal.ledger.collective import NOBODY_ASKED
 from meshwright.rehearsal.remedies import Remedy
 from meshwright.rehearsal.request import EXTRAS
 from meshwright.rehearsal.show import next_steps
@@ -33,7 +34,7 @@ def _waiting(result: Rehearsal) -> Iterator[str]:
         where = f", from {worst.source}" if worst.source else ""
         yield (
             f"{share:.0%} of the step waits for communication. Most of it is the {worst.kind} of "
-            f"{worst.shape} over {worst.over}{where} ({worst.cause}): {_less(worst)}."
+            f"{worst.shape} over {worst.over}{where}: {_less(worst)}."
         )
     reading = timing.memory / timing.total
     if reading > _MUCH_READING and not result.stand_in:  # how kernels fuse is the CPU's there
@@ -44,12 +45,12 @@ def _waiting(result: Rehearsal) -> Iterator[str]:
 
 
 def _less(entry: Collective) -> str:
-    """How to send less of a kind."""
-    if entry.cause == ACTIVATION_EXCHANGES:
-        return f"a smaller {entry.over} would send less"
+    """How to send less over the axes of a collective."""
     if entry.cause == NOBODY_ASKED:
         return "constrain its operands to one sharding"
-    return "more rows on a device would share its cost"
+    if all(role(axis.name).moves == "weights" for axis in entry.axes or ()):
+        return "more rows on a device would share its cost"
+    return f"a smaller {entry.over} would send less"
 
 
 def _room(result: Rehearsal) -> Iterator[str]:
