@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import meshwright
 from meshwright.errors import RehearsalError
 from meshwright.rehearsal.compiler.jobs import Job, Outcome
 
@@ -58,7 +57,7 @@ def environment() -> dict[str, str]:
     own["XLA_FLAGS"] = " ".join(
         flag for flag in flags if "xla_force_host_platform_device_count" not in flag
     )
-    package = str(Path(meshwright.__file__).parents[1])
+    package = str(Path(__file__).parents[3])
     own["PYTHONPATH"] = os.pathsep.join(filter(None, (package, own.get("PYTHONPATH"))))
     for name in ("JAX_NUM_CPU_DEVICES", "JAX_COORDINATOR_ADDRESS"):
         own.pop(name, None)

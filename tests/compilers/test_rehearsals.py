@@ -1,0 +1,121 @@
+"""Rehearsals against the vendors' real compilers."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import meshwright as mw
+
+pytestmark = pytest.mark.compilers
+
+WORLDS = [
+    ("v5e:4x4", "fsdp:4, tp:4", 1),
+    ("v5p:2x2x4", "tp:2, fsdp:8", 1),
+    ("v5e:2x4", "dp:2, fsdp:4, tp:2", 2),
+    ("h100:8", "fsdp:4, tp:2", 1),
+    ("h100:8x2", "dp:2, fsdp:8", 1),
+]
+SHAPES = {
+    "up": jax.ShapeDtypeStruct((512, 2048), "float32"),
+    "down": jax.ShapeDtypeStruct((2048, 512), "float32"),
+}
+BATCH = jax.ShapeDtypeStruct((128, 512), "float32")
+
+
+def step(params, batch):
+    def loss(params):
+        return jnp.mean((jnp.tanh(batch @ params["up"]) @ params["down"] - batch) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+def compiled_here(on, spec, slices):
+    """The same step by jit alone, on the compiler's own devices."""
+    mesh = mw.mesh(spec, on=on, slices=slices)
+    data = tuple(name for name in mesh.axis_names if name in ("dp", "fsdp"))
+
+    def placed(leaf, spec):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    params = jax.tree.map(placed, SHAPES, mw.partition(SHAPES, mesh))
+    batch = placed(BATCH, PartitionSpec(data if len(data) > 1 else data[0]))
+    return jax.jit(step, donate_argnums=0).lower(params, batch).compile()
+
+
+@pytest.mark.parametrize(("on", "spec", "slices"), WORLDS)
+def test_memory_and_program_are_those_of_jit(on, spec, slices, cache):
+    found = mw.rehearse(step, SHAPES, BATCH, mesh=spec, on=on, slices=slices, donate=0, cache=cache)
+    here = compiled_here(on, spec, slices)
+    report = here.memory_analysis()
+    assert found.memory.arguments == report.argument_size_in_bytes
+    assert found.memory.outputs == report.output_size_in_bytes
+    assert found.memory.aliased == report.alias_size_in_bytes
+    assert found.memory.temporaries == report.temp_size_in_bytes
+    for kind in ("all-gather", "all-reduce", "reduce-scatter", "collective-permute"):
+        assert found.text.count(f" {kind}") == here.as_text().count(f" {kind}")
+    assert found.flops * found.placement.topology.num_devices == 5 * 2 * 128 * 512 * 2048
+    assert found.compiler.startswith("libtpu" if on.startswith("v5") else "jax-cuda13-plugin")
+    assert not found.stand_in
+    assert found.fits
+
+
+def test_a_tpu_compiler_that_runs_out_of_memory_is_heard(cache):
+    wide = jax.ShapeDtypeStruct((131072, 65536), "float32")
+    found = mw.rehearse(
+        lambda w, x: (w + 1, jnp.sort(x, axis=1)),
+        wide,
+        wide,
+        mesh="dp:2, fsdp:2",
+        on="v5e:2x2",
+        cache=cache,
+    )
+    assert not found.fits
+    assert found.memory.refused
+    assert found.memory.limit == int(15.75 * 2**30)
+    assert found.memory.peak > found.memory.limit
+    assert found.time is None
+    assert len(found.collectives) == 0
+    assert "does NOT fit" in str(found)
+    ways = {way.what: way for way in found.remedies(check=True)}
+    assert ways["cut parameters further"].tried.memory.peak < found.memory.peak
+    assert mw.rehearse(
+        lambda w, x: (w + 1, jnp.sort(x, axis=1)),
+        wide,
+        wide,
+        mesh="dp:2, fsdp:2",
+        on="v5e:2x2",
+        cache=cache,
+    ).memory.refused
+
+
+def test_a_gpu_program_that_is_too_large_is_told_apart(cache):
+    wide = jax.ShapeDtypeStruct((262144, 65536), "float32")
+    found = mw.rehearse(lambda w: w @ w.T, wide, mesh="dp:8", on="h100:8", cache=cache)
+    assert not found.fits
+    assert not found.memory.refused
+    assert found.margin < 0
+
+
+def test_the_tpu_compilers_own_estimate_is_kept(cache):
+    found = mw.rehearse(step, SHAPES, BATCH, mesh="fsdp:4, tp:4", on="v5e:4x4", cache=cache)
+    assert 0 < found.time.compiler < 1e-3
+
+
+def test_a_model_by_its_own_rules(cache):
+    model = mw.models.model("llama3-8b", layers=2, embed=512, heads=8, mlp=1024, vocab=2048)
+    found = mw.rehearse_model(
+        model, batch=32, seq=512, mesh="fsdp:4, tp:4", on="v5e:4x4", cache=cache
+    )
+    useful = model.flops(32, 512) / 16
+    assert useful < found.flops < 1.6 * useful  # rematerialised once
+    causes = {entry.cause for entry in found.collectives}
+    assert {"gradient sums", "parameter gathers", "activation exchanges"} <= causes
+    sources = {entry.source.file.rpartition("/")[2] for entry in found.collectives if entry.source}
+    assert {"attention.py", "feedforward.py"} <= sources
