@@ -33,8 +33,8 @@ def _waiting(result: Rehearsal) -> Iterator[str]:
         worst = max(result.collectives, key=lambda entry: entry.total_seconds)
         where = f", from {worst.source}" if worst.source else ""
         yield (
-            f"{share:.0%} of the step waits for communication. Most of it is the {worst.kind} of "
-            f"{worst.shape} over {worst.over}{where}: {_less(worst)}."
+            f"{share:.0%} of the step waits for communication. The largest part is the "
+            f"{worst.kind} of {worst.shape} over {worst.over}{where}: {_less(worst)}."
         )
     reading = timing.memory / timing.total
     if reading > _MUCH_READING and not result.stand_in:  # how kernels fuse is the CPU's there
