@@ -99,10 +99,12 @@ if TYPE_CHECKING:
     from meshwright.rehearsal import Collective as Collective
     from meshwright.rehearsal import Ledger as Ledger
     from meshwright.rehearsal import Memory as Memory
+    from meshwright.rehearsal import PipelineRehearsal as PipelineRehearsal
     from meshwright.rehearsal import Rehearsal as Rehearsal
     from meshwright.rehearsal import StepTime as StepTime
     from meshwright.rehearsal import rehearse as rehearse
     from meshwright.rehearsal import rehearse_model as rehearse_model
+    from meshwright.rehearsal import rehearse_pipeline as rehearse_pipeline
     from meshwright.spec import AxisSpec as AxisSpec
     from meshwright.spec import MeshSpec as MeshSpec
 
@@ -196,10 +198,12 @@ _ROOMS = {
         "Collective",
         "Ledger",
         "Memory",
+        "PipelineRehearsal",
         "Rehearsal",
         "StepTime",
         "rehearse",
         "rehearse_model",
+        "rehearse_pipeline",
     ),
     "spec": ("AxisSpec", "MeshSpec"),
 }

@@ -3,6 +3,8 @@
 from meshwright.rehearsal.ledger import Clash, Collective, Ledger
 from meshwright.rehearsal.memory.use import Memory
 from meshwright.rehearsal.of_models import rehearse_model
+from meshwright.rehearsal.pipelines.rehearsing import rehearse_pipeline
+from meshwright.rehearsal.pipelines.result import PipelineRehearsal
 from meshwright.rehearsal.rehearsing import rehearse
 from meshwright.rehearsal.result import Rehearsal
 from meshwright.rehearsal.timing.steptime import StepTime
@@ -12,8 +14,10 @@ __all__ = [
     "Collective",
     "Ledger",
     "Memory",
+    "PipelineRehearsal",
     "Rehearsal",
     "StepTime",
     "rehearse",
     "rehearse_model",
+    "rehearse_pipeline",
 ]

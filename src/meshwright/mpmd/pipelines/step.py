@@ -216,6 +216,10 @@ class PipelineStep:
         plan = self._plan(take_apart(places, 1)) if places else self._last()
         return explain(plan, plan.names)
 
+    def plan_of(self, *args: Any) -> Plan:
+        """Everything that is worked out and compiled before a call like this runs."""
+        return self._plan(take_apart(args, 1))
+
     def timeline(self, *args: Any, **keywords: Any) -> MeasuredTimeline:
         """Run a step and note when every task ran, against what its times predict.
 
@@ -292,7 +296,8 @@ class PipelineStep:
         donated = frozenset(n for n, number in enumerate(numbers) if number in self.donated)
         pieces = programs(stages, tasks)
         assembled = assemble(traced, stages, pieces, proof, board, donated)
-        settle_constants(board, self.mine)
+        if not self.groups.compile_only:
+            settle_constants(board, self.mine)
         operations = share(board, self.mine, self.link)
         kept = {cell for by_group in assembled.results for cell in by_group.values()}
         set_drops(operations, kept | set(board.fixed))

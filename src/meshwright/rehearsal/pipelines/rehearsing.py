@@ -1,0 +1,107 @@
+"""`rehearse_pipeline(...)`: every task of a pipeline compiled, and timed as its schedule runs.
+
+The groups' meshes say for what hardware: on `mw.mesh(..., on="v5e:4x4")` the vendor's compiler
+compiles every task, here in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from meshwright.errors import RehearsalError, short
+from meshwright.meshes import explain
+from meshwright.mpmd.pipelines.operations import Operation
+from meshwright.mpmd.pipelines.step import PipelineStep, Plan
+from meshwright.mpmd.schedules.costs import Costs
+from meshwright.mpmd.schedules.timeline import Timeline, simulate
+from meshwright.placement import Placement
+from meshwright.rehearsal.ledger import ledger
+from meshwright.rehearsal.pipelines.memory import bytes_on_device, group_memory
+from meshwright.rehearsal.pipelines.result import (
+    GroupRehearsal,
+    PipelineRehearsal,
+    TaskRehearsal,
+)
+from meshwright.rehearsal.programs import read_program
+from meshwright.rehearsal.timing.steptime import step_time
+
+
+def rehearse_pipeline(step: PipelineStep, *args: Any) -> PipelineRehearsal:
+    """Compile every task of a pipeline for its groups' hardware; `args` are arrays or shapes.
+
+    >>> import jax, jax.numpy as jnp, meshwright as mw
+    >>> def loss(params, x):
+    ...     h = mw.stage(jnp.tanh(x @ params["a"]))
+    ...     return jnp.mean((h @ params["b"]) ** 2)
+    >>> w, x = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((32, 64), "float32")
+    >>> groups = mw.MpmdMesh(mw.mesh("pp:2, dp:4"), "pp")
+    >>> step = mw.pipeline(loss, groups, microbatches=4)
+    >>> r = mw.rehearse_pipeline(step, {"a": w, "b": w}, x)
+    >>> r.fits, [task.name for group in r.groups for task in group.tasks]
+    (True, ['0F', '0BW', '1F', '1BW'])
+    """
+    if not isinstance(step, PipelineStep):
+        raise RehearsalError(
+            f"rehearse_pipeline: {short(step)} is not what pipeline(...) returns. Use rehearse for "
+            "a plain step."
+        )
+    if not args:
+        raise RehearsalError("rehearse_pipeline: pass the step's arguments, or their shapes.")
+    explanation = step.explain(*args)
+    plan = step.plan_of(*args)
+    groups = tuple(_group(plan, number) for number in range(step.groups.mpmd_dim))
+    return PipelineRehearsal(groups, _timeline(plan, groups), explanation)
+
+
+def _group(plan: Plan, group: int) -> GroupRehearsal:
+    board = plan.assembled.board
+    placed = explain(board.layouts.meshes[group])
+    operations = [each for each in plan.operations if each.group == group]
+    memory, held = group_memory(board, operations, group, placed.topology.chip)
+    return GroupRehearsal(group, memory, held, _tasks(operations, placed))
+
+
+def _tasks(operations: Sequence[Operation], placed: Placement) -> tuple[TaskRehearsal, ...]:
+    found: dict[tuple[int, str], TaskRehearsal] = {}
+    for operation in operations:
+        task, code = operation.task, operation.code
+        if task is None or code is None or (task.stage, task.kind) in found:
+            continue
+        program = read_program(code.compiled.as_text())
+        collectives = ledger(program, placed)
+        found[task.stage, task.kind] = TaskRehearsal(
+            f"{task.stage}{task.kind}",
+            task.stage,
+            task.kind,
+            collectives,
+            step_time(program, collectives, placed.topology.chip),
+            code.compiled.memory_analysis().temp_size_in_bytes,
+        )
+    return tuple(found.values())
+
+
+def _timeline(plan: Plan, groups: Sequence[GroupRehearsal]) -> Timeline:
+    schedule = plan.proof.schedule
+    times = {(t.stage, t.kind): 1e3 * t.time.total for group in groups for t in group.tasks}
+    costs = []
+    for stage in range(schedule.stages):
+        f, b, w = (times.get((stage, kind), 0.0) for kind in ("F", "B", "W"))
+        whole = times.get((stage, "BW"), b + w)
+        costs.append(Costs(max(f, 1e-6), b, w, max(whole, 1e-6)))
+    return simulate(schedule, costs, _latency(plan))
+
+
+def _latency(plan: Plan) -> float:
+    """Milliseconds for the largest value that crosses a boundary, at the speed of one link."""
+    board = plan.assembled.board
+    chip = explain(board.layouts.meshes[0]).topology.chip
+    largest = max(
+        (
+            sum(bytes_on_device(board, cell) for cell in operation.outs)
+            for operation in plan.operations
+            if operation.moves
+        ),
+        default=0,
+    )
+    return 1e3 * largest / (chip.link * 1e9)
