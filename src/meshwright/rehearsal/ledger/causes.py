@@ -4,8 +4,8 @@
 2. It gathers an argument of the program, looked at through casts, copies, cuts and loops, or makes
    a result that leaves the program in an argument's shape: **parameter gathers**. Arguments of 32
    or more whole-number bits are data (tokens, positions), not parameters.
-3. It sums something of an argument's shape (whole, or a layer of a stack, cut further by at most
-   its own group) in the backward pass or over data axes: **gradient sums**.
+3. It sums in the backward pass over data axes, or in one of the two something of an argument's
+   shape (whole, or a layer of a stack, cut further by at most its own group): **gradient sums**.
 4. Any other sum, whatever is written as a collective by the user (`psum`, `all_gather`,
    `ppermute`, ...) or by a sharding constraint, and gathers for an operation that needs all of its
    operand (a dot, a sum, a sort, a lookup): **activation exchanges**.
@@ -133,8 +133,8 @@ class Causes:
     ) -> bool:
         backward = "transpose(" in op_name
         data = bool(axes) and all(role(part.name).moves == "weights" for part in axes or ())
-        if not (backward or data):
-            return False
+        if backward == data:
+            return backward
         leaves = [leaf for shape in found.operands for leaf in shape.leaves]
         fits = self._as_large_as_an_argument if found.transfer else self._like_an_argument
         fitting = sum(leaf.bytes for leaf in leaves if fits(leaf, size))
