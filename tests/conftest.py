@@ -1,11 +1,19 @@
-"""Eight simulated devices for every test, set before any backend starts."""
+"""Eight simulated devices for every test, set before any backend starts, and a cache of its own."""
 
-import hypothesis
+import os
+import shutil
+import tempfile
+
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
-# How fast examples are made says something of the machine, not of the code.
-hypothesis.settings.register_profile(
-    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("any machine")
+
+# What is compiled is kept for the run, all its processes together, and for nobody else.
+_FIRST = "PYTEST_XDIST_WORKER" not in os.environ
+if _FIRST:
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="meshwright-tests-")
+
+
+def pytest_unconfigure():
+    if _FIRST:
+        shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)

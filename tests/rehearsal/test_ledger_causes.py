@@ -68,14 +68,17 @@ def test_a_result_in_an_arguments_place_is_a_parameter_gather():
         (W, "f32[16,64]", DP, f"{BACKWARD}/dot_general", "gradient sums"),
         (STACK, "f32[64,16]", DP, f"{BACKWARD}/while/body/dot_general", "gradient sums"),
         (W, "f32[128,16]", DP, f"{BACKWARD}/dot_general", "gradient sums"),
-        (W, "f32[192,16]", DP, f"{BACKWARD}/dot_general", "activation exchanges"),
-        (W, "f32[64,32,16]", DP, f"{BACKWARD}/dot_general", "activation exchanges"),
+        (W, "f32[192,16]", DP, f"{BACKWARD}/dot_general", "gradient sums"),
+        (W, "f32[192,16]", DP, f"{FORWARD}/dot_general", "activation exchanges"),
+        (W, "f32[192,16]", TP, f"{BACKWARD}/dot_general", "activation exchanges"),
         (W, "f32[64,16]", DP, f"{FORWARD}/psum", "gradient sums"),
         (W, "f32[64,16]", TP, f"{FORWARD}/dot_general", "activation exchanges"),
-        (W, "f32[]", DP, f"{BACKWARD}/reduce_sum", "activation exchanges"),
+        (W, "f32[]", DP, f"{FORWARD}/reduce_sum", "activation exchanges"),
     ],
 )
-def test_sums_in_an_arguments_shape_are_gradients(argument, array, groups, name, cause):
+def test_sums_over_data_in_the_backward_or_in_an_arguments_shape_are_gradients(
+    argument, array, groups, name, cause
+):
     made = f"%a = {array} iota(), iota_dimension=0"
     entry = only([argument, made, f"ROOT %r = {array} all-reduce(%a), {groups}, {named(name)}"])
     assert entry.cause == cause

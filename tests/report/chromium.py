@@ -105,8 +105,20 @@ class Page:
         return base64.b64decode(shot["data"])
 
 
+class NoBrowser(Exception):
+    """The browser is installed but does not start."""
+
+
+def _first_page(write, read):
+    try:
+        return Page(write, read)
+    except (AssertionError, OSError) as error:
+        raise NoBrowser(str(error)) from error
+
+
 @contextlib.contextmanager
 def open_page():
+    """A tab of a fresh browser. `NoBrowser` where it does not start on this machine."""
     to_it, our_write = os.pipe()
     our_read, from_it = os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -121,9 +133,9 @@ def open_page():
         os.close(to_it)
         os.close(from_it)
         try:
-            yield Page(our_write, our_read)
+            yield _first_page(our_write, our_read)
         finally:
-            process.terminate()
-            process.wait(10)
+            process.kill()
+            process.wait(DEADLINE)
             os.close(our_write)
             os.close(our_read)
