@@ -22,10 +22,11 @@ def as_text(result: Rehearsal) -> str:
 def headline(result: Rehearsal) -> str:
     """What was compiled, for what, by which compiler."""
     placed = result.placement
+    devices = placed.topology.num_devices
     how = "kept from before" if result.from_cache else f"compiled in {result.compile_seconds:.1f} s"
     lines = [
         f"{result.name} as {placed.spec} on {placed.topology.name} "
-        f"({placed.topology.num_devices} devices), {how} by {result.compiler}"
+        f"({devices} device{'' if devices == 1 else 's'}), {how} by {result.compiler}"
     ]
     if result.stand_in:
         lines.append(
