@@ -1,4 +1,4 @@
-"""What a command prints on a terminal."""
+"""What a program prints on a terminal."""
 
 import os
 import subprocess
@@ -7,10 +7,15 @@ import sys
 
 def on_a_terminal(*words: str) -> bytes:
     """The output of `meshwright` with these words, which must end well."""
+    return run_on_a_terminal("-m", "meshwright", *words)
+
+
+def run_on_a_terminal(*words: str, errors: bool = False) -> bytes:
+    """The output of Python with these words, or its errors too."""
     ours, theirs = os.openpty()
     environment = {**os.environ, "TERM": "xterm-256color"}
-    command = [sys.executable, "-m", "meshwright", *words]
-    with subprocess.Popen(command, stdout=theirs, env=environment) as process:
+    where = {"stdout": theirs, "stderr": theirs if errors else None}
+    with subprocess.Popen([sys.executable, *words], env=environment, **where) as process:
         os.close(theirs)
         seen = b""
         while chunk := _read(ours):

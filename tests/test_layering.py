@@ -22,7 +22,7 @@ ROOMS = (
     "report",
     "cli",
 )
-LEAVES = ("errors", "_compat", "_tables", "_version")
+LEAVES = ("errors", "_compat", "_progress", "_tables", "_version")
 # The package's own front door and `python -m meshwright` see everything.
 FRONT = ("__init__", "__main__")
 PRIVATE = ("jax._src", "jax.experimental", "jax.extend", "jax.interpreters")

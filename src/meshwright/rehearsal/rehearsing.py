@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
+from meshwright._progress import Bar
 from meshwright.errors import RehearsalError
 from meshwright.hardware import Chip, Topology
 from meshwright.placement import Placement
@@ -20,7 +21,6 @@ from meshwright.rehearsal.lowering import lower
 from meshwright.rehearsal.memory.buffers import live_buffers
 from meshwright.rehearsal.memory.use import Memory, as_compiled, as_refused
 from meshwright.rehearsal.programs import read_program
-from meshwright.rehearsal.progress import Bar
 from meshwright.rehearsal.request import Request, make_request, mesh_of, platform_of
 from meshwright.rehearsal.result import Rehearsal
 from meshwright.rehearsal.timing.steptime import StepTime, step_time

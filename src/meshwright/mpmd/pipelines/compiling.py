@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
+from meshwright._progress import Bar
 from meshwright.mpmd.pipelines.board import Board
 from meshwright.mpmd.pipelines.operations import Code, Operation
-from meshwright.mpmd.pipelines.progress import Progress
 
 
 def compile_all(board: Board, operations: Sequence[Operation]) -> None:
@@ -24,9 +24,10 @@ def compile_all(board: Board, operations: Sequence[Operation]) -> None:
     for operation in operations:
         if operation.code is not None and operation.code.compiled is None:
             waiting.setdefault(id(operation.code), (operation.code, operation))
-    threads = min(len(waiting) or 1, os.cpu_count() or 1)
+    total = len(waiting)
+    threads = min(total or 1, os.cpu_count() or 1)
     with (
-        Progress("compiling", len(waiting)) as progress,
+        Bar("pipeline") as bar,
         concurrent.futures.ThreadPoolExecutor(threads) as pool,
     ):
         while waiting:
@@ -39,8 +40,8 @@ def compile_all(board: Board, operations: Sequence[Operation]) -> None:
             made = [(code, pool.submit(program.compile)) for code, program in lowered]
             for code, future in made:
                 code.compiled = future.result()
-                progress.one(code.name)
                 del waiting[id(code)]
+                bar.now(f"compiling {code.name}", total - len(waiting), total)
             _learn(board, operations)
     for operation in operations:
         if operation.code is not None:

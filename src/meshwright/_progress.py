@@ -21,7 +21,7 @@ class Bar:
         self.task: Any = None
 
     def now(self, doing: str, passed: float = 0.0, limit: float | None = None) -> None:
-        """Say what is being done, and how far that is from its deadline."""
+        """Say what is being done, and how far that is of its end, or of its deadline."""
         if time.monotonic() - self.began < _PATIENCE or not sys.stderr.isatty():
             return
         if self.shown is None:
