@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from meshwright.mpmd.arrays import MpmdArray, MpmdSharding, from_groups, to_groups
 from meshwright.mpmd.groups import Groups, MeshGroups, MpmdMesh, as_groups
+from meshwright.mpmd.pipelines.asking import pipeline
 from meshwright.mpmd.pipelines.marks import stage
 from meshwright.mpmd.pipelines.regions import value_and_grad
-from meshwright.mpmd.pipelines.step import PipelineStep, pipeline
+from meshwright.mpmd.pipelines.step import PipelineStep
 from meshwright.mpmd.schedules.auto import Auto
 from meshwright.mpmd.schedules.compare import compare_schedules
 from meshwright.mpmd.schedules.costs import Costs

@@ -12,7 +12,7 @@ from meshwright.errors import PipelineError, listing
 from meshwright.mpmd.watching import Watch
 
 if TYPE_CHECKING:
-    from meshwright.mpmd.pipelines.step import Plan
+    from meshwright.mpmd.pipelines.planning import Plan
 
 _NAMED = 16  # arrays of an argument
 

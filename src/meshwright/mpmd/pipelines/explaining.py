@@ -19,7 +19,7 @@ from meshwright.partitioning.leaves import bits
 from meshwright.partitioning.show import amount
 
 if TYPE_CHECKING:
-    from meshwright.mpmd.pipelines.step import Plan
+    from meshwright.mpmd.pipelines.planning import Plan
 
 _HEADING = [
     "stage",

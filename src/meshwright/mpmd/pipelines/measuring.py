@@ -17,7 +17,7 @@ from meshwright.mpmd.schedules.schedule import Schedule
 from meshwright.mpmd.schedules.timeline import Timeline, simulate
 
 if TYPE_CHECKING:
-    from meshwright.mpmd.pipelines.step import Plan
+    from meshwright.mpmd.pipelines.planning import Plan
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,8 @@ from typing import Any
 from meshwright.errors import RehearsalError, short
 from meshwright.meshes import explain
 from meshwright.mpmd.pipelines.operations import Operation
-from meshwright.mpmd.pipelines.step import PipelineStep, Plan
+from meshwright.mpmd.pipelines.planning import Plan
+from meshwright.mpmd.pipelines.step import PipelineStep
 from meshwright.mpmd.schedules.costs import Costs
 from meshwright.mpmd.schedules.timeline import Timeline, simulate
 from meshwright.placement import Placement
