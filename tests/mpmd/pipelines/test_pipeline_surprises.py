@@ -185,22 +185,55 @@ def test_an_argument_that_is_not_to_be_cut_goes_whole():
 
 
 def test_arguments_of_different_lengths_are_refused_until_they_are_named():
-    def masked(params, x, mask, keys):
+    def masked(params, x, y, mask, keys):
         noise = jax.random.normal(keys[0], x.shape)
-        return loss(params, (x + noise) @ mask[:WIDTH]) + jnp.mean(mask)
+        return loss(params, (x + y + noise) @ mask[:WIDTH]) + jnp.mean(mask)
 
     mask, keys = jnp.tile(jnp.eye(WIDTH), (4, 1)), jax.random.split(jax.random.key(0), 4)
     match = (
-        r"argument 1 has 16 rows, argument 2 has 64 rows\. Arguments are cut .*into 4 .*Pass "
-        r"whole=2 if every microbatch needs all of it, or cut=2 if it is to be cut"
+        r"argument 1 has 16 rows, argument 2 has 16 rows, argument 3 has 64 rows\. Arguments are "
+        r"cut .*into 4 .*Pass whole=3 if every microbatch needs all of argument 3, or cut=3 if it "
+        r"is to be cut"
     )
     with pytest.raises(mw.PipelineError, match=match):
-        mw.pipeline(masked, PAIR, microbatches=4)(PARAMS, ROWS, mask, keys)
-    cut = mw.pipeline(masked, PAIR, microbatches=4, cut=2)(PARAMS, ROWS, mask, keys)
-    assert_close(cut, jax.jit(looped(masked, 4))(PARAMS, ROWS, mask, keys))
-    whole = mw.pipeline(masked, PAIR, microbatches=4, whole=2)(PARAMS, ROWS, mask, keys)
-    fixed = jax.jit(looped(lambda params, x, keys: masked(params, x, mask, keys), 4))
-    assert_close(whole, fixed(PARAMS, ROWS, keys))
+        mw.pipeline(masked, PAIR, microbatches=4)(PARAMS, ROWS, ROWS, mask, keys)
+    cut = mw.pipeline(masked, PAIR, microbatches=4, cut=3)(PARAMS, ROWS, ROWS, mask, keys)
+    assert_close(cut, jax.jit(looped(masked, 4))(PARAMS, ROWS, ROWS, mask, keys))
+    whole = mw.pipeline(masked, PAIR, microbatches=4, whole=3)(PARAMS, ROWS, ROWS, mask, keys)
+    fixed = jax.jit(looped(lambda params, x, y, keys: masked(params, x, y, mask, keys), 4))
+    assert_close(whole, fixed(PARAMS, ROWS, ROWS, keys))
+
+
+def test_one_row_per_microbatch_needs_a_word_unless_it_is_a_key():
+    def weighted(params, x, classes, keys):
+        noise = jax.random.normal(keys[0], (WIDTH,))
+        return loss(params, x + noise) * jnp.sum(classes)
+
+    classes, keys = jnp.array([1.0, 2.0, 3.0, 10.0]), jax.random.split(jax.random.key(0), 4)
+    with pytest.raises(mw.PipelineError, match=r"argument 2 has 4 rows.*whole=2 if"):
+        mw.pipeline(weighted, PAIR, microbatches=4)(PARAMS, ROWS, classes, keys)
+    step = mw.pipeline(weighted, PAIR, microbatches=4, whole=2)
+    raw = jax.random.key_data(keys)
+    assert_close(step(PARAMS, ROWS, classes, keys), step(PARAMS, ROWS, classes, raw))
+
+
+def test_where_any_argument_may_be_the_batch_each_is_named():
+    def frozen(params, weights, x):
+        return loss(params, x) + jnp.mean(weights["bias"])
+
+    weights = {"bias": jnp.arange(8.0)}
+    match = (
+        r"argument 1, bias has 8 rows, argument 2 has 16 rows\..*Pass whole=1 if every microbatch "
+        r"needs all of argument 1, whole=2 if every microbatch needs all of argument 2, or "
+        r"cut=\(1, 2\) if each is to be cut"
+    )
+    with pytest.raises(mw.PipelineError, match=match):
+        mw.pipeline(frozen, PAIR, microbatches=4)(PARAMS, weights, ROWS)
+    with pytest.raises(mw.PipelineError, match=r"Pass whole=1 if .*argument 1, or cut=\(1, 2\)"):
+        mw.pipeline(frozen, PAIR, microbatches=4, cut=2)(PARAMS, weights, ROWS)
+    value, _ = mw.pipeline(frozen, PAIR, microbatches=4, whole=1)(PARAMS, weights, ROWS)
+    np.testing.assert_allclose(value, frozen(PARAMS, weights, ROWS), rtol=1e-5)
+    mw.pipeline(frozen, PAIR, microbatches=4, cut=(1, 2))(PARAMS, weights, ROWS)
 
 
 def test_arguments_go_whole_without_gradients_too():

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from meshwright import _compat
 from meshwright.errors import PipelineError, near, short
 from meshwright.mpmd.pipelines.keywords import by_place, takes_places
-from meshwright.mpmd.pipelines.rows import Rows, check_alike, one_microbatch
+from meshwright.mpmd.pipelines.rows import Rows, check_alike, is_key_each, one_microbatch
 from meshwright.mpmd.pipelines.statics import Split, as_shape, take_apart
 
 Role = Literal["whole", "params", "split", "carry"]
@@ -104,7 +104,8 @@ def value_and_grad(
 
     In a pipeline the arguments other than `argnums` are cut along their first dim into
     microbatches; those without dims, and those that `whole` names, go whole to each. One whose
-    rows are not as many as the others' is refused unless `cut` names it. The value and the
+    rows are not as many as the others' is refused unless `cut` names it; only random keys, one
+    for each microbatch, need no word. The value and the
     gradients are the `reduce` ("mean" or "sum") over microbatches. Auxiliary outputs are
     reduced by `aux`, one word or a tree of them: "stack" (a new first dim), "mean", "sum" or "max".
     `carry` is the argument that each microbatch hands on to the next, such as batch statistics;
@@ -273,13 +274,15 @@ def _write_down(call: _Call, aux: Any, reduce: str | None, step: Tracing) -> lis
             role = _role(call, number, n in trained, array)
             shape = as_shape(array)
             if role == "split":
-                batch.append(Rows(number, name, shape.shape[0]))
-                shape = one_microbatch(shape, microbatches, batch[-1])
+                rows = Rows(number, name, shape.shape[0])
+                if not is_key_each(shape, microbatches):
+                    batch.append(rows)
+                shape = one_microbatch(shape, microbatches, rows)
             shapes[-1].append(shape)
             roles.append(role)
             names.append(name)
             operands.append(array)
-    check_alike([rows for rows in batch if rows.argument not in call.cut], microbatches)
+    check_alike(batch, call.cut, microbatches)
     closed = jax.make_jaxpr(call.run)(shapes)
     reductions = (*(() if reduce is None else (reduce,)), *_words(call, aux))
     whole: list[Role] = ["whole"] * len(closed.consts)

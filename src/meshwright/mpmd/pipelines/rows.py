@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from meshwright.errors import PipelineError, listing
 
@@ -35,20 +36,34 @@ def one_microbatch(shape: Any, microbatches: int, rows: Rows) -> Any:
     )
 
 
-def check_alike(batch: Sequence[Rows], microbatches: int) -> None:
+def is_key_each(shape: Any, microbatches: int) -> bool:
+    """Whether an array holds a random key for each microbatch, new or of the old raw kind."""
+    raw = shape.dtype == jnp.uint32 and shape.shape[1:] == (2,)
+    is_key = raw or jnp.issubdtype(shape.dtype, jax.dtypes.prng_key)
+    return is_key and bool(shape.shape[0] == microbatches)
+
+
+def check_alike(batch: Sequence[Rows], cut: Collection[int], microbatches: int) -> None:
     """Refuse arrays of different lengths, of which some may not be meant to be cut: a mask.
 
-    One row per microbatch is meant so: a random key for each.
+    The batch has as many rows as most arguments; others are named in `cut`. Where no number of
+    rows is the most common one, every argument that is not named may be the odd one.
     """
-    doubtful = [rows for rows in batch if rows.count != microbatches]
-    counts = Counter(rows.count for rows in doubtful)
-    if len(counts) < 2:
+    votes = Counter(count for _, count in {(rows.argument, rows.count) for rows in batch})
+    if len(votes) < 2:
         return
-    usual = counts.most_common(1)[0][0]
-    odd = next(rows for rows in doubtful if rows.count != usual)
-    have = listing([f"{rows.name} has {rows.count} rows" for rows in doubtful], 6)
+    (usual, most), (_, next_most) = votes.most_common(2)
+    tie = most == next_most
+    odd = [r for r in batch if r.argument not in cut and (tie or r.count != usual)]
+    if not odd:
+        return
+    have = listing([f"{rows.name} has {rows.count} rows" for rows in batch], 6)
+    numbers = list(dict.fromkeys(rows.argument for rows in odd))
+    wholes = [f"whole={n} if every microbatch needs all of argument {n}" for n in numbers]
+    every = sorted({*numbers, *cut})
+    cuts = str(every[0] if len(every) == 1 else tuple(every))
     raise PipelineError(
         f"{have}. Arguments are cut along dim 0 into {microbatches} microbatches, and these are "
-        f"not one batch. Pass whole={odd.argument} if every microbatch needs all of it, or "
-        f"cut={odd.argument} if it is to be cut."
+        f"not one batch. Pass {listing(wholes, 6)}, or cut={cuts} if "
+        f"{'it is' if len(every) == 1 else 'each is'} to be cut by its own rows."
     )
