@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from flax import linen as nn
 from flax import nnx
 from pipeline_helpers import assert_close, batch, groups, looped
@@ -100,3 +101,90 @@ def test_equinox_modules_with_functions_among_their_leaves():
         *theirs, expected = by_jit(*theirs, *batch())
         assert_close(value, expected)
     assert_close(eqx.filter(mine[0], eqx.is_array), theirs[0])
+
+
+class Scaled(eqx.Module):
+    first: eqx.nn.Linear
+    last: eqx.nn.Linear
+    scale: float = 2.0
+    centred: bool = True
+
+    def __call__(self, x):
+        x = mw.stage(jnp.tanh(jax.vmap(self.first)(x)))
+        return jax.vmap(self.last)(x) * self.scale - self.centred
+
+
+def scaled():
+    one, two = jax.random.split(jax.random.key(0))
+    return Scaled(eqx.nn.Linear(4, 4, key=one), eqx.nn.Linear(4, 4, key=two))
+
+
+def error(model, x, y):
+    return jnp.mean((model(x) - y) ** 2)
+
+
+def trained(value_and_grad, tx):
+    def train(model, state, x, y):
+        value, grads = value_and_grad(model, x, y)
+        updates, state = tx.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
+        return eqx.apply_updates(model, updates), state, value
+
+    return train
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(1e-1), optax.adamw(1e-2)])
+def test_settings_of_a_module_stay_settings_over_many_steps(tx):
+    model = scaled()
+    state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+    step = mw.pipeline(trained(mw.value_and_grad(error), tx), groups(2), microbatches=2)
+    plain = eqx.filter_jit(trained(eqx.filter_value_and_grad(error), tx))
+    mine = theirs = (model, state)
+    for _ in range(3):
+        *mine, value = step(*mine, *batch())
+        *theirs, wanted = plain(*theirs, *batch())
+        assert type(mine[0].scale) is float and mine[0].scale == 2.0
+        assert mine[0].centred is True
+    assert_close(
+        (eqx.filter(mine, eqx.is_array), value), (eqx.filter(theirs, eqx.is_array), wanted)
+    )
+    assert len(step._plans) == 1
+
+
+def test_a_step_that_returns_a_module_alone_keeps_its_settings():
+    def train(model, x, y):
+        _, grads = mw.value_and_grad(error)(model, x, y)
+        return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads))
+
+    found = mw.pipeline(train, groups(2), microbatches=2)(scaled(), *batch())
+    assert type(found.scale) is float
+
+
+def test_settings_that_are_equal_but_of_another_type_have_their_own_plan():
+    step = mw.pipeline(lambda model, x, y: error(model, x, y), groups(2), microbatches=2)
+    step(scaled(), *batch())
+    step(eqx.tree_at(lambda model: model.centred, scaled(), 1), *batch())
+    assert len(step._plans) == 2
+
+
+def test_functions_in_a_module_are_returned_as_they_came():
+    def loss(model, x, y):
+        x = mw.stage(model.activation(jax.vmap(model.layers[0])(x)))
+        return jnp.mean((jax.vmap(model.layers[1])(x) - y) ** 2)
+
+    def train(value_and_grad):
+        def step(model, x, y):
+            value, grads = value_and_grad(loss)(model, x, y)
+            return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads)), value
+
+        return step
+
+    model = eqx.nn.MLP(4, 4, 4, 1, key=jax.random.key(0))
+    step = mw.pipeline(train(mw.value_and_grad), groups(2), microbatches=2)
+    plain = eqx.filter_jit(train(eqx.filter_value_and_grad))
+    mine = theirs = model
+    for _ in range(2):
+        mine, value = step(mine, *batch())
+        theirs, wanted = plain(theirs, *batch())
+    assert mine.activation is model.activation
+    pairs = ((eqx.filter(mine, eqx.is_array), value), (eqx.filter(theirs, eqx.is_array), wanted))
+    assert_close(*pairs)

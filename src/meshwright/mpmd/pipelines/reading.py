@@ -19,7 +19,7 @@ from meshwright.mpmd.pipelines.regions import (
     tracing,
     value_and_grad,
 )
-from meshwright.mpmd.pipelines.statics import Split, as_shape
+from meshwright.mpmd.pipelines.statics import Split, as_shape, take_apart
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class Traced:
     results: tuple[Any, ...]
     after: tuple[Any, ...]
     outvars: tuple[Any, ...]
-    out_tree: Any
+    out: Split
 
 
 def read(
@@ -44,12 +44,12 @@ def read(
     wrapped = (forward if forward_only else value_and_grad)(fn, **options)
     with tracing(microbatches) as step:
         try:
-            closed, out_tree = _trace(fn, args)
+            closed, out = _trace(fn, args)
         except Exception as error:
             if step.regions or isinstance(error, MeshwrightError):
                 raise
             # A loss function may be made for the rows of a microbatch alone.
-            closed, out_tree = _trace(wrapped, args)
+            closed, out = _trace(wrapped, args)
         else:
             if options and _regions(closed.jaxpr):
                 raise PipelineError(
@@ -59,7 +59,7 @@ def read(
     if not _regions(closed.jaxpr):
         _refuse_gradients(closed.jaxpr)
         with tracing(microbatches):
-            closed, out_tree = _trace(wrapped, args)
+            closed, out = _trace(wrapped, args)
     jaxpr = closed.jaxpr
     (place,) = _regions(jaxpr) if len(_regions(jaxpr)) == 1 else (None,)
     if place is None:
@@ -84,18 +84,19 @@ def read(
         tuple(eqn.outvars),
         (*rest, *jaxpr.eqns[place + 1 :]),
         tuple(jaxpr.outvars),
-        out_tree,
+        out,
     )
 
 
-def _trace(fn: Callable[..., Any], args: Split) -> tuple[Any, Any]:
+def _trace(fn: Callable[..., Any], args: Split) -> tuple[Any, Split]:
+    """The program of the arrays; what else is returned stands in the split of the result."""
     shapes = [as_shape(array) for array in args.arrays]
-    trees: list[Any] = []
+    outs: list[Split] = []
 
-    def arrays(*values: Any) -> list[Any]:
-        leaves, tree = jax.tree.flatten(fn(*args.rebuild(values)))
-        trees.append(tree)
-        return leaves
+    def arrays(*values: Any) -> tuple[Any, ...]:
+        out = take_apart(fn(*args.rebuild(values)))
+        outs.append(dataclasses.replace(out, arrays=()))
+        return out.arrays
 
     closed = jax.make_jaxpr(arrays)(*shapes)
     jc, jaxpr = _compat.jaxprs(), closed.jaxpr
@@ -114,7 +115,7 @@ def _trace(fn: Callable[..., Any], args: Split) -> tuple[Any, Any]:
         inner.effects,
         inner.debug_info._replace(arg_names=None, result_paths=None),
     )
-    return jc.ClosedJaxpr(lifted, [*flattened.consts, *closed.consts]), trees[-1]
+    return jc.ClosedJaxpr(lifted, [*flattened.consts, *closed.consts]), outs[-1]
 
 
 def _regions(jaxpr: Any) -> list[int]:

@@ -59,7 +59,7 @@ class PipelineStep:
             watch = self.agreement.watch
             self._among_others(watch, lambda: run_watched(plan.operations, cells, watch))
         found = results(board, cells, plan.assembled.results, self.mine)
-        return jax.tree.unflatten(plan.traced.out_tree, found)
+        return plan.traced.out.rebuild(found)
 
     def _among_others(self, watch: Watch, work: Callable[[], T]) -> T:
         """Run while the other processes run theirs; when one fails, all end."""
@@ -159,7 +159,8 @@ class PipelineStep:
             (np.shape(x), getattr(x, "dtype", type(x)), bool(getattr(x, "weak_type", False)))
             for x in parts.arrays
         )
-        key = (parts.treedef, parts.places, parts.rest, kinds)
+        settings = tuple((type(leaf), leaf) for leaf in parts.rest)  # 1 is not True
+        key = (parts.treedef, parts.places, settings, kinds)
         try:
             hash(key)
         except TypeError as error:
