@@ -259,3 +259,53 @@ def test_parameters_cast_before_the_microbatches_stay_in_their_group():
     (plan,) = step._plans.values()
     before = [o for o in plan.operations if o.task is None and o.code is not None][:2]
     assert sorted(operation.group for operation in before) == [0, 1]
+
+
+def augmented(params, key, x):
+    key, own = jax.random.split(key)
+    value, grads = mw.value_and_grad(loss)(params, x + jax.random.normal(own, x.shape))
+    return jax.tree.map(lambda p, g: p - g, params, grads), key, value
+
+
+def counted(params, count, x):
+    count = count + 1
+    return mw.value_and_grad(loss)(params, x + count), count
+
+
+def unscaled(params, count, x):
+    scale = (count + 1) * 2
+    value, grads = mw.value_and_grad(lambda p, x, s: s * loss(p, x))(params, x, scale)
+    return value, jax.tree.map(lambda g: g / scale, grads), scale
+
+
+def doubled(params, count, x):
+    twice = jax.tree.map(lambda p: 2 * p, params)
+    value, grads = mw.value_and_grad(loss)(jax.tree.map(lambda p: p + count, twice), x)
+    return value, jax.tree.map(lambda p, g: p - g, twice, grads), twice
+
+
+def centred(params, count, x):
+    mean = x.mean(0)
+    value, grads = mw.value_and_grad(loss)(params, x - mean)
+    return value, grads["b"] - mean, mean
+
+
+@pytest.mark.parametrize(
+    ("train", "second"),
+    [
+        (augmented, jax.random.PRNGKey(3)),
+        (counted, jnp.float32(2)),
+        (unscaled, jnp.float32(2)),
+        (doubled, jnp.float32(2)),
+        (centred, jnp.float32(2)),
+    ],
+)
+def test_values_made_before_the_microbatches_are_there_after_them(train, second):
+    step = mw.pipeline(train, PAIR, microbatches=4)
+    assert_close(step(PARAMS, second, ROWS), jax.jit(train)(PARAMS, second, ROWS))
+
+
+def test_keys_split_before_the_microbatches_are_returned():
+    key = jax.random.key(3)
+    _, found, _ = mw.pipeline(augmented, PAIR, microbatches=4)(PARAMS, key, ROWS)
+    assert found == jax.random.split(key)[0]

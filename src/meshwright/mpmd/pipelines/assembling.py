@@ -79,13 +79,14 @@ def _before(traced: Traced, board: Board, homes: dict[Any, int]) -> None:
     found = dict(homes)
     outer.settle(nodes, found)
     board.homes.update((var, at) for var, at in found.items() if var in board.arguments)
-    homes.update((var, at) for var, at in found.items() if var in board.arguments)
     made = {var: node for node in nodes for var in node.outs}
+    later = [var for eqn in traced.after for var in eqn.invars]
     wanted = {
         var: 0 if made[var].group == EVERYWHERE else made[var].group or 0
-        for var in traced.operands
+        for var in (*traced.operands, *later, *traced.outvars)
         if not is_literal(var) and var in made
     }
+    homes.update((var, at) for var, at in found.items() if var in board.arguments or var in wanted)
     for phase in outer.phases(nodes, list(wanted.items())):
         _run(phase, board, ())
 

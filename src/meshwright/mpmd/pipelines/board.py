@@ -10,6 +10,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from meshwright import _compat
+from meshwright.errors import PipelineError
 from meshwright.mpmd.pipelines.layouts import Layouts
 from meshwright.mpmd.pipelines.operations import Code, Operation
 
@@ -113,8 +114,13 @@ class Board:
         # An argument that several groups need comes to its home, and goes on from there.
         if var in self.arguments:
             self.fetch(var, self.homes[var])
-        source = next(at for at in range(self.groups) if (var, at) in self.cell_of)
-        (cell,) = self.send([self.cell_of[var, source]], group, [layout])
+        held = [self.cell_of[var, at] for at in range(self.groups) if (var, at) in self.cell_of]
+        if not held:
+            raise PipelineError(
+                f"group {group} needs a value of type {var.aval.str_short()} that no group has "
+                "made. This is a defect of meshwright: please report it with the step."
+            )
+        (cell,) = self.send(held[:1], group, [layout])
         return cell
 
     def fix(self, value: Any, group: int) -> int:
