@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -69,6 +70,16 @@ def make_mesh(
     return jax.make_mesh(sizes, names, axis_types=types, devices=devices)
 
 
+def uses_shardy() -> bool:
+    """In which language programs carry their shardings; the older one is going away."""
+    return bool(getattr(jax.config, "jax_use_shardy_partitioner", True))
+
+
+def use_shardy(yes: bool) -> None:
+    if yes != uses_shardy():
+        jax.config.update("jax_use_shardy_partitioner", yes)  # type: ignore[no-untyped-call]
+
+
 def compile_bytecode(code: bytes, devices: list[Any], free_outputs: list[bool]) -> Any:
     """What `jit(f).lower(...).compile()` does with a program, for one whose function is elsewhere.
 
@@ -93,6 +104,35 @@ def compile_bytecode(code: bytes, devices: list[Any], free_outputs: list[bool]) 
             executable_devices=_jax.DeviceList(tuple(devices)),
             compile_options=options,
         )
+
+
+def written_shardings(made: Any, count: int) -> list[str]:
+    """The shardings of a compiled program's results as text; `named_shardings` reads it.
+
+    A program for one device has none, which is written as such. The messages are those of
+    jaxlib, which `jax.stages.Compiled` reads too (jax 0.10 to 0.12).
+    """
+    found = made.get_output_shardings() or []
+    return [base64.b64encode(each.SerializeToString()).decode() for each in found] or [""] * count
+
+
+def named_shardings(texts: Sequence[str], mesh: jax.sharding.Mesh) -> list[Any]:
+    """What `written_shardings` wrote, on a mesh of as many devices.
+
+    `Compiled.output_shardings` reads them by the same private function; 0.10 to 0.12.
+    """
+    from jax._src.lib import xla_client  # type: ignore[attr-defined]
+    from jax._src.sharding_impls import parse_flatten_op_sharding
+
+    specs: list[Any] = []
+    for text in texts:
+        if not text:
+            specs.append(jax.sharding.PartitionSpec())  # type: ignore[no-untyped-call]
+            continue
+        sharding = xla_client.OpSharding()
+        sharding.ParseFromString(base64.b64decode(text))
+        specs.extend(parse_flatten_op_sharding(sharding, mesh))
+    return [jax.sharding.NamedSharding(mesh, spec) for spec in specs]
 
 
 @contextlib.contextmanager

@@ -25,6 +25,8 @@ def steps(tmp_path, monkeypatch):
         "def large():\n"
         "    wide = jax.ShapeDtypeStruct((32768, 32768), 'float32')\n"
         "    return (lambda w, x: (w + (x.T @ x), x.sum())), wide, wide\n"
+        "def twice():\n"
+        "    return {'step': lambda w: w, 'args': [shape], 'mesh': 'fsdp:2', 'on': 'cpu:2'}\n"
         "def wrong():\n"
         "    return 3\n"
         "def broken():\n"
@@ -83,6 +85,8 @@ def test_ways_out_are_tried_when_asked(steps, capsys):
         (["own_steps:plain", "--batch", "8"], "--batch, --seq and --set go with a model"),
         (["own_steps:wrong"], "own_steps:wrong returned 3. Return (step, arguments...)"),
         (["own_steps:broken"], "its step failed: TypeError"),
+        (["own_steps:twice"], "own_steps:twice says mesh='fsdp:2' itself"),
+        (["tiny", "--batch", "16", "--html", "no/such/place.html"], "there is no folder no/such"),
         (["tiny", "--batch", "16", "--on", "v9:4x4"], "v9"),
         (["tiny", "--batch", "16", "--mesh", "fsdp:3"], "fsdp"),
         (["tiny", "--batch", "16", "--deadline", "0"], "deadline"),
@@ -98,3 +102,12 @@ def test_bad_input_is_told_in_a_line(steps, capsys, words, message):
     assert message in error
     assert "Traceback" not in error
     assert len(error) < 1500
+
+
+def test_an_interrupt_is_told_in_a_line(monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("meshwright.cli.rehearse_command.rehearse_model", interrupted)
+    assert main(["rehearse", "tiny", "--mesh", "fsdp:8", "--on", "cpu:8", "--batch", "16"]) == 130
+    assert capsys.readouterr().err == "meshwright: interrupted\n"

@@ -50,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has seen enough, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except KeyboardInterrupt:
+        print("meshwright: interrupted", file=sys.stderr)
+        return 130
     except MeshwrightError as error:
         print(f"meshwright: {error}", file=sys.stderr)
         return 2

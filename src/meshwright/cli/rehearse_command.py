@@ -14,6 +14,7 @@ from meshwright.errors import RehearsalError, short
 from meshwright.models import model
 from meshwright.rehearsal import Rehearsal, rehearse
 from meshwright.rehearsal.of_models import rehearse_model
+from meshwright.rehearsal.show import as_text
 
 
 @dataclasses.dataclass
@@ -53,6 +54,8 @@ class RehearseCommand:
     """Also write a report to this file."""
 
     def run(self) -> None:
+        if self.html is not None and not self.html.parent.is_dir():
+            raise RehearsalError(f"--html {self.html}: there is no folder {self.html.parent}.")
         result = self._rehearsed()
         ways = result.remedies(check=True) if self.try_ and not result.fits else ()
         if self.html is not None:
@@ -65,10 +68,7 @@ class RehearseCommand:
                 found["tried"] = [str(way) for way in ways]
             print(json.dumps(found, indent=2))
         else:
-            print(result)
-            if ways:
-                print("\nEach way out, compiled:")
-                print("\n".join(f"- {way}" for way in ways))
+            print(as_text(result, ways))
 
     def _rehearsed(self) -> Rehearsal:
         options: dict[str, Any] = {
@@ -90,8 +90,17 @@ class RehearseCommand:
                 "--batch, --seq and --set go with a model; your function says its own."
             )
         step, args, own = _own_step(self.source, call(self.source))
+        twice = [name for name in own if options.get(name) not in (_UNSET.get(name), own[name])]
+        if twice:
+            raise RehearsalError(
+                f"{self.source} says {twice[0]}={short(own[twice[0]])} itself, and the command "
+                f"line says {short(options[twice[0]])}. Say it once."
+            )
         with explained(f"{self.source}: its step failed"):
             return rehearse(step, *args, **{**options, **own})
+
+
+_UNSET = {"slices": 1, "compiler": "vendor", "deadline": 900.0, "cache": True}
 
 
 def _change(words: str) -> tuple[str, Any]:

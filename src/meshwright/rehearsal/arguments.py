@@ -7,6 +7,7 @@ is cut over the data axes. A sharding that an argument already has, or that `spe
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from meshwright.errors import RehearsalError, short
 from meshwright.partitioning import PartitionReport, describe, partition, partition_like
 from meshwright.partitioning.decide import settle
 from meshwright.partitioning.leaves import Leaf, walk
+from meshwright.partitioning.matching import match_specs
 from meshwright.partitioning.specs import make_spec
 
 _DATA = ("data", "fsdp")
@@ -26,6 +28,8 @@ _DATA = ("data", "fsdp")
 
 def argument_numbers(what: str, numbers: int | Sequence[int], count: int) -> tuple[int, ...]:
     """Which arguments are meant, checked."""
+    if not isinstance(numbers, (int, tuple, list)):
+        raise RehearsalError(f"{what}: {short(numbers)} is not an argument's number, or several.")
     found = (numbers,) if isinstance(numbers, int) else tuple(numbers)
     for number in found:
         if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < count:
@@ -71,13 +75,13 @@ def decide_specs(
         elif given is not None:
             found[i] = given
         elif i in data:
-            found[i] = data_specs(arg, mesh)
-        elif (placed := _placed(arg, mesh)) is not None:
-            found[i] = placed
+            found[i] = _where_they_lie(arg, mesh, functools.partial(data_specs, mesh=mesh))
         elif first is None:
-            found[i] = partition(arg, mesh, **options)
+            decide = functools.partial(partition, mesh=mesh, **options)
+            found[i] = _where_they_lie(arg, mesh, decide)
         else:
-            found[i] = partition_like(arg, args[first], found[first])
+            follow = functools.partial(partition_like, params=args[first], specs=found[first])
+            found[i] = _where_they_lie(arg, mesh, follow)
         if first is None and i not in data:
             first = i
     return found
@@ -92,11 +96,16 @@ def data_specs(arg: Any, mesh: AbstractMesh) -> Any:
     return found.rebuild([spec if leaf.shape else make_spec() for leaf in found.arrays])
 
 
-def _placed(arg: Any, mesh: AbstractMesh) -> Any:
-    """The specs an argument brings with it, if all of its arrays lie on a mesh of these axes."""
+def _where_they_lie(arg: Any, mesh: AbstractMesh, decide: Callable[[Any], Any]) -> Any:
+    """The specs that arrays bring with them from a mesh of these axes; the others decided."""
     found = walk(arg)
-    specs = [_spec_of(leaf, mesh) for leaf in found.arrays]
-    return found.rebuild(specs) if specs and None not in specs else None
+    brought = [_spec_of(leaf, mesh) for leaf in found.arrays]
+    if None not in brought:
+        return found.rebuild(brought)
+    decided = match_specs(found, decide(arg))
+    return found.rebuild(
+        [other if own is None else own for own, other in zip(brought, decided, strict=True)]
+    )
 
 
 def _spec_of(leaf: Leaf, mesh: AbstractMesh) -> PartitionSpec | None:

@@ -16,9 +16,10 @@ from meshwright.rehearsal.compiler.jobs import Platform
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """A program, and which of its results have no sharding yet."""
+    """A program, the shapes of its results, and which of those have no sharding yet."""
 
     code: bytes
+    results: tuple[Any, ...]
     free_outputs: tuple[bool, ...]
 
 
@@ -32,15 +33,35 @@ def lower(
 ) -> Lowered:
     """Trace and lower. What the function itself raises comes through as it is.
 
-    `out` is a tree of specs, or a part of one, for the results; the compiler chooses the rest.
+    `out` is a tree of specs, or a part of one, for the results; the compiler chooses the rest. A
+    function that is jitted already keeps what its `jit` was told, unless told otherwise here.
     """
     with jax.sharding.use_abstract_mesh(mesh):
-        step = jax.jit(function, donate_argnums=donate, out_shardings=_shardings(out, mesh))
+        step: Any = function
+        if not is_jitted(function) or donate or out is not None:
+            step = jax.jit(function, donate_argnums=donate, out_shardings=_shardings(out, mesh))
         traced = step.trace(*shapes)
-        lowered = traced.lower(lowering_platforms=(platform,))
+        try:
+            lowered = traced.lower(lowering_platforms=(platform,))
+        except Exception as error:
+            raise RehearsalError(_cannot(platform, error)) from error
     code = io.BytesIO()
     lowered.compiler_ir("stablehlo").operation.write_bytecode(code)
-    return Lowered(code.getvalue(), _free(out, traced.out_info))
+    results = tuple(jax.tree.leaves(traced.out_info))
+    return Lowered(code.getvalue(), results, _free(out, traced.out_info))
+
+
+def is_jitted(function: Callable[..., Any]) -> bool:
+    return hasattr(function, "trace") and hasattr(function, "lower")
+
+
+def _cannot(platform: str, error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return (
+        f"the step cannot be made into a program for {platform} without its devices "
+        f"({type(error).__name__}: {lines[0][:200]}). Callbacks need live devices: take "
+        "jax.debug.print, pure_callback and io_callback out, and name meshes by their axes."
+    )
 
 
 def _shardings(out: Any, mesh: AbstractMesh) -> Any:

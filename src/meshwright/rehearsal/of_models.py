@@ -7,6 +7,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh
 
+from meshwright.errors import RehearsalError, near
 from meshwright.models import Model, model
 from meshwright.partitioning import partition
 from meshwright.partitioning.specs import make_spec
@@ -36,7 +37,12 @@ def rehearse_model(
     >>> r.fits, r.name
     (True, 'tiny')
     """
-    found = model(name) if isinstance(name, str) else name
+    found = name if isinstance(name, Model) else model(name)
+    for option in options:
+        if option not in _DEFAULTS:
+            raise RehearsalError(
+                f"rehearse_model has no option {option!r}.{near(option, _DEFAULTS)}"
+            )
     request = make_request(
         found.train_step,
         (found.shapes(), found.batch(batch, seq)),

@@ -32,7 +32,7 @@ def sections(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> dict[str, tu
         "memory": ("Memory", memory(result, remedies)),
         "time": ("Where a step's time goes", steptime(result)),
         "mesh": ("The mesh on the machine", mesh(result.placement)),
-        "collectives": ("What moves between devices", moves(result.collectives)),
+        "collectives": ("What moves between devices", _moves(result)),
         "shardings": ("How the arrays are cut", shardings(result.arguments)),
     }
 
@@ -42,3 +42,9 @@ def advised(lines: Sequence[str]) -> Html:
     return tag(
         "ol", join(tag("li", f"{line[:1].upper()}{line[1:]}") for line in lines), class_="next"
     )
+
+
+def _moves(result: Rehearsal) -> Html:
+    if result.time is None:
+        return tag("p", "Not known: the compiler gave up before it had a program.")
+    return moves(result.collectives)

@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
+from meshwright import _compat
 from meshwright._progress import Bar
 from meshwright.errors import RehearsalError
 from meshwright.hardware import Chip, Topology
@@ -21,7 +22,7 @@ from meshwright.rehearsal.lowering import lower
 from meshwright.rehearsal.memory.buffers import live_buffers
 from meshwright.rehearsal.memory.use import Memory, as_compiled, as_refused
 from meshwright.rehearsal.programs import read_program
-from meshwright.rehearsal.request import Request, make_request, mesh_of, platform_of
+from meshwright.rehearsal.request import Request, make_request, platform_of
 from meshwright.rehearsal.result import Rehearsal
 from meshwright.rehearsal.timing.steptime import StepTime, step_time
 from meshwright.spec import SpecLike
@@ -90,14 +91,14 @@ def rehearse(
 def run(request: Request) -> Rehearsal:
     """From the request to the result."""
     placed, hardware = request.placed()
-    platform = platform_of(request, hardware)
-    mesh = mesh_of(placed)
+    platform = platform_of(request, hardware, placed.positions.size)
+    mesh = request.abstract(placed)
     with Bar(f"{request.name} on {hardware.name}") as bar:
         bar.now("shardings")
         specs, out = request.decided(mesh)
         names = names_of(request.function, len(request.args))
-        arguments = sharding_table(names, request.args, specs, mesh)
         shapes = as_shapes(request.args, specs, mesh)
+        arguments = sharding_table(names, request.args, specs, mesh)
         bar.now("tracing")
         program = lower(request.function, shapes, mesh, platform, request.donate, out)
         job = Job(
@@ -107,6 +108,7 @@ def run(request: Request) -> Rehearsal:
             dataclasses.replace(hardware, devices=None),
             placed.positions,
             program.free_outputs,
+            _compat.uses_shardy(),
         )
         outcome, kept = _compiled(request, job, bar)
         bar.now("reading")
@@ -123,6 +125,7 @@ def run(request: Request) -> Rehearsal:
         compile_seconds=outcome.seconds,
         from_cache=kept,
         text=outcome.text,
+        results=program.results,
     )
 
 

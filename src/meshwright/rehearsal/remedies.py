@@ -12,14 +12,17 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
 from meshwright.axes import role
 from meshwright.errors import MeshwrightError
 from meshwright.partitioning.show import amount
+from meshwright.rehearsal.arguments import names_of
+from meshwright.rehearsal.lowering import is_jitted
 from meshwright.rehearsal.request import Request, shrunk
 from meshwright.rehearsal.result import Rehearsal
 from meshwright.spec import MeshSpec
@@ -27,11 +30,14 @@ from meshwright.spec import MeshSpec
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Remedy:
-    """One way out: what to change, the peak to expect, and what a compile said, if it was tried."""
+    """One way out: what to change, the peak to expect, and what a compile said, if it was tried.
+
+    `peak` is `None` where it cannot be told: a compiler that gave up says nothing of results.
+    """
 
     what: str
     how: str
-    peak: int
+    peak: int | None
     request: Request | None = None
     tried: Rehearsal | None = None
     failed: str = ""
@@ -42,6 +48,8 @@ class Remedy:
             return f"{self.what} ({self.how}): tried, {said}"
         if self.failed:
             return f"{self.what} ({self.how}): tried, {self.failed}"
+        if self.peak is None:
+            return f"{self.what} ({self.how}): what that saves is not known before it is tried"
         return f"{self.what} ({self.how}): about {amount(self.peak)} a device"
 
 
@@ -71,9 +79,10 @@ def _tried(remedy: Remedy) -> Remedy:
 
 def _donation(result: Rehearsal) -> Iterator[Remedy]:
     request = result.request
+    if result.memory.aliased or is_jitted(request.function):
+        return
     free = [i for i in range(len(request.args)) if i not in {*request.donate, *request.data}]
-    results = jax.eval_shape(request.function, *request.args)
-    wanted = collections.Counter(map(_kind, jax.tree.leaves(results)))
+    wanted = collections.Counter(map(_kind, result.results))
     chosen = []
     for i in free:
         mine = collections.Counter(map(_kind, jax.tree.leaves(request.args[i])))
@@ -85,9 +94,17 @@ def _donation(result: Rehearsal) -> Iterator[Remedy]:
         yield Remedy(
             "donate what the step replaces",
             f"donate={donate if len(donate) > 1 else donate[0]}",
-            result.memory.peak - result.memory.arguments,
+            result.memory.peak - _argument_bytes(result, chosen),
             dataclasses.replace(request, donate=donate),
         )
+
+
+def _argument_bytes(result: Rehearsal, numbers: Iterable[int]) -> int:
+    """What a device holds of these arguments."""
+    names = names_of(result.request.function, len(result.request.args))
+    wanted = {names[number] for number in numbers}
+    rows = result.arguments.rows
+    return sum(row.device_bytes for row in rows if row.path.partition("/")[0] in wanted)
 
 
 def _kind(leaf: Any) -> tuple[tuple[int, ...], str]:
@@ -108,17 +125,27 @@ def _more_fsdp(result: Rehearsal) -> Iterator[Remedy]:
         return
     spec = MeshSpec.parse(wish)
     factor = sizes[data] if fsdp is None else 2
-    peak = result.memory.peak - result.memory.arguments * (factor - 1) // factor
+    state = _argument_bytes(result, set(range(len(request.args))) - set(request.data))
+    peak = result.memory.peak - state * (factor - 1) // factor
     yield Remedy(
         "cut parameters further",
         f"mesh='{spec}'",
         peak,
-        None if request.specs is not None else dataclasses.replace(request, mesh=str(spec)),
+        None if request.specs is not None else _on_mesh(result, spec),
     )
 
 
-def _smaller_batch(result: Rehearsal) -> Iterator[Remedy]:
+def _on_mesh(result: Rehearsal, spec: MeshSpec) -> Request:
+    """The same request with another mesh on the same machine."""
     request = result.request
+    if not isinstance(request.mesh, (Mesh, AbstractMesh)):
+        return dataclasses.replace(request, mesh=str(spec))
+    machine = dataclasses.replace(result.placement.topology, devices=None)
+    return dataclasses.replace(request, mesh=str(spec), on=machine, slices=1)
+
+
+def _smaller_batch(result: Rehearsal) -> Iterator[Remedy]:
+    request, memory = result.request, result.memory
     smaller = shrunk(request.args, request.data, 2) if request.data else None
     if smaller is None:
         return
@@ -136,7 +163,7 @@ def _smaller_batch(result: Rehearsal) -> Iterator[Remedy]:
         yield Remedy(
             "halve the batch",
             f"{rows} rows instead of {2 * rows}",
-            result.memory.peak - result.memory.temporaries // 2,
+            None if memory.refused else memory.peak - memory.temporaries // 2,
             dataclasses.replace(request, args=smaller),
         )
 
@@ -148,7 +175,7 @@ def _rematerialisation(result: Rehearsal) -> Iterator[Remedy]:
         yield Remedy(
             "rematerialise",
             "jax.checkpoint around each layer",
-            memory.peak - memory.temporaries // 2,
+            None if memory.refused else memory.peak - memory.temporaries // 2,
             None
             if request.lighter is None
             else dataclasses.replace(request, function=request.lighter, lighter=None),

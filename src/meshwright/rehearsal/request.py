@@ -17,6 +17,7 @@ from meshwright.hardware import topology as read_topology
 from meshwright.meshes import abstract_mesh, explain
 from meshwright.meshes.build import placement_of
 from meshwright.meshes.targets import target
+from meshwright.partitioning.options import Options
 from meshwright.placement import Placement
 from meshwright.rehearsal.arguments import argument_numbers, decide_specs
 from meshwright.rehearsal.compiler.jobs import Platform
@@ -26,6 +27,7 @@ from meshwright.spec import MeshSpec
 Compiler = Literal["vendor", "cpu"]
 
 _PLATFORMS: Mapping[str, Platform] = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}
+_MOST_CPU_DEVICES = 2048  # of one process, in XLA
 EXTRAS = {"tpu": "tpu", "gpu": "cuda13"}
 
 
@@ -60,14 +62,24 @@ class Request:
         if isinstance(self.mesh, (Mesh, AbstractMesh)):
             found = explain(self.mesh, on=self.on, slices=self.slices)
             return found, found.topology
-        hardware = (
-            target(None, None, self.slices)
-            if self.on is None
-            else read_topology(self.on, slices=self.slices)
-            if isinstance(self.on, str)
-            else target(self.on, None, self.slices)
-        )
+        hardware = self._hardware()
         return placement_of(MeshSpec.parse(self.mesh), hardware, self.dcn), hardware
+
+    def _hardware(self) -> Topology:
+        """The machine as data: no compiler is asked here."""
+        if isinstance(self.on, Topology):
+            return self.on
+        if isinstance(self.on, str):
+            return read_topology(self.on, slices=self.slices)
+        return target(self.on, None, self.slices)
+
+    def abstract(self, placed: Placement) -> AbstractMesh:
+        """The mesh without its devices."""
+        if isinstance(self.mesh, AbstractMesh):
+            return self.mesh
+        return (
+            self.mesh.abstract_mesh if isinstance(self.mesh, Mesh) else abstract_mesh(placed.spec)
+        )
 
     def decided(self, mesh: AbstractMesh) -> tuple[list[Any], Any]:
         """The specs of all arguments, and those of the results."""
@@ -95,6 +107,10 @@ def make_request(
         raise RehearsalError("rehearse: say which mesh, e.g. mesh='fsdp:-1, tp:4'.")
     if not args:
         raise RehearsalError("rehearse: pass the step's arguments, or their shapes.")
+    known = [field.name for field in dataclasses.fields(Options)]
+    for option in rest["options"]:
+        if option not in known:
+            raise RehearsalError(f"rehearse has no option {option!r}.{near(option, known)}")
     donated = argument_numbers("donate", donate, len(args))
     if data is None:
         data = [i for i in range(1, len(args)) if i not in donated]
@@ -122,13 +138,20 @@ def make_request(
 def _folder(cache: bool | str | Path) -> Path | None:
     if cache is False:
         return None
-    return default_folder() if cache is True else Path(cache)
+    if not isinstance(cache, (bool, str, Path)):
+        raise RehearsalError(f"cache: {short(cache)} is not a folder, True or False.")
+    return default_folder() if cache is True else Path(cache).expanduser()
 
 
-def platform_of(request: Request, hardware: Topology) -> Platform:
+def platform_of(request: Request, hardware: Topology, devices: int) -> Platform:
     """Whose compiler takes it; refused where that is not installed."""
     family = hardware.chip.family
     if request.compiler == "cpu" or family == "cpu":
+        if devices > _MOST_CPU_DEVICES:
+            raise RehearsalError(
+                f"{devices} simulated devices: the CPU compiler takes at most {_MOST_CPU_DEVICES}. "
+                "Rehearse a part of the machine, or use the vendor's compiler."
+            )
         return "cpu"
     if not _compat.compiler_installed(family):
         raise RehearsalError(
@@ -138,11 +161,6 @@ def platform_of(request: Request, hardware: Topology) -> Platform:
             "simulated devices, the same partitioning, memory only roughly."
         )
     return _PLATFORMS[family]
-
-
-def mesh_of(placed: Placement) -> AbstractMesh:
-    """The placement's mesh without its devices."""
-    return abstract_mesh(placed.spec)
 
 
 def shrunk(args: Sequence[Any], data: Sequence[int], parts: int) -> tuple[Any, ...] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from meshwright.errors import RehearsalError, short
 from meshwright.partitioning import PartitionReport
 from meshwright.placement import Placement
 from meshwright.rehearsal.ledger import Ledger
@@ -23,7 +24,7 @@ class Rehearsal:
 
     `time` is `None`, and there are no collectives, where the compiler ran out of memory.
     `stand_in`: compiled for simulated CPU devices instead of the hardware. `text` is the
-    optimised program itself.
+    optimised program itself, `results` the shapes of what it returns.
     """
 
     request: Request
@@ -37,6 +38,7 @@ class Rehearsal:
     compile_seconds: float
     from_cache: bool
     text: str
+    results: tuple[Any, ...] = ()
 
     @property
     def name(self) -> str:
@@ -71,6 +73,8 @@ class Rehearsal:
         """The two side by side."""
         from meshwright.rehearsal.comparing import Comparison
 
+        if not isinstance(other, Rehearsal):
+            raise RehearsalError(f"compare: {short(other)} is not a rehearsal.")
         return Comparison(self, other)
 
     def __repr__(self) -> str:

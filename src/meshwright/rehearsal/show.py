@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 
+from meshwright.rehearsal.remedies import Remedy
 from meshwright.rehearsal.result import Rehearsal
 
 _WORST = 3  # replicated arrays that are named
 
 
-def as_text(result: Rehearsal) -> str:
+def as_text(result: Rehearsal, ways: Sequence[Remedy] = ()) -> str:
+    """All of it. `ways` are the ways out, where they were tried."""
     parts = [headline(result), str(result.memory)]
     if result.time is not None:
         parts += [str(result.collectives), str(result.time)]
-    if advice := next_steps(result):
+    if advice := next_steps(result, ways):
         parts.append("\n".join(map(_item, advice)))
     return "\n\n".join(parts)
 
@@ -36,11 +39,11 @@ def headline(result: Rehearsal) -> str:
     return "\n".join(lines)
 
 
-def next_steps(result: Rehearsal) -> list[str]:
+def next_steps(result: Rehearsal, ways: Sequence[Remedy] = ()) -> list[str]:
     """What a reader would do about it, most important first."""
     found = []
     if not result.fits:
-        found += [str(remedy) for remedy in result.remedies()]
+        found += [str(remedy) for remedy in ways or result.remedies()]
     unasked = [entry for entry in result.collectives if entry.cause == "nobody asked"]
     if unasked:
         worst = max(unasked, key=lambda entry: entry.total_seconds)
@@ -72,7 +75,7 @@ def as_json(result: Rehearsal) -> dict[str, Any]:
         "from_cache": result.from_cache,
         "fits": result.fits,
         "memory": result.memory.to_json(),
-        "collectives": result.collectives.to_json(),
+        "collectives": None if result.time is None else result.collectives.to_json(),
         "time": None if result.time is None else result.time.to_json(),
         "arguments": result.arguments.to_json(),
         "next": next_steps(result),

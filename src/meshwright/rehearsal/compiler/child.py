@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from meshwright import _compat
 from meshwright.rehearsal.compiler.jobs import Job, Outcome, versions
 
@@ -23,7 +25,8 @@ _SIZES = ("argument", "output", "alias", "temp", "generated_code")
 def main(question: str, answer: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     job: Job = pickle.loads(Path(question).read_bytes())  # noqa: S301 - written by our parent
-    outcome = compile_job(job, _devices(job))
+    _compat.use_shardy(job.shardy)
+    outcome = compile_job(job)
     written = Path(f"{answer}.part")
     written.write_text(json.dumps(outcome.to_json()), encoding="utf-8")
     written.replace(answer)
@@ -31,11 +34,11 @@ def main(question: str, answer: str) -> None:
     os._exit(0)  # nothing is left to tidy, and compilers take their time to unload
 
 
-def compile_job(job: Job, devices: list[Any]) -> Outcome:
+def compile_job(job: Job) -> Outcome:
     """The outcome, also where the compiler refuses."""
     began = time.monotonic()
     try:
-        made = _compat.compile_bytecode(job.code, devices, list(job.free_outputs))
+        made = _compat.compile_bytecode(job.code, _devices(job), list(job.free_outputs))
     except Exception as error:  # whatever a compiler raises is its verdict
         reason = str(error).strip()
         exhausted = "RESOURCE_EXHAUSTED" in reason or "Ran out of memory" in reason
@@ -56,6 +59,7 @@ def compile_job(job: Job, devices: list[Any]) -> Outcome:
         cost=_cost(made),
         seconds=seconds,
         compiler=_compiler(job),
+        shardings=_compat.written_shardings(made, len(job.free_outputs)),
     )
 
 
@@ -79,8 +83,11 @@ def _devices(job: Job) -> list[Any]:
         return list(jax.devices("cpu"))
     from meshwright.meshes.targets import target
 
-    devices = target(job.topology, None, 1).devices or ()
-    return [devices[place] for place in job.positions.ravel()]
+    found = target(job.topology, None, 1)
+    devices = found.devices or ()
+    # The compiler counts its devices in an order of its own; the points of the grid are the same.
+    points = np.argsort(job.topology.index.ravel())[job.positions.ravel()]
+    return [devices[place] for place in found.index.ravel()[points]]
 
 
 def _compiler(job: Job) -> str:

@@ -16,7 +16,7 @@ from meshwright.hardware import Topology
 # What changes the result, besides the job itself: whose versions, which variables.
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda13-plugin")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-_FORMAT = 1
+_FORMAT = 2
 
 Platform = Literal["tpu", "cuda", "cpu"]
 
@@ -26,7 +26,8 @@ class Job:
     """A program in the compiler's bytecode, and where its parts run.
 
     `positions` holds, for each partition of the program, the place of its device in the
-    topology. `free_outputs` says whose sharding the compiler chooses.
+    topology, as its `index` counts. `free_outputs` says whose sharding the compiler chooses,
+    `shardy` in which of XLA's two languages the program's shardings are written.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Job:
     topology: Topology
     positions: np.ndarray
     free_outputs: tuple[bool, ...]
+    shardy: bool = True
 
     @property
     def key(self) -> str:
@@ -45,8 +47,10 @@ class Job:
             self.code,
             self.platform,
             (hardware.name, hardware.chip.name, hardware.axes, hardware.host.tobytes()),
+            hardware.index.astype(np.int64).tobytes(),
             self.positions.astype(np.int64).tobytes(),
             self.free_outputs,
+            self.shardy,
             versions(),
             tuple(os.environ.get(flag, "") for flag in FLAGS),
         )
@@ -58,6 +62,7 @@ class Outcome:
     """`verdict`: "compiled"; "exhausted" when the compiler ran out of memory; else "failed".
 
     `reason` is the compiler's own text where it refused, `notes` what it wrote on the way.
+    `shardings` are those of the results, as `_compat.written_shardings` writes them.
     """
 
     verdict: Literal["compiled", "exhausted", "failed"]
@@ -68,6 +73,7 @@ class Outcome:
     reason: str = ""
     notes: str = ""
     compiler: str = ""
+    shardings: list[str] = dataclasses.field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -31,7 +31,7 @@ def run(job: Job, deadline: float, tick: Callable[[float], None]) -> Outcome:
         question.write_bytes(pickle.dumps(job))
         with Path(folder, "notes").open("w+b") as notes:
             process = subprocess.Popen(  # noqa: S603 - our own module
-                [sys.executable, "-m", f"{__package__}.child", str(question), str(answer)],
+                [sys.executable, "-P", "-m", f"{__package__}.child", str(question), str(answer)],
                 stdin=subprocess.PIPE,
                 stdout=notes,
                 stderr=subprocess.STDOUT,

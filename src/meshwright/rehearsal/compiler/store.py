@@ -42,9 +42,12 @@ def save(folder: Path, job: Job, outcome: Outcome) -> None:
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=folder)
-        with os.fdopen(handle, "wb") as file:
-            file.write(hashlib.sha256(packed).digest() + packed)
-        Path(name).replace(_file(folder, job))
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(packed).digest() + packed)
+            Path(name).replace(_file(folder, job))
+        finally:
+            Path(name).unlink(missing_ok=True)
 
 
 def _file(folder: Path, job: Job) -> Path:

@@ -40,8 +40,10 @@ def _way_out(remedy: Remedy) -> Lane:
     title = f"{remedy.what} ({remedy.how})"
     if remedy.tried is not None:
         return lane(f"{title}, compiled", remedy.tried.memory)
-    said = remedy.failed or f"about {amount(remedy.peak)}"
-    return Lane(f"{title}: {said}", (Part("expected", max(0, remedy.peak), GREY),))
+    if remedy.peak is None or remedy.failed:
+        return Lane(f"{title}: {remedy.failed or 'not tried'}", ())
+    expected = Part("expected", max(0, remedy.peak), GREY)
+    return Lane(f"{title}: about {amount(remedy.peak)}", (expected,))
 
 
 def buffers(use: Memory) -> Html:
