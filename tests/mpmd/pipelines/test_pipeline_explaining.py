@@ -7,6 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import meshwright as mw
+from meshwright.mpmd.pipelines.operations import Operation
+from meshwright.mpmd.pipelines.recording import record
+from meshwright.mpmd.schedules.tasks import Task
 
 WIDTH = 8
 
@@ -138,3 +141,47 @@ def test_the_timeline_does_not_eat_donated_arguments():
     params = jax.tree.map(jnp.copy, PARAMS)
     donating.timeline(params, ROWS)
     assert not params["a"].is_deleted()
+
+
+class Failing:
+    """An array that cannot be waited for."""
+
+    def __init__(self, message):
+        self.message = message
+
+    def is_deleted(self):
+        return False
+
+    def block_until_ready(self):
+        raise RuntimeError(self.message)
+
+
+def recorded(value):
+    """The record of a single task that makes a value."""
+    operation = Operation(0, "0F0", (), (0,), task=Task("F", 0, 0), call=lambda: [value], number=3)
+    return record([operation], [None], lambda _: None)
+
+
+def test_a_result_that_is_being_given_up_counts_as_done():
+    found = recorded(Failing("BlockHostUntilReady() called on deleted or donated buffer"))
+    assert list(found.tasks) == [3]
+
+
+def test_a_task_that_fails_while_it_is_timed_says_so_to_the_caller():
+    with pytest.raises(RuntimeError, match="disk full"):
+        recorded(Failing("disk full"))
+
+
+def test_a_timeline_needs_arguments(step):
+    with pytest.raises(mw.PipelineError, match=r"timeline\(\) runs a step: pass its arguments"):
+        step.timeline()
+
+
+def test_shapes_can_be_explained_but_not_run(step):
+    shapes = jax.eval_shape(lambda: PARAMS)
+    assert len(step.explain(shapes, ROWS).stages) == 2
+    match = r"argument 0/a: a shape without data\. Pass arrays, or ask explain\(\.\.\.\)"
+    with pytest.raises(mw.PipelineError, match=match):
+        step(shapes, ROWS)
+    with pytest.raises(mw.PipelineError, match=match):
+        step.timeline(shapes, ROWS)

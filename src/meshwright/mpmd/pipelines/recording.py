@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from meshwright.mpmd.pipelines.operations import Operation
 
 
@@ -53,23 +51,28 @@ def record(
     tasks, transfers = [_Clock() for _ in groups], [_Clock() for _ in groups]
     ready: dict[int, Noted] = {}  # a cell, and what fills it
     sent = {}
-    for operation in operations:
-        tell(operation)
-        before = time.perf_counter()
-        values = operation.call(*[cells[cell] for cell in operation.ins])  # type: ignore[misc]
-        for cell, value in zip(operation.outs, values, strict=True):
-            cells[cell] = value
-        if operation.task is not None or operation.moves:
-            clock = (transfers if operation.moves else tasks)[operation.group]
-            inputs = [ready[cell] for cell in operation.ins if cell in ready]
-            noted = (clock, clock.note(operation.number, before, inputs, list(values)))
-            ready.update(dict.fromkeys(operation.outs, noted))
-        if operation.moves and operation.ins:
-            sent[operation.number] = before + offset
-        for cell in operation.drop:
-            cells[cell] = None
-    for clock in (*tasks, *transfers):
-        clock.stop()
+    clocks = [*tasks, *transfers]
+    try:
+        for operation in operations:
+            tell(operation)
+            before = time.perf_counter()
+            values = operation.call(*[cells[cell] for cell in operation.ins])  # type: ignore[misc]
+            for cell, value in zip(operation.outs, values, strict=True):
+                cells[cell] = value
+            if operation.task is not None or operation.moves:
+                clock = (transfers if operation.moves else tasks)[operation.group]
+                inputs = [ready[cell] for cell in operation.ins if cell in ready]
+                noted = (clock, clock.note(operation.number, before, inputs, list(values)))
+                ready.update(dict.fromkeys(operation.outs, noted))
+            if operation.moves and operation.ins:
+                sent[operation.number] = before + offset
+            for cell in operation.drop:
+                cells[cell] = None
+    finally:
+        for clock in clocks:
+            clock.stop()
+    for error in [clock.error for clock in clocks if clock.error is not None]:
+        raise error
     return Record(
         {
             number: (start + offset, end + offset)
@@ -95,6 +98,7 @@ class _Clock:
         self.dispatched: list[float] = []
         self.inputs: list[Sequence[Noted]] = []
         self.ends: list[float] = []
+        self.error: Exception | None = None
         self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._wait, daemon=True)
         self._thread.start()
@@ -108,12 +112,13 @@ class _Clock:
         return len(self.dispatched) - 1
 
     def _wait(self) -> None:
-        while (values := self._waiting.get()) is not None:
-            for value in values:
-                # A sum is given up to the next task, perhaps before we look.
-                if not value.is_deleted():
-                    _wait_for(value)
-            self.ends.append(time.perf_counter())
+        try:
+            while (values := self._waiting.get()) is not None:
+                for value in values:
+                    wait_for(value)
+                self.ends.append(time.perf_counter())
+        except Exception as error:
+            self.error = error
 
     def starts(self) -> list[float]:
         """When each could begin at the earliest: free, dispatched, and with its inputs there."""
@@ -129,11 +134,16 @@ class _Clock:
         self._thread.join()
 
 
-def _wait_for(value: Any) -> None:
+def wait_for(value: Any) -> None:
+    """Wait until an array is there, or until it was given up to the next task: a sum.
+
+    While it is being given up `is_deleted()` is still false, but waiting for it fails already.
+    """
     try:
-        jax.block_until_ready(value)  # type: ignore[no-untyped-call]
-    except RuntimeError:
         if not value.is_deleted():
+            value.block_until_ready()
+    except RuntimeError as error:
+        if not value.is_deleted() and "deleted or donated" not in str(error):
             raise
 
 

@@ -104,6 +104,11 @@ class PipelineStep:
                     f"argument {path}: a tracer. A pipeline is a program of its own for each "
                     "group: call it outside of jit, grad and vmap."
                 )
+            if isinstance(value, jax.ShapeDtypeStruct):
+                raise PipelineError(
+                    f"argument {path}: a shape without data. Pass arrays, or ask explain(...), "
+                    "which runs nothing."
+                )
             if isinstance(value, jax.Array) and value.is_deleted():
                 raise PipelineError(
                     f"argument {path}: the array was deleted or donated. Use the one that the "
@@ -131,7 +136,9 @@ class PipelineStep:
         call it, and all get the whole.
         """
         places = by_place(self.fn, args, keywords)
-        plan = self._plan(take_apart(places, 1))
+        if not places:
+            raise PipelineError("timeline() runs a step: pass its arguments.")
+        plan = self._plan(self._checked(places))
         copies = [
             jax.tree.map(_copied, arg) if number in self.donated else arg
             for number, arg in enumerate(places)
