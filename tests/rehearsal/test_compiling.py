@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -161,3 +162,17 @@ def test_the_default_folder_is_the_users_own(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/someone")
     assert str(store.default_folder()) == "/home/someone/.cache/meshwright"
+
+
+def test_another_line_that_calls_is_the_same_program_and_another_file_is_not(tmp_path):
+    own = tmp_path / "own_step.py"
+    source = "def step(w):\n    return w @ w\n"
+    found = []
+    for text in (source, source, "\n" + source):
+        own.write_text(text)
+        step = runpy.run_path(str(own))["step"]
+        if not found:
+            found.append(rehearsed(tmp_path / "cache", step).from_cache)
+        else:  # the same from another line
+            found.append(rehearsed(tmp_path / "cache", step).from_cache)
+    assert found == [False, True, False]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import io
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,12 +17,18 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from meshwright.errors import RehearsalError
 from meshwright.rehearsal.compiler.jobs import Platform
 
+_FILE = re.compile(r'loc\("([^"]+)":\d+')
+
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """A program, the shapes of its results, and which of those have no sharding yet."""
+    """A program, the shapes of its results, and which of those have no sharding yet.
+
+    `identity` is the same for the same program from the same source files, whoever called it.
+    """
 
     code: bytes
+    identity: str
     results: tuple[Any, ...]
     free_outputs: tuple[bool, ...]
 
@@ -45,10 +55,21 @@ def lower(
             lowered = traced.lower(lowering_platforms=(platform,))
         except Exception as error:
             raise RehearsalError(_cannot(platform, error)) from error
+    module = lowered.compiler_ir("stablehlo").operation
     code = io.BytesIO()
-    lowered.compiler_ir("stablehlo").operation.write_bytecode(code)
+    module.write_bytecode(code)
     results = tuple(jax.tree.leaves(traced.out_info))
-    return Lowered(code.getvalue(), results, _free(out, traced.out_info))
+    return Lowered(code.getvalue(), _identity(module), results, _free(out, traced.out_info))
+
+
+def _identity(module: Any) -> str:
+    """The program without its source lines, and the files that those are in."""
+    found = hashlib.sha256(module.get_asm(enable_debug_info=False).encode())
+    for name in sorted(set(_FILE.findall(module.get_asm(enable_debug_info=True)))):
+        found.update(name.encode())
+        with contextlib.suppress(OSError):
+            found.update(Path(name).read_bytes())
+    return found.hexdigest()
 
 
 def is_jitted(function: Callable[..., Any]) -> bool:

@@ -109,6 +109,7 @@ def run(request: Request) -> Rehearsal:
             placed.positions,
             program.free_outputs,
             _compat.uses_shardy(),
+            program.identity,
         )
         outcome, kept = _compiled(request, job, bar)
         bar.now("reading")

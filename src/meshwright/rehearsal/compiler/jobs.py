@@ -27,7 +27,8 @@ class Job:
 
     `positions` holds, for each partition of the program, the place of its device in the
     topology, as its `index` counts. `free_outputs` says whose sharding the compiler chooses,
-    `shardy` in which of XLA's two languages the program's shardings are written.
+    `shardy` in which of XLA's two languages the program's shardings are written. `identity` stands
+    for the program where there is one: its bytecode holds the lines of whoever called.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Job:
     positions: np.ndarray
     free_outputs: tuple[bool, ...]
     shardy: bool = True
+    identity: str = ""
 
     @property
     def key(self) -> str:
@@ -44,7 +46,7 @@ class Job:
         hardware = self.topology
         parts = (
             _FORMAT,
-            self.code,
+            self.identity or self.code,
             self.platform,
             (hardware.name, hardware.chip.name, hardware.axes, hardware.host.tobytes()),
             hardware.index.astype(np.int64).tobytes(),
