@@ -33,11 +33,22 @@ def test_the_same_step_has_the_same_words():
             "schedule: 1f1b of 2 groups, 2 stages and 4 microbatches in process 0; "
             "gpipe of 2 groups, 2 stages and 4 microbatches in process 1",
         ),
-        ({"loss": other_loss}, "task F0: 1 dot_general, 1 tanh, "),
+        ({"loss": other_loss}, "task F0: 1 tanh"),
     ],
 )
 def test_a_difference_is_named(change, text):
     assert difference([words(), words(**change)]).startswith(text)
+
+
+def test_of_tasks_only_what_differs_is_told():
+    found = difference([words(), words(loss=other_loss)])
+    assert "1 sin" in found and "dot_general" not in found and "checksum" not in found
+
+
+def test_tasks_that_differ_in_their_order_alone_show_checksums():
+    told = [{"task F0": f"1 add, 2 mul, checksum {text}"} for text in ("0a", "0b")]
+    expected = "task F0: checksum 0a in process 0; checksum 0b in process 1"
+    assert difference(told) == expected
 
 
 def test_many_arrays_are_told_in_few_words():

@@ -55,7 +55,7 @@ def in_words(plan: Plan) -> dict[str, str]:
     for program in sorted(plan.programs.values(), key=lambda p: (p.stage, p.kind != "F")):
         names = [eqn.primitive.name for eqn in program.eqns]
         counts = [f"{count} {name}" for name, count in collections.Counter(names).items()]
-        found[f"task {program.name}"] = f"{listing(counts)}, checksum {_checksum(names)}"
+        found[f"task {program.name}"] = ", ".join([*counts, f"checksum {_checksum(names)}"])
     sent = [
         (o.name, *((board.avals[cell].str_short(), str(board.lies[cell])) for cell in o.outs))
         for o in board.operations
@@ -75,15 +75,33 @@ def difference(told: Sequence[Mapping[str, str]]) -> str:
         said: dict[str, list[int]] = {}
         for process, words in enumerate(told):
             said.setdefault(words.get(part, "nothing"), []).append(process)
-        parts = [f"{text} in process {listing(who)}" for text, who in said.items()]
+        texts = _own(list(said)) if part.startswith("task ") else list(said)
+        parts = [
+            f"{text} in process {listing(who)}"
+            for text, who in zip(texts, said.values(), strict=True)
+        ]
         return f"{part}: {'; '.join(parts[:_NAMED])}"
     return ""
 
 
+def _own(tasks: Sequence[str]) -> list[str]:
+    """Of what tasks consist of, that which not all have; the checksums where the order differs.
+
+    >>> _own(["2 mul, 1 tanh, checksum 5f", "2 mul, 1 sin, checksum 07", "2 mul, checksum 3c"])
+    ['1 tanh', '1 sin', 'nothing more']
+    """
+    items = [task.split(", ") for task in tasks]
+    own = [[item for item in task if any(item not in other for other in items)] for task in items]
+    counts = [[item for item in task if not item.startswith("checksum ")] for task in own]
+    return [listing(task) or "nothing more" for task in (counts if any(counts) else own)]
+
+
 def _beside(words: Mapping[str, str], first: Mapping[str, str]) -> str:
     """What tells a plan from the first one."""
-    parts = [f" ({part}: {words.get(part)})" for part in _differing([words, first])]
-    return "".join(parts[:1])
+    for part in _differing([words, first]):
+        texts = [words.get(part, "nothing"), first.get(part, "nothing")]
+        return f" ({part}: {(_own(texts) if part.startswith('task ') else texts)[0]})"
+    return ""
 
 
 def _differing(told: Sequence[Mapping[str, str]]) -> list[str]:
