@@ -60,6 +60,13 @@ def test_marks_of_whole_numbers_are_refused():
     refused(loss, r"test_pipeline_bad_input\.py:\d+: no array of floating-point numbers")
 
 
+def test_marks_of_nothing_are_refused():
+    with pytest.raises(
+        mw.PipelineError, match=r"test_pipeline_bad_input\.py:\d+: nothing to go on"
+    ):
+        mw.stage(())
+
+
 def test_rows_that_cannot_be_cut():
     match = r"argument 1: 6 rows cannot be cut into 4 microbatches\. Take 4 or 8 rows"
     refused(chain_loss, match, arguments=(layers(2), *batch(6)))
@@ -145,7 +152,38 @@ def test_gradients_inside_of_a_loop():
 
         return jax.lax.scan(body, 0.0, None, length=2)[0]
 
-    refused(train_step, "value_and_grad.* is inside of scan|inside of scan")
+    line = train_step.__code__.co_firstlineno + 2
+    match = (
+        rf"value_and_grad\(\.\.\.\) at \S*test_pipeline_bad_input\.py:{line} is inside of scan.*"
+    )
+    refused(train_step, match + r"Call it once in a step, outside of control flow\.")
+
+
+def test_gradients_inside_of_a_choice():
+    def train_step(params, x, y):
+        def train(params):
+            return mw.value_and_grad(chain_loss)(params, x, y)[1]
+
+        return jax.lax.cond(x[0, 0] > 0, train, lambda params: params, params)
+
+    refused(train_step, r"^value_and_grad\(\.\.\.\) at \S+:\d+ is inside of cond.*Call it once")
+
+
+def test_a_choice_is_not_called_a_loop():
+    refused(looping(LOOPS["cond"]), r"inside of cond.*Choose in Python, or with jnp\.where")
+    refused(looping(LOOPS["scan"]), r"inside of scan.*Write the loop out")
+
+
+def test_several_differentiated_arguments():
+    refused(chain_loss, r"argnums=\(0, 1\): a pipeline differentiates one", argnums=(0, 1))
+
+
+@pytest.mark.parametrize("option", ["whole", "cut"])
+def test_parameters_are_not_to_be_cut(option):
+    refused(chain_loss, f"{option}=0: argument 0 holds the parameters", **{option: 0})
+    model = mw.pipeline(chain_loss, groups(2), schedule="forward", microbatches=4, **{option: 0})
+    with pytest.raises(mw.PipelineError, match=f"{option}=0: argument 0 holds the parameters"):
+        model(layers(2), *batch())
 
 
 def test_jax_gradients_instead_of_ours():

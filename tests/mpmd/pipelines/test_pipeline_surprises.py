@@ -309,3 +309,12 @@ def test_keys_split_before_the_microbatches_are_returned():
     key = jax.random.key(3)
     _, found, _ = mw.pipeline(augmented, PAIR, microbatches=4)(PARAMS, key, ROWS)
     assert found == jax.random.split(key)[0]
+
+
+def test_whole_numbers_cross_stages_where_there_are_no_gradients():
+    def quantized(params, x):
+        h = mw.stage((x @ params["a"]).astype(jnp.int8))
+        return h.astype(jnp.float32) @ params["b"]
+
+    found = mw.pipeline(quantized, PAIR, microbatches=4, schedule="forward")(PARAMS, 9 * ROWS)
+    assert_close(found.reshape(16, WIDTH), jax.jit(quantized)(PARAMS, 9 * ROWS))

@@ -66,9 +66,20 @@ def _opened(eqn: Any, known: dict[str, Any], open_remat: bool) -> tuple[Any, Seq
     if primitive in (known["closed_call"], known["custom_jvp"], known["custom_vjp"]):
         return _closed(inside)
     raise PipelineError(
-        f"stage(...) at {hidden[0]} is inside of {primitive.name}, which runs as one program and "
-        "cannot be cut. Write the loop out in Python around the marks, or move the mark outside."
+        f"{hidden[0]} is inside of {primitive.name}, which runs as one program and cannot be cut. "
+        f"{_way_out(hidden[0], primitive.name)}"
     )
+
+
+def _way_out(what: str, name: str) -> str:
+    """What to do about a mark or a region that control flow hides."""
+    if what.startswith("value_and_grad"):
+        return "Call it once in a step, outside of control flow."
+    if name == "cond":
+        return "Choose in Python, or with jnp.where after the mark, or move the mark outside."
+    if name in ("scan", "while"):
+        return "Write the loop out in Python around the marks, or move the mark outside."
+    return "Move the mark outside."
 
 
 def _closed(program: Any) -> tuple[Any, Sequence[Any]]:
@@ -109,7 +120,7 @@ def has_marks(program: Any) -> bool:
 
 
 def marks_in(program: Any) -> Iterator[str]:
-    """Where the marks and regions inside a program come from."""
+    """The marks and regions inside a program, in words, with the lines they come from."""
     return marks_of(getattr(program, "jaxpr", program).eqns)
 
 
@@ -117,9 +128,9 @@ def marks_of(eqns: Iterable[Any]) -> Iterator[str]:
     """The same, of equations."""
     for eqn in eqns:
         if eqn.primitive is mark():
-            yield eqn.params["where"]
+            yield f"stage(...) at {eqn.params['where']}"
         elif eqn.primitive is region_primitive():
-            yield "value_and_grad"
+            yield f"value_and_grad(...) at {eqn.params['region'].where}"
         for inner in _programs(eqn):
             yield from marks_in(inner)
 

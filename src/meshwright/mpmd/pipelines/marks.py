@@ -38,22 +38,20 @@ def stage(values: Any, name: str | None = None) -> Any:
     Array(0., dtype=float32)
     """
     leaves, treedef = jax.tree.flatten(values)
-    # Whole numbers have no gradient, so no backward: they need no mark to find their way.
+    where = caller(__file__)
+    if not leaves:
+        raise PipelineError(f"stage(...) at {where}: nothing to go on with.")
+    # Whole numbers have no gradient, so no backward: beside others they need no mark.
     inexact = [n for n, leaf in enumerate(leaves) if jnp.issubdtype(_dtype(leaf), jnp.inexact)]
-    if not inexact:
-        raise PipelineError(
-            f"stage(...) at {_caller()}: no array of floating-point numbers to go on with. Mark "
-            "what the next stage is computed from."
-        )
-    where = _caller()
+    chosen = inexact or range(len(leaves))
     marked = mark().bind(
-        *(jnp.asarray(leaves[n]) for n in inexact),
+        *(jnp.asarray(leaves[n]) for n in chosen),
         number=next(_numbers),
         where=where,
         name=name,
         backward=False,
     )
-    for n, value in zip(inexact, marked, strict=True):
+    for n, value in zip(chosen, marked, strict=True):
         leaves[n] = value
     return jax.tree.unflatten(treedef, leaves)
 
@@ -62,9 +60,9 @@ def _dtype(leaf: Any) -> Any:
     return getattr(leaf, "dtype", None) or jnp.result_type(type(leaf))
 
 
-def _caller() -> str:
-    """File and line of the nearest frame outside of this file."""
-    frame: Any = sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+def caller(file: str) -> str:
+    """File and line of the nearest frame outside of a file."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename == file:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

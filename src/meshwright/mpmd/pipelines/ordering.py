@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from meshwright.errors import PipelineError
 from meshwright.mpmd.pipelines.bench import Bench, Home, is_recomputed, look, variables
 from meshwright.mpmd.pipelines.marks import mark
@@ -23,6 +25,7 @@ def read_in_order(bench: Bench) -> None:
         elif is_recomputed(eqn):
             _pass_again(bench, eqn, ends[eqn.params["number"]], here)
         else:
+            _refuse_whole_numbers(bench, eqn)
             _refuse_inner_gradient(bench, eqn, here, opened)
             if not eqn.params["backward"]:
                 ends.setdefault(eqn.params["number"], []).append(eqn)
@@ -42,6 +45,15 @@ def _needed_forwards(bench: Bench) -> set[int]:
             found.add(n)
             needed.update(variables(eqn.invars))
     return found
+
+
+def _refuse_whole_numbers(bench: Bench, eqn: Any) -> None:
+    """A gradient must be able to come back through every mark."""
+    if bench.grads and not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars):
+        raise PipelineError(
+            f"stage(...) at {eqn.params['where']}: no array of floating-point numbers to go on "
+            "with, so no gradient comes back. Mark what the next stage is computed from."
+        )
 
 
 def _refuse_inner_gradient(

@@ -67,9 +67,9 @@ def read(
             f"the step calls value_and_grad {len(_regions(jaxpr))} times. A pipeline runs one "
             "region of microbatches per step: put the losses into one function."
         )
-    for where in (w for eqn in jaxpr.eqns for w in _outside(eqn)):
+    for what in (found for eqn in jaxpr.eqns for found in _outside(eqn)):
         raise PipelineError(
-            f"stage(...) at {where} is outside of the differentiated function. Marks belong into "
+            f"{what} is outside of the differentiated function. Marks belong into "
             "the function that value_and_grad is given."
         )
     eqn = jaxpr.eqns[place]

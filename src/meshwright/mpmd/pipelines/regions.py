@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from meshwright import _compat
 from meshwright.errors import PipelineError, near, short
 from meshwright.mpmd.pipelines.keywords import by_place, takes_places
+from meshwright.mpmd.pipelines.marks import caller
 from meshwright.mpmd.pipelines.rows import Rows, check_alike, is_key_each, one_microbatch
 from meshwright.mpmd.pipelines.statics import Split, as_shape, take_apart
 
@@ -40,6 +41,7 @@ class Region:
 
     Operands come in the order of `roles`. Results are values, reduced over microbatches as
     `reductions` say ("carry" goes into the next microbatch), then one gradient per "params".
+    `where` is the line of the user that called for it.
     """
 
     jaxpr: Any
@@ -48,6 +50,7 @@ class Region:
     reductions: tuple[str, ...]
     gradient: str | None
     microbatches: int
+    where: str
 
     @property
     def results(self) -> list[tuple[tuple[int, ...], Any]]:
@@ -183,6 +186,11 @@ class _Call:
     extra: Any = None  # the structure of what comes with the value, known once it has run
 
     def __post_init__(self) -> None:
+        if isinstance(self.argnums, (tuple, list)):
+            raise PipelineError(
+                f"argnums={self.argnums}: a pipeline differentiates one argument. Put what is to "
+                "be trained into one tree, such as a tuple, and pass that."
+            )
         named = [
             ("argnums", self.argnums),
             ("carry", self.carry),
@@ -193,6 +201,12 @@ class _Call:
             if number is not None and number not in range(len(self.parts)):
                 raise PipelineError(
                     f"{what}={number}: the function got {len(self.parts)} arguments."
+                )
+        for what, numbers in (("whole", self.whole), ("cut", self.cut)):
+            if self.argnums in numbers:
+                raise PipelineError(
+                    f"{what}={self.argnums}: argument {self.argnums} holds the parameters, which "
+                    "are never cut."
                 )
         if self.carry == self.argnums:
             raise PipelineError(f"carry={self.carry}: argument {self.carry} is differentiated.")
@@ -302,6 +316,7 @@ def _write_down(call: _Call, aux: Any, reduce: str | None, step: Tracing) -> lis
         reductions,
         reduce,
         microbatches,
+        caller(__file__),
     )
     _check_carry(call, region)
     found: list[Any] = region_primitive().bind(*closed.consts, *operands, region=region)
