@@ -86,12 +86,14 @@ def test_no_marks_with_several_groups():
     def loss(params, x, y):
         return jnp.mean((x @ params["w0"] - y) ** 2)
 
-    refused(loss, "2 groups make 2 stages, not 1")
+    match = "2 groups make 2 stages, not 1.* Marks in the function: 0; one stage per group takes 1"
+    refused(loss, match)
 
 
 def test_more_marks_than_groups_have_stages():
     arguments = (layers(4), *batch())
-    refused(chain_loss, "2 groups make 2 stages, not 4", arguments=arguments)
+    match = "2 groups make 2 stages, not 4.* Marks in the function: 3; one stage per group takes 1"
+    refused(chain_loss, match, arguments=arguments)
     refused(chain_loss, "3 groups.*not 4|4 stages", at=groups(3), arguments=arguments)
     refused(
         chain_loss,

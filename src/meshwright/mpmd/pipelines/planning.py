@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from meshwright.errors import PipelineError
+from meshwright.errors import PipelineError, ScheduleError
 from meshwright.mpmd.pipelines.assembling import Assembled, assemble
 from meshwright.mpmd.pipelines.board import Board
 from meshwright.mpmd.pipelines.compiling import compile_all
@@ -98,9 +98,17 @@ class Planner:
         elif isinstance(self.schedule, Auto):
             found = self.schedule.build(groups, self.microbatches, stages)
         else:
-            found = named_schedule(
-                self.schedule, groups=groups, microbatches=self.microbatches, stages=stages
-            )
+            try:
+                found = named_schedule(
+                    self.schedule, groups=groups, microbatches=self.microbatches, stages=stages
+                )
+            except ScheduleError as error:
+                if stages == groups:
+                    raise
+                raise PipelineError(
+                    f"{error} Marks in the function: {stages - 1}; one stage per group takes "
+                    f"{groups - 1}."
+                ) from error
         if (found.groups, found.microbatches, found.stages) != (groups, self.microbatches, stages):
             raise PipelineError(
                 f"schedule {found.name} has {found.groups} groups, {found.microbatches} "
