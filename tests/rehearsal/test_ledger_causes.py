@@ -7,8 +7,8 @@ import pytest
 from ledger_helpers import book
 
 from meshwright.rehearsal.ledger import Clash, read_clashes
-from meshwright.rehearsal.ledger.causes import primitives
 from meshwright.rehearsal.programs import Source
+from meshwright.rehearsal.programs.names import primitives
 
 TP = "replica_groups={{0,1,2,3},{4,5,6,7}}"
 DP = "replica_groups={{0,4},{1,5},{2,6},{3,7}}"

@@ -68,7 +68,7 @@ def _share(share: float) -> Html:
 
 
 def _origin(buffer: Buffer) -> tuple[object, object]:
-    made = buffer.op_name.rsplit("/", 1)[-1] or buffer.name
+    made = buffer.made_by
     if buffer.source is None:
         return "", made[:60]
     where = f" in {buffer.source.function}" if buffer.source.function else ""

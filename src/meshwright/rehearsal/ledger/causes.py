@@ -33,6 +33,7 @@ from meshwright.rehearsal.ledger.collective import (
 )
 from meshwright.rehearsal.ledger.finding import Found
 from meshwright.rehearsal.programs import Instruction, Program
+from meshwright.rehearsal.programs.names import primitives
 from meshwright.rehearsal.programs.shapes import Leaf, bits
 
 _SUMS = ("all-reduce", "reduce-scatter")
@@ -155,18 +156,6 @@ class Causes:
             for argument in self._arguments
             for given in (argument.dims, argument.dims[1:])
         )
-
-
-def primitives(op_name: str) -> list[str]:
-    """The operations that a name, or several put together, stand for.
-
-    >>> primitives("jit(f)/jvp()/while/body/dot_general")
-    ['dot_general']
-    >>> primitives("jit(f)/(transpose(jvp())/scatter-add:jvp()/reduce_sum)")
-    ['scatter-add', 'reduce_sum']
-    """
-    last = (part.rpartition("/")[2].rstrip(")") for part in op_name.split(":"))
-    return list(dict.fromkeys(name for name in last if name))
 
 
 def _may_be_parameter(leaf: Leaf) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 
 from meshwright._tables import duration, table
 from meshwright.partitioning.show import amount
-from meshwright.rehearsal.ledger.causes import primitives
 from meshwright.rehearsal.ledger.collective import Collective, Ledger
+from meshwright.rehearsal.programs.names import primitives
 
 HEADING = ["collective", "array", "over", "bytes", "times", "in all", "links", "source"]
 RIGHT = [False, False, False, True, True, True, False, False]

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from meshwright.rehearsal.programs.instructions import Computation, Instruction
+from meshwright.rehearsal.programs.names import primitives
 from meshwright.rehearsal.programs.program import Program
 from meshwright.rehearsal.programs.sources import Source
 
@@ -36,6 +37,11 @@ class Buffer:
     bytes: int
     op_name: str
     source: Source | None
+
+    @property
+    def made_by(self) -> str:
+        """The operation in a word, or the compiler's own name where it has none."""
+        return ", ".join(primitives(self.op_name)) or self.name
 
 
 @dataclasses.dataclass(frozen=True)

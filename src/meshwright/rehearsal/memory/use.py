@@ -123,8 +123,8 @@ class Memory:
 
 
 def _origin(buffer: Buffer) -> str:
-    op = buffer.op_name.rsplit("/", 1)[-1] or buffer.name
-    return f"{op[:40]} {buffer.source}" if buffer.source else op[:60]
+    made_by = buffer.made_by
+    return f"{made_by[:40]} {buffer.source}" if buffer.source else made_by[:60]
 
 
 def as_compiled(sizes: Mapping[str, int], chip: Chip, buffers: tuple[Buffer, ...]) -> Memory:
