@@ -119,25 +119,3 @@ def test_a_model_by_its_own_rules(cache):
     assert {"gradient sums", "parameter gathers", "activation exchanges"} <= causes
     sources = {entry.source.file.rpartition("/")[2] for entry in found.collectives if entry.source}
     assert {"attention.py", "feedforward.py"} <= sources
-
-
-@pytest.mark.parametrize("on", ["v5e:2x4", "h100:8"])
-def test_a_pipeline_on_groups_that_are_not_here(on):
-    def loss(params, x):
-        x = mw.stage(jnp.tanh(x @ params["a"]))
-        return jnp.mean((x @ params["b"]) ** 2)
-
-    groups = mw.MpmdMesh(mw.mesh("pp:2, dp:4", on=on), "pp")
-    step = mw.pipeline(loss, groups, microbatches=4)
-    weight = jax.ShapeDtypeStruct((256, 256), "float32")
-    found = mw.rehearse_pipeline(
-        step, {"a": weight, "b": weight}, jax.ShapeDtypeStruct((64, 256), "float32")
-    )
-    assert found.fits
-    assert [task.name for group in found.groups for task in group.tasks] == [
-        *("0F", "0BW"),
-        *("1F", "1BW"),
-    ]
-    for group in found.groups:
-        assert group.memory.limit > 10 * 2**30
-        assert group.memory.arguments >= 4 * 256 * 256

@@ -61,6 +61,13 @@ def test_memory_follows_the_schedule(one_f_one_b):
     assert more == pytest.approx((MICRO - 3) * kept, rel=0.1)
 
 
+def test_arguments_stay_whatever_the_schedule():
+    # Group 0 needs its weights for the forward alone; the caller holds them to the end.
+    early, late = (rehearsed(schedule).groups[0].memory for schedule in ("1f1b", "gpipe"))
+    assert late.peak > early.peak
+    assert late.peak >= late.arguments + 2 * 4 * WIDTH * WIDTH
+
+
 def test_weights_and_their_gradients_are_in_it(one_f_one_b):
     weight = 4 * WIDTH * WIDTH
     for group in one_f_one_b.groups:
@@ -85,3 +92,7 @@ def test_bad_input():
     step = mw.pipeline(loss, mw.MpmdMesh(mw.mesh("pp:4, dp:2"), "pp"), microbatches=2)
     with pytest.raises(RehearsalError, match="pass the step's arguments"):
         mw.rehearse_pipeline(step)
+    with pytest.raises(RehearsalError, match="deadline: -1 is not a number of seconds"):
+        mw.rehearse_pipeline(step, PARAMS, X, deadline=-1)
+    with pytest.raises(RehearsalError, match="cache: 3 is not a folder"):
+        mw.rehearse_pipeline(step, PARAMS, X, cache=3)

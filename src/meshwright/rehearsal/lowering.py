@@ -59,10 +59,10 @@ def lower(
     code = io.BytesIO()
     module.write_bytecode(code)
     results = tuple(jax.tree.leaves(traced.out_info))
-    return Lowered(code.getvalue(), _identity(module), results, _free(out, traced.out_info))
+    return Lowered(code.getvalue(), identity_of(module), results, _free(out, traced.out_info))
 
 
-def _identity(module: Any) -> str:
+def identity_of(module: Any) -> str:
     """The program without its source lines, and the files that those are in."""
     found = hashlib.sha256(module.get_asm(enable_debug_info=False).encode())
     for name in sorted(set(_FILE.findall(module.get_asm(enable_debug_info=True)))):

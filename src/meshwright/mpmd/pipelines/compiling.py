@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,8 +14,20 @@ from meshwright._progress import Bar
 from meshwright.mpmd.pipelines.board import Board
 from meshwright.mpmd.pipelines.operations import Code, Operation
 
+# From a lowered program to one that answers as `jax.stages.Compiled` does.
+Compile = Callable[[Code, Operation, Any], Any]
 
-def compile_all(board: Board, operations: Sequence[Operation]) -> None:
+_TICK = 0.2  # seconds between two looks at a program that is being compiled
+
+
+def compile_here(_: Code, __: Operation, program: Any) -> Any:
+    """In this process, for devices of its own."""
+    return program.compile()
+
+
+def compile_all(
+    board: Board, operations: Sequence[Operation], compile_one: Compile = compile_here
+) -> None:
     """Compile what the operations run, each program once, in waves.
 
     How some values lie is known only when the program that makes them is compiled: programs
@@ -26,26 +39,33 @@ def compile_all(board: Board, operations: Sequence[Operation]) -> None:
             waiting.setdefault(id(operation.code), (operation.code, operation))
     total = len(waiting)
     threads = min(total or 1, os.cpu_count() or 1)
-    with (
-        Bar("pipeline") as bar,
-        concurrent.futures.ThreadPoolExecutor(threads) as pool,
-    ):
+    with Bar("pipeline") as bar, _threads(threads) as pool:
         while waiting:
             ready = [
-                (code, operation)
+                (code, operation, _lower(board, code, operation))
                 for code, operation in waiting.values()
                 if all(board.lies[cell] is not None for cell in operation.ins)
             ]
-            lowered = [(code, _lower(board, code, operation)) for code, operation in ready]
-            made = [(code, pool.submit(program.compile)) for code, program in lowered]
+            made = [(each[0], pool.submit(compile_one, *each)) for each in ready]
             for code, future in made:
+                while not concurrent.futures.wait([future], _TICK).done:
+                    bar.now(f"compiling {code.name}", total - len(waiting), total)
                 code.compiled = future.result()
                 del waiting[id(code)]
-                bar.now(f"compiling {code.name}", total - len(waiting), total)
             _learn(board, operations)
     for operation in operations:
         if operation.code is not None:
             operation.call = operation.code.compiled
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+    """Threads that nobody waits for where one has failed, or the user interrupts."""
+    pool = concurrent.futures.ThreadPoolExecutor(count)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _lower(board: Board, code: Code, operation: Operation) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from meshwright.errors import PipelineError, ScheduleError
 from meshwright.mpmd.pipelines.assembling import Assembled, assemble
 from meshwright.mpmd.pipelines.board import Board
-from meshwright.mpmd.pipelines.compiling import compile_all
+from meshwright.mpmd.pipelines.compiling import Compile, compile_all, compile_here
 from meshwright.mpmd.pipelines.cutting import Cut, cut
 from meshwright.mpmd.pipelines.layouts import Layouts
 from meshwright.mpmd.pipelines.operations import Operation, set_drops
@@ -51,7 +51,13 @@ class Planner:
     donated: tuple[int, ...]
     options: dict[str, Any]
 
-    def plan(self, parts: Split, mine: frozenset[int], link: Link | None) -> Plan:
+    def plan(
+        self,
+        parts: Split,
+        mine: frozenset[int],
+        link: Link | None,
+        compile_one: Compile = compile_here,
+    ) -> Plan:
         """Trace, cut, prove, put together and compile what these groups run."""
         traced = read(self.fn, parts, self.microbatches, self._is_forward(), self.options)
         if self._is_forward() == bool(traced.region.gradient):
@@ -81,7 +87,7 @@ class Planner:
         operations = share(board, mine, link)
         kept = {cell for by_group in assembled.results for cell in by_group.values()}
         set_drops(operations, kept | set(board.fixed))
-        compile_all(board, operations)
+        compile_all(board, operations, compile_one)
         return Plan(
             traced, stages, pieces, proof, assembled, operations, names, parts.paths, donated
         )

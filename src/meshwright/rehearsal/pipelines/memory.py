@@ -1,6 +1,7 @@
 """A group's memory, followed through its operations.
 
-Arguments stay, results live until their last use, and each program adds its own temporaries.
+Arguments stay unless a program is donated them, for the caller holds them too; results live until
+their last use, and each program adds its own temporaries.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def group_memory(
         if total(alive & given) + between + working > peak:
             peak, held = total(alive & given) + between + working, between
         alive |= set(operation.outs)
-        alive -= set(operation.drop)
+        alive -= set(operation.drop) - given
+        alive -= set() if code is None else {operation.ins[n] for n in code.donated}
     programs = sum(
         each.compiled.memory_analysis().generated_code_size_in_bytes
         for each in {id(o.code): o.code for o in operations if o.code is not None}.values()

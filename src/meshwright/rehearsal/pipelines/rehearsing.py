@@ -1,23 +1,28 @@
 """`rehearse_pipeline(...)`: every task of a pipeline compiled, and timed as its schedule runs.
 
 The groups' meshes say for what hardware: on `mw.mesh(..., on="v5e:4x4")` the vendor's compiler
-compiles every task, here in this process.
+compiles every task, in processes of its own; for live devices they are compiled here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from meshwright.errors import RehearsalError, short
 from meshwright.meshes import explain
+from meshwright.mpmd.pipelines.explaining import explain as explain_plan
 from meshwright.mpmd.pipelines.operations import Operation
 from meshwright.mpmd.pipelines.planning import Plan
+from meshwright.mpmd.pipelines.statics import take_apart
 from meshwright.mpmd.pipelines.step import PipelineStep
 from meshwright.mpmd.schedules.costs import Costs
 from meshwright.mpmd.schedules.timeline import Timeline, simulate
 from meshwright.placement import Placement
 from meshwright.rehearsal.ledger import ledger
+from meshwright.rehearsal.pipelines.asking import check_deadline, choose_folder
+from meshwright.rehearsal.pipelines.compiling import TaskCompiler
 from meshwright.rehearsal.pipelines.memory import bytes_on_device, group_memory
 from meshwright.rehearsal.pipelines.result import (
     GroupRehearsal,
@@ -28,8 +33,13 @@ from meshwright.rehearsal.programs import read_program
 from meshwright.rehearsal.timing.steptime import step_time
 
 
-def rehearse_pipeline(step: PipelineStep, *args: Any) -> PipelineRehearsal:
+def rehearse_pipeline(
+    step: PipelineStep, *args: Any, deadline: float = 900.0, cache: bool | str | Path = True
+) -> PipelineRehearsal:
     """Compile every task of a pipeline for its groups' hardware; `args` are arrays or shapes.
+
+    For groups that are not here the vendor's compiler has `deadline` seconds for each task, and
+    its answers are kept in `cache`, as for `rehearse`.
 
     >>> import jax, jax.numpy as jnp, meshwright as mw
     >>> def loss(params, x):
@@ -49,10 +59,18 @@ def rehearse_pipeline(step: PipelineStep, *args: Any) -> PipelineRehearsal:
         )
     if not args:
         raise RehearsalError("rehearse_pipeline: pass the step's arguments, or their shapes.")
-    explanation = step.explain(*args)
-    plan = step.plan_of(*args)
+    compiler = TaskCompiler(step.groups, check_deadline(deadline), choose_folder(cache))
+    plan = _elsewhere(step, args, compiler) if step.groups.compile_only else step.plan_of(*args)
     groups = tuple(_group(plan, number) for number in range(step.groups.mpmd_dim))
-    return PipelineRehearsal(groups, _timeline(plan, groups), explanation)
+    return PipelineRehearsal(groups, _timeline(plan, groups), explain_plan(plan, plan.names))
+
+
+def _elsewhere(step: PipelineStep, args: tuple[Any, ...], compiler: TaskCompiler) -> Plan:
+    """The plan of a step whose tasks are compiled in other processes; it cannot run."""
+    try:
+        return step.planner.plan(take_apart(args, 1), step.mine, step.link, compiler)
+    finally:
+        compiler.stop()
 
 
 def _group(plan: Plan, group: int) -> GroupRehearsal:

@@ -1,0 +1,105 @@
+"""A pipeline's tasks, compiled in processes of their own."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import io
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright import _compat
+from meshwright.errors import RehearsalError
+from meshwright.hardware import Chip
+from meshwright.mpmd.groups import Groups
+from meshwright.mpmd.pipelines.operations import Code, Operation
+from meshwright.rehearsal.compiler import running, store
+from meshwright.rehearsal.compiler.jobs import Job, Outcome, Platform
+from meshwright.rehearsal.lowering import identity_of
+from meshwright.rehearsal.memory.use import as_refused
+from meshwright.rehearsal.pipelines.compiled import CompiledTask
+from meshwright.rehearsal.pipelines.hardware import hardware_of
+
+_PLATFORMS: Mapping[str, Platform] = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}
+_LINES = 12  # of a compiler's own error
+
+
+class TaskCompiler:
+    """Compiles the programs of groups that are not here; the same program only once."""
+
+    def __init__(self, groups: Groups, deadline: float, folder: Path | None):
+        self.groups, self.deadline, self.folder = groups, deadline, folder
+        self._asked: dict[str, concurrent.futures.Future[Outcome]] = {}
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+
+    def __call__(self, code: Code, operation: Operation, program: Any) -> CompiledTask:
+        """What the vendor's compiler makes of a lowered program."""
+        job = self._job(code, operation, program)
+        outcome = self._outcome(job)
+        if outcome.verdict == "exhausted":
+            raise RehearsalError(_refusal(job.name, outcome.reason, job.topology.chip))
+        mesh = self.groups.meshes[operation.group]
+        return CompiledTask(outcome, _compat.named_shardings(outcome.shardings, mesh))
+
+    def stop(self) -> None:
+        """End the compilers that are still at work."""
+        self._stopped.set()
+
+    def _job(self, code: Code, operation: Operation, program: Any) -> Job:
+        module = program.compiler_ir("stablehlo").operation
+        written = io.BytesIO()
+        module.write_bytecode(written)
+        hardware, positions = hardware_of(self.groups.meshes[operation.group])
+        return Job(
+            _name(code, operation),
+            written.getvalue(),
+            _PLATFORMS[hardware.chip.family],
+            hardware,
+            positions,
+            tuple(out is None for out in code.outs),
+            _compat.uses_shardy(),
+            identity_of(module),
+        )
+
+    def _outcome(self, job: Job) -> Outcome:
+        """Waits for another thread that has asked the same."""
+        with self._lock:
+            first = job.key not in self._asked
+            answer = self._asked.setdefault(job.key, concurrent.futures.Future())
+        if first:
+            try:
+                answer.set_result(self._compiled(job))
+            except BaseException as error:  # those who wait are to hear of it too
+                answer.set_exception(error)
+        return answer.result()
+
+    def _compiled(self, job: Job) -> Outcome:
+        kept = None if self.folder is None else store.load(self.folder, job)
+        if kept is not None:
+            return kept
+        outcome = running.run(job, self.deadline, self._look)
+        if outcome.verdict == "failed":
+            lines = [line[:160] for line in outcome.reason.splitlines()[:_LINES]]
+            raise RehearsalError("\n  ".join([f"{job.name}: the compiler refused it.", *lines]))
+        if self.folder is not None:
+            store.save(self.folder, job, outcome)
+        return outcome
+
+    def _look(self, _: float) -> None:
+        if self._stopped.is_set():
+            raise RehearsalError("the rehearsal of this pipeline has ended.")
+
+
+def _name(code: Code, operation: Operation) -> str:
+    task = operation.task
+    return code.name if task is None else f"group {operation.group}: task {task.stage}{task.kind}"
+
+
+def _refusal(name: str, reason: str, chip: Chip) -> str:
+    verdict = as_refused(reason, 0, chip).verdict()
+    return (
+        f"{name}: the compiler ran out of memory. The group {verdict}. Use more groups, more "
+        "microbatches, or cut the arrays further."
+    )

@@ -1,0 +1,82 @@
+"""What hardware a group is, for a compiler that knows whole slices alone.
+
+libtpu crashes, or refuses, for many a part of a slice (0.0.42 to 0.0.50).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+from jax.sharding import Mesh
+
+from meshwright.errors import RehearsalError, TopologyError
+from meshwright.hardware import Topology
+from meshwright.hardware import topology as read_topology
+from meshwright.hardware.chips import CHIPS
+from meshwright.meshes import explain
+from meshwright.placement import Placement, place
+
+_TIMES = (1, 2, 4)  # how much larger a slice may be than a group of a size that none has
+
+
+def hardware_of(mesh: Mesh) -> tuple[Topology, np.ndarray]:
+    """Hardware with a name for a group's mesh, and the places of its devices there.
+
+    It has the shape of the group where slices come in that shape, turned if need be; else it is
+    a compact one of its size.
+    """
+    placed = explain(mesh)
+    found = _of_its_shape(placed.topology) or _of_its_size(placed)
+    if found is None:
+        raise RehearsalError(
+            f"no {placed.topology.chip.name} slice has the {mesh.size} devices of a group, or a "
+            "few more: there is nothing to compile it for. Use groups of another size."
+        )
+    return found
+
+
+def _of_its_shape(found: Topology) -> tuple[Topology, np.ndarray] | None:
+    torus = [d for d, axis in enumerate(found.axes) if axis.kind == "torus"]
+    turned = sorted(itertools.permutations(torus), key=lambda ds: [found.shape[d] for d in ds])
+    for dims in turned:
+        order = list(range(len(found.shape)))
+        for at, dim in zip(torus, dims, strict=True):
+            order[at] = dim
+        sides = [found.shape[d] for d in dims]
+        named = _named(found, sides, found.num_slices) if torus else _by_name(found.name)
+        if named is not None and named.shape == tuple(found.shape[d] for d in order):
+            return named, np.argsort(found.index.transpose(order).ravel())
+    return None
+
+
+def _of_its_size(placed: Placement) -> tuple[Topology, np.ndarray] | None:
+    """The most compact slice with as many devices, or the first devices of the next larger one."""
+    found = placed.topology
+    devices = found.num_devices
+    chips = -(-devices // CHIPS[found.chip.name].cores)
+    for times in _TIMES:
+        for sides in sorted(_boxes(times * chips, found.chip.torus), key=sum):
+            named = _named(found, sides, 1)
+            if named is not None and named.num_devices == devices:
+                return named, place(placed.spec, named).positions.ravel()
+            if named is not None:
+                return named, np.arange(devices)
+    return None
+
+
+def _boxes(chips: int, sides: int) -> Iterator[tuple[int, ...]]:
+    divisors = [d for d in range(1, chips + 1) if chips % d == 0]
+    return (box for box in itertools.product(divisors, repeat=sides) if int(np.prod(box)) == chips)
+
+
+def _named(found: Topology, sides: list[int] | tuple[int, ...], slices: int) -> Topology | None:
+    return _by_name(f"{found.chip.name}:{'x'.join(map(str, sides))}", slices)
+
+
+def _by_name(name: str, slices: int = 1) -> Topology | None:
+    try:
+        return read_topology(name, slices=slices)
+    except TopologyError:
+        return None
