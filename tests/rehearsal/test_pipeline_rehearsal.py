@@ -54,11 +54,12 @@ def test_memory_follows_the_schedule(one_f_one_b):
     for early, late in zip(one_f_one_b.groups, breadth.groups, strict=True):
         assert late.held > early.held
         assert late.memory.arguments == early.memory.arguments
-    # GPipe holds what all microbatches keep, 1F1B of stage s that of 4 - s.
+    # GPipe holds what all microbatches keep, 1F1B of stage s that of 4 - s; at the peak, which the
+    # compiler's temporaries may put a task earlier, that of one less.
     first, second = one_f_one_b.explanation.stages[:2]
     kept = (second.kept_bytes + first.sent_on_bytes) // 2
     more = breadth.groups[1].held - one_f_one_b.groups[1].held
-    assert more == pytest.approx((MICRO - 3) * kept, rel=0.1)
+    assert 0.9 * (MICRO - 3) * kept < more < 1.1 * (MICRO - 2) * kept
 
 
 def test_arguments_stay_whatever_the_schedule():
