@@ -161,6 +161,15 @@ def test_parameters_moments_and_average_lie_with_their_stage():
     assert jax.tree.map(lambda x: x.sharding, again) == jax.tree.map(lambda x: x.sharding, params)
 
 
+def test_numbers_that_a_step_returns_stay_numbers():
+    def train_step(params, x, y):
+        value, _ = mw.value_and_grad(chain_loss)(params, x, y)
+        return {"value": value, "two": 2, "fine": True}
+
+    found = mw.pipeline(train_step, groups(2), microbatches=4)(layers(2), *batch())
+    assert (type(found["two"]), found["two"], found["fine"]) == (int, 2, True)
+
+
 def test_work_before_and_after_the_microbatches():
     def trainer(value_and_grad):
         def train_step(params, x, y, key, count):
@@ -169,7 +178,7 @@ def test_work_before_and_after_the_microbatches():
             value, grads = value_and_grad(scaled, x, y)
             rate = 0.1 / (1 + count)
             new = jax.tree.map(lambda w, g: w - rate * g, params, grads)
-            metrics = {"value": value, "rate": rate, "spread": jnp.std(x), "two": 2}
+            metrics = {"value": value, "rate": rate, "spread": jnp.std(x)}
             return new, metrics, count + 1
 
         return train_step
