@@ -20,7 +20,11 @@ from meshwright.rehearsal.memory.use import Memory
 def group_memory(
     board: Board, operations: Sequence[Operation], group: int, chip: Chip
 ) -> tuple[Memory, int]:
-    """The peak of a group as its operations run, and what of it lives between them."""
+    """The peak of a group as its operations run, and what of it lives between them.
+
+    `operations` are those of all groups: what is sent away is forgotten by the group that takes it.
+    """
+    own = [operation for operation in operations if operation.group == group]
     given = {argument.cell for argument in board.placed if argument.group == group}
     given |= {cell for cell in board.fixed if board.group_of[cell] == group}
 
@@ -31,6 +35,9 @@ def group_memory(
     alive = set(given)
     peak, held = arguments, 0
     for operation in operations:
+        if operation.group != group:
+            alive -= set(operation.drop) - given
+            continue
         between = total(alive - given)
         code = operation.code
         working = total(operation.outs) if code is None else _working(code)
@@ -41,7 +48,7 @@ def group_memory(
         alive -= set() if code is None else {operation.ins[n] for n in code.donated}
     programs = sum(
         each.compiled.memory_analysis().generated_code_size_in_bytes
-        for each in {id(o.code): o.code for o in operations if o.code is not None}.values()
+        for each in {id(o.code): o.code for o in own if o.code is not None}.values()
     )
     rest = max(0, peak - arguments)
     return Memory(arguments, 0, 0, rest, programs, available(chip), chip.name, chip.family), held

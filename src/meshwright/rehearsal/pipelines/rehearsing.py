@@ -77,7 +77,7 @@ def _group(plan: Plan, group: int) -> GroupRehearsal:
     board = plan.assembled.board
     placed = explain(board.layouts.meshes[group])
     operations = [each for each in plan.operations if each.group == group]
-    memory, held = group_memory(board, operations, group, placed.topology.chip)
+    memory, held = group_memory(board, plan.operations, group, placed.topology.chip)
     return GroupRehearsal(group, memory, held, _tasks(operations, placed))
 
 
