@@ -11,11 +11,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from meshwright import _compat
 from meshwright._progress import Bar
-from meshwright.errors import RehearsalError
 from meshwright.hardware import Chip, Topology
 from meshwright.placement import Placement
 from meshwright.rehearsal.arguments import as_shapes, names_of, sharding_table
-from meshwright.rehearsal.compiler import running, store
+from meshwright.rehearsal.compiler.answers import answer
 from meshwright.rehearsal.compiler.jobs import Job, Outcome
 from meshwright.rehearsal.ledger import Ledger, ledger, read_clashes
 from meshwright.rehearsal.lowering import lower
@@ -26,8 +25,6 @@ from meshwright.rehearsal.request import Request, make_request, platform_of
 from meshwright.rehearsal.result import Rehearsal
 from meshwright.rehearsal.timing.steptime import StepTime, step_time
 from meshwright.spec import SpecLike
-
-_LINES = 12  # of a compiler's own error
 
 
 def rehearse(
@@ -111,7 +108,12 @@ def run(request: Request) -> Rehearsal:
             _compat.uses_shardy(),
             program.identity,
         )
-        outcome, kept = _compiled(request, job, bar)
+        outcome, kept = answer(
+            job,
+            request.cache,
+            request.deadline,
+            lambda passed: bar.now("compiling", passed, request.deadline),
+        )
         bar.now("reading")
         memory, collectives, timing = read(outcome, placed, arguments.device_bytes)
     return Rehearsal(
@@ -128,23 +130,6 @@ def run(request: Request) -> Rehearsal:
         text=outcome.text,
         results=program.results,
     )
-
-
-def _compiled(request: Request, job: Job, bar: Bar) -> tuple[Outcome, bool]:
-    """What the compiler says, or said before; whether it is from the cache."""
-    folder = request.cache
-    kept = None if folder is None else store.load(folder, job)
-    if kept is not None:
-        return kept, True
-    outcome = running.run(
-        job, request.deadline, lambda passed: bar.now("compiling", passed, request.deadline)
-    )
-    if outcome.verdict == "failed":
-        lines = [line[:160] for line in outcome.reason.splitlines()[:_LINES]]
-        raise RehearsalError("\n  ".join([f"{job.name}: the compiler refused it.", *lines]))
-    if folder is not None:
-        store.save(folder, job, outcome)
-    return outcome, False
 
 
 def read(

@@ -20,13 +20,12 @@ from meshwright.meshes.targets import target
 from meshwright.partitioning.options import Options
 from meshwright.placement import Placement
 from meshwright.rehearsal.arguments import argument_numbers, decide_specs
-from meshwright.rehearsal.compiler.jobs import Platform
-from meshwright.rehearsal.compiler.store import default_folder
+from meshwright.rehearsal.compiler.jobs import PLATFORMS, Platform
+from meshwright.rehearsal.options import check_deadline, choose_folder
 from meshwright.spec import MeshSpec
 
 Compiler = Literal["vendor", "cpu"]
 
-_PLATFORMS: Mapping[str, Platform] = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}
 _MOST_CPU_DEVICES = 2048  # of one process, in XLA
 EXTRAS = {"tpu": "tpu", "gpu": "cuda13"}
 
@@ -119,8 +118,6 @@ def make_request(
             f"compiler: {short(compiler)} is not known.{near(str(compiler), ('vendor', 'cpu'))} "
             "'vendor' is that of the hardware, 'cpu' partitions for simulated devices."
         )
-    if not isinstance(deadline, (int, float)) or isinstance(deadline, bool) or not deadline > 0:
-        raise RehearsalError(f"deadline: {short(deadline)} is not a number of seconds above 0.")
     return Request(
         function,
         args,
@@ -128,19 +125,11 @@ def make_request(
         data=argument_numbers("data", data, len(args)),
         donate=donated,
         compiler=compiler,  # type: ignore[arg-type]
-        deadline=float(deadline),
-        cache=_folder(cache),
+        deadline=check_deadline(deadline),
+        cache=choose_folder(cache),
         name=str(name or getattr(function, "__name__", "step")),
         **rest,
     )
-
-
-def _folder(cache: bool | str | Path) -> Path | None:
-    if cache is False:
-        return None
-    if not isinstance(cache, (bool, str, Path)):
-        raise RehearsalError(f"cache: {short(cache)} is not a folder, True or False.")
-    return default_folder() if cache is True else Path(cache).expanduser()
 
 
 def platform_of(request: Request, hardware: Topology, devices: int) -> Platform:
@@ -160,7 +149,7 @@ def platform_of(request: Request, hardware: Topology, devices: int) -> Platform:
             f"'meshwright[{EXTRAS[family]}]'. Or go without it, rehearse(..., compiler='cpu'): "
             "simulated devices, the same partitioning, memory only roughly."
         )
-    return _PLATFORMS[family]
+    return PLATFORMS[family]
 
 
 def shrunk(args: Sequence[Any], data: Sequence[int], parts: int) -> tuple[Any, ...] | None:

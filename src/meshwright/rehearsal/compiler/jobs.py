@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import os
 import pickle
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +20,7 @@ FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _FORMAT = 2
 
 Platform = Literal["tpu", "cuda", "cpu"]
+PLATFORMS: Mapping[str, Platform] = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}  # by chip family
 
 
 @dataclasses.dataclass(frozen=True)

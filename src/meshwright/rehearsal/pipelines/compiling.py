@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import io
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,12 @@ from meshwright.errors import RehearsalError
 from meshwright.hardware import Chip
 from meshwright.mpmd.groups import Groups
 from meshwright.mpmd.pipelines.operations import Code, Operation
-from meshwright.rehearsal.compiler import running, store
-from meshwright.rehearsal.compiler.jobs import Job, Outcome, Platform
+from meshwright.rehearsal.compiler.answers import answer
+from meshwright.rehearsal.compiler.jobs import PLATFORMS, Job, Outcome
 from meshwright.rehearsal.lowering import identity_of
 from meshwright.rehearsal.memory.use import as_refused
 from meshwright.rehearsal.pipelines.compiled import CompiledTask
 from meshwright.rehearsal.pipelines.hardware import hardware_of
-
-_PLATFORMS: Mapping[str, Platform] = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}
-_LINES = 12  # of a compiler's own error
 
 
 class TaskCompiler:
@@ -55,7 +51,7 @@ class TaskCompiler:
         return Job(
             _name(code, operation),
             written.getvalue(),
-            _PLATFORMS[hardware.chip.family],
+            PLATFORMS[hardware.chip.family],
             hardware,
             positions,
             tuple(out is None for out in code.outs),
@@ -67,25 +63,13 @@ class TaskCompiler:
         """Waits for another thread that has asked the same."""
         with self._lock:
             first = job.key not in self._asked
-            answer = self._asked.setdefault(job.key, concurrent.futures.Future())
+            found = self._asked.setdefault(job.key, concurrent.futures.Future())
         if first:
             try:
-                answer.set_result(self._compiled(job))
+                found.set_result(answer(job, self.folder, self.deadline, self._look)[0])
             except BaseException as error:  # those who wait are to hear of it too
-                answer.set_exception(error)
-        return answer.result()
-
-    def _compiled(self, job: Job) -> Outcome:
-        kept = None if self.folder is None else store.load(self.folder, job)
-        if kept is not None:
-            return kept
-        outcome = running.run(job, self.deadline, self._look)
-        if outcome.verdict == "failed":
-            lines = [line[:160] for line in outcome.reason.splitlines()[:_LINES]]
-            raise RehearsalError("\n  ".join([f"{job.name}: the compiler refused it.", *lines]))
-        if self.folder is not None:
-            store.save(self.folder, job, outcome)
-        return outcome
+                found.set_exception(error)
+        return found.result()
 
     def _look(self, _: float) -> None:
         if self._stopped.is_set():

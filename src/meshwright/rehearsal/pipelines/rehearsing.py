@@ -21,7 +21,7 @@ from meshwright.mpmd.schedules.costs import Costs
 from meshwright.mpmd.schedules.timeline import Timeline, simulate
 from meshwright.placement import Placement
 from meshwright.rehearsal.ledger import ledger
-from meshwright.rehearsal.pipelines.asking import check_deadline, choose_folder
+from meshwright.rehearsal.options import check_deadline, choose_folder
 from meshwright.rehearsal.pipelines.compiling import TaskCompiler
 from meshwright.rehearsal.pipelines.memory import bytes_on_device, group_memory
 from meshwright.rehearsal.pipelines.result import (

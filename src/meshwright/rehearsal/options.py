@@ -1,4 +1,4 @@
-"""The options of `rehearse_pipeline`, checked."""
+"""Options that every rehearsal takes, checked."""
 
 from __future__ import annotations
 
