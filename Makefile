@@ -15,7 +15,7 @@ COMPILERS = jax-cuda13-plugin jax-cuda13-pjrt
 STAMPS = .venv/.stamp .venv-compilers/.stamp .venv-newest/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo format lint test test-compilers test-newest test-gpu bench clean
+.PHONY: help venv demo format lint test test-slow test-compilers test-newest test-gpu bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,8 +49,12 @@ lint: venv ## check format, lint and types
 	.venv/bin/ruff check .
 	.venv/bin/mypy src
 
-test: lint ## lint, then the whole suite but what needs the vendors' compilers
-	$(CPU) .venv/bin/python -m pytest -n 2 --dist loadfile -m "not compilers and not gpu" $(PYTEST_ARGS)
+test: lint ## lint, then the suite but whole trainings and what needs the vendors' compilers
+	$(CPU) .venv/bin/python -m pytest -n 2 --dist loadfile \
+		-m "not compilers and not gpu and not slow" $(PYTEST_ARGS)
+
+test-slow: .venv/.stamp ## the examples, and models that train
+	$(CPU) .venv/bin/python -m pytest -n 2 -m slow tests/models tests/test_examples.py $(PYTEST_ARGS)
 
 test-compilers: .venv-compilers/.stamp ## the tests against libtpu and the CUDA compiler
 	$(CPU) .venv-compilers/bin/python -m pytest -n 2 -m compilers tests/compilers $(PYTEST_ARGS)

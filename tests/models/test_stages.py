@@ -7,6 +7,8 @@ from model_helpers import close, fresh
 
 import meshwright as mw
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_decoder_in_two_stages_has_the_loss_and_gradients_of_one_program():
     model = mw.models.model("tiny", stages=2)

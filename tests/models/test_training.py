@@ -9,6 +9,8 @@ from model_helpers import close, fresh, fresh_state
 
 import meshwright as mw
 
+pytestmark = pytest.mark.slow
+
 MESHES = {
     "tiny": "dp:2, fsdp:2, tp:2",
     "moe-tiny": "fsdp:2, ep:2, tp:2",
