@@ -1,5 +1,6 @@
 """One process of several: moves arrays between groups by one way, prints what came out as JSON."""
 
+import contextlib
 import faulthandler
 import socket
 import sys
@@ -190,11 +191,12 @@ def late(way: str) -> list[str]:
 
 def listening() -> list[str]:
     """The addresses on which this process listens, in hexadecimal."""
-    sockets = {
-        link.readlink().name[len("socket:[") : -1]
-        for link in Path("/proc/self/fd").iterdir()
-        if link.is_symlink() and link.readlink().name.startswith("socket:")
-    }
+    sockets = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another thread has closed it meanwhile
+            kind, _, number = link.readlink().name.partition(":")
+            if kind == "socket":
+                sockets.add(number.strip("[]"))
     found = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
