@@ -160,8 +160,8 @@ def test_the_default_folder_is_the_users_own(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert str(store.default_folder()) == "/somewhere/meshwright"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert str(store.default_folder()) == "/home/someone/.cache/meshwright"
+    monkeypatch.setenv("HOME", "/somebodys/home")
+    assert str(store.default_folder()) == "/somebodys/home/.cache/meshwright"
 
 
 def test_another_line_that_calls_is_the_same_program_and_another_file_is_not(tmp_path):

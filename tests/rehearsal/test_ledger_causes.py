@@ -184,7 +184,7 @@ COMPLAINTS = [
         "[spmd] Involuntary full rematerialization. The compiler was not able to go from sharding "
         "{devices=[2,4]0,1,2,3,4,5,6,7} to {devices=[8,1]0,1,2,3,4,5,6,7} without doing a full "
         "rematerialization of the tensor for HLO operation: %add.1 = f32[8,4]{1,0} add(f32[8,4] "
-        '%a, f32[8,4] %b), metadata={op_name="jit(f)/add" source_file="/home/me/t.py" '
+        '%a, f32[8,4] %b), metadata={op_name="jit(f)/add" source_file="/somewhere/t.py" '
         "source_line=4}. You probably want to enrich the sharding annotations to prevent this "
         "from happening.",
         Clash(
@@ -193,7 +193,7 @@ COMPLAINTS = [
             "{devices=[2,4]0,1,2,3,4,5,6,7}",
             "{devices=[8,1]0,1,2,3,4,5,6,7}",
             "jit(f)/add",
-            Source("/home/me/t.py", 4),
+            Source("/somewhere/t.py", 4),
         ),
     ),
 ]
