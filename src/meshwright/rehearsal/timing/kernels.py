@@ -7,7 +7,6 @@ on chip. A kernel that only slices an operand, or only updates a slice of it, mo
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Iterator
 
@@ -21,6 +20,9 @@ _FREE = frozenset(
         *("conditional", "optimization-barrier", "after-all", "partition-id", "replica-id"),
         *("domain", "add-dependency"),
     }
+)
+_COMMUNICATION = re.compile(
+    r"all-(gather|reduce|to-all)|reduce-scatter|collective-|ragged-all-to-all|(send|recv)(-done)?$"
 )
 _ON_CHIP = re.compile(r"\{[^{}]*S\([1-9]\d*\)\}")
 
@@ -65,16 +67,8 @@ def _is_free(instruction: Instruction) -> bool:
     return instruction.opcode in _FREE or ends or instruction.only_calls
 
 
-@functools.cache
-def _communication() -> re.Pattern[str]:
-    return re.compile(
-        r"all-(gather|reduce|to-all)|reduce-scatter|collective-|ragged-all-to-all"
-        r"|(send|recv)(-done)?$"
-    )
-
-
 def _is_communication(instruction: Instruction) -> bool:
-    return bool(_communication().match(instruction.opcode)) or (
+    return bool(_COMMUNICATION.match(instruction.opcode)) or (
         instruction.opcode == "fusion"
         and any("all-reduce-scatter" in n for _, n in instruction.called)
     )
