@@ -1,6 +1,9 @@
 """A pipeline of two groups in one process and in two, over loopback: the time of a step.
 
-python benchmarks/pipeline_processes.py
+    python benchmarks/pipeline_processes.py [--shared]
+
+Two processes get a half of the machine's cores each, one process all of them; with `--shared`
+nobody is bound to cores, and the thread pools of both processes compete for all.
 """
 
 from __future__ import annotations
@@ -25,21 +28,27 @@ from meshwright._tables import duration
 LAYERS, HIDDEN, ROWS, MICROBATCHES, STEPS = 8, 256, 64, 32, 15
 
 
-def main() -> None:
-    alone, two = [], []
-    for _ in range(3):  # interleaved, since the machine is not ours alone
-        alone.append(run(1))
-        two.append(run(2))
-    one, other = min(alone), min(two)
-    print(f"one process {duration(one)}, two processes {duration(other)}: {other / one:.2f}")
+SCHEDULES = ("1f1b", "eager-1f1b")
+PAIRS = 5  # interleaved, since the machine is not ours alone
 
 
-def run(processes: int) -> float:
+def main(shared: bool) -> None:
+    for schedule in SCHEDULES:
+        pairs = [(run(1, schedule, shared), run(2, schedule, shared)) for _ in range(PAIRS)]
+        one, two = (statistics.median(times) for times in zip(*pairs, strict=True))
+        print(
+            f"{schedule}: one process {duration(one)}, two processes {duration(two)}: "
+            f"{two / one:.2f}"
+        )
+
+
+def run(processes: int, schedule: str, shared: bool) -> float:
     """The median time of a step, as the first process sees it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    words = [[sys.executable, __file__, str(port), str(me), str(processes)] for me in range(2)]
+    setting = [schedule, str(int(shared)), str(port), str(processes)]
+    words = [[sys.executable, __file__, *setting, str(me)] for me in range(2)]
     running = [
         subprocess.Popen(line, stdout=subprocess.PIPE, text=True) for line in words[:processes]
     ]
@@ -47,7 +56,10 @@ def run(processes: int) -> float:
     return float(json.loads(said[0].splitlines()[-1]))
 
 
-def work(port: int, me: int, processes: int) -> None:
+def work(schedule: str, shared: bool, port: int, processes: int, me: int) -> None:
+    if not shared:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cores[me::processes])
     jax.config.update("jax_num_cpu_devices", 2 // processes)
     if processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -57,7 +69,8 @@ def work(port: int, me: int, processes: int) -> None:
     rng = np.random.default_rng(0)
     params = [rng.normal(size=(HIDDEN, HIDDEN)).astype("float32") / 16 for _ in range(LAYERS)]
     x = rng.normal(size=(ROWS * MICROBATCHES, HIDDEN)).astype("float32")
-    with mw.pipeline(train, mw.MpmdMesh(mesh, "pp"), microbatches=MICROBATCHES) as step:
+    groups = mw.MpmdMesh(mesh, "pp")
+    with mw.pipeline(train, groups, schedule=schedule, microbatches=MICROBATCHES) as step:
         times = []
         for _ in range(STEPS + 3):
             start = time.perf_counter()
@@ -83,7 +96,8 @@ def loss(params: list[jax.Array], x: jax.Array) -> jax.Array:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        work(*map(int, sys.argv[1:4]))
+    if len(sys.argv) > 2:
+        name, *numbers = sys.argv[1:]
+        work(name, *map(int, numbers))
     else:
-        main()
+        main("--shared" in sys.argv)

@@ -58,9 +58,9 @@ FAULTS = {
     "leave": (2, f"left before the others, last seen{OUTSIDE}"),
     "bare leave": (2, f"left before the others, last seen{OUTSIDE}"),
     "shape": (
-        2 + 5,  # it traces and compiles first
+        2,  # before it is compiled
         "came with plan 1 (argument 1: float32[8,4]) and process 0 with plan 0, "
-        "waiting for the plan of process 0 (step 3)",
+        "in the compiler (step 3)",  # or soon after, waiting
     ),
 }
 
@@ -69,10 +69,11 @@ FAULTS = {
 def test_the_other_process_ends_in_time_and_says_one_line(fault):
     limit, how = FAULTS[fault]
     line = f"meshwright: process 1 {how}{WAITED}\n"
+    later = line.replace("in the compiler", "waiting for the plan of process 0")
     ended = in_time(
-        lambda: run(fault), lambda ended: ended[0].said == line and ended[0].after < limit
+        lambda: run(fault), lambda ended: ended[0].said in (line, later) and ended[0].after < limit
     )
-    assert ended[0].said == line
+    assert ended[0].said in (line, later)
     assert ended[0].code == OTHERS
     assert ended[0].after < limit
     if fault not in SILENT:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import collections
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from meshwright.errors import PipelineError, listing
+from meshwright.mpmd.pipelines.statics import Split, as_shape
 from meshwright.mpmd.watching import Watch
 
 if TYPE_CHECKING:
@@ -22,21 +25,26 @@ class Agreement:
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
-        self._names: dict[Plan, str] = {}
+        self._names: dict[Hashable, str] = {}
+        self._agreed: set[Hashable] = set()
         self._first: Mapping[str, str] = {}
 
-    def enter(self, step: int, plan: Plan) -> None:
-        """Begin a step; the first with this plan waits for the others."""
-        if plan not in self._names:
-            words = in_words(plan)
+    def enter(self, step: int, kind: Hashable, parts: Split) -> None:
+        """Begin a step with arguments of a kind. Others hear of a new kind before it is compiled,
+        which may take long."""
+        if kind not in self._names:
+            words = _arguments(parts.paths, map(_short, parts.arrays))
             self._first = self._first or words
-            name = f"plan {len(self._names)}{_beside(words, self._first)}"
-            self.watch.enter(step, name)
-            wrong = self.watch.confer("the plan", json.dumps(words), _compared)
+            self._names[kind] = f"plan {len(self._names)}{_beside(words, self._first)}"
+        self.watch.enter(step, self._names[kind])
+
+    def agree(self, kind: Hashable, plan: Plan) -> None:
+        """Before the first step with a plan, compare it with that of the others."""
+        if kind not in self._agreed:
+            wrong = self.watch.confer("the plan", json.dumps(in_words(plan)), _compared)
             if wrong:
                 raise PipelineError(f"the processes do not run the same step: {wrong}.")
-            self._names[plan] = name
-        self.watch.enter(step, self._names[plan])
+            self._agreed.add(kind)
 
 
 def in_words(plan: Plan) -> dict[str, str]:
@@ -46,12 +54,7 @@ def in_words(plan: Plan) -> dict[str, str]:
         "schedule": f"{schedule.name} of {schedule.groups} groups, {schedule.stages} stages and "
         f"{schedule.microbatches} microbatches"
     }
-    arguments: dict[str, dict[str, str]] = collections.defaultdict(dict)
-    for path, var in zip(plan.paths, plan.traced.invars, strict=True):
-        arguments[path.partition("/")[0]][f"argument {path}"] = var.aval.str_short()
-    for number, arrays in arguments.items():
-        many = f"{len(arrays)} arrays, checksum {_checksum(arrays.items())}"
-        found |= arrays if len(arrays) <= _NAMED else {f"argument {number}": many}
+    found |= _arguments(plan.paths, [var.aval.str_short() for var in plan.traced.invars])
     for program in sorted(plan.programs.values(), key=lambda p: (p.stage, p.kind != "F")):
         names = [eqn.primitive.name for eqn in program.eqns]
         counts = [f"{count} {name}" for name, count in collections.Counter(names).items()]
@@ -63,6 +66,22 @@ def in_words(plan: Plan) -> dict[str, str]:
     ]
     found["transfers"] = f"{len(sent)}, checksum {_checksum(sent)}"
     return found
+
+
+def _arguments(paths: Sequence[str], kinds: Iterable[str]) -> dict[str, str]:
+    arguments: dict[str, dict[str, str]] = collections.defaultdict(dict)
+    for path, kind in zip(paths, kinds, strict=True):
+        arguments[path.partition("/")[0]][f"argument {path}"] = kind
+    found: dict[str, str] = {}
+    for number, arrays in arguments.items():
+        many = f"{len(arrays)} arrays, checksum {_checksum(arrays.items())}"
+        found |= arrays if len(arrays) <= _NAMED else {f"argument {number}": many}
+    return found
+
+
+def _short(value: Any) -> str:
+    """A type and a shape, as JAX writes them."""
+    return str(jax.typeof(as_shape(value)).str_short())
 
 
 def difference(told: Sequence[Mapping[str, str]]) -> str:
@@ -97,10 +116,9 @@ def _own(tasks: Sequence[str]) -> list[str]:
 
 
 def _beside(words: Mapping[str, str], first: Mapping[str, str]) -> str:
-    """What tells a plan from the first one."""
+    """What tells the arguments of a plan from those of the first one."""
     for part in _differing([words, first]):
-        texts = [words.get(part, "nothing"), first.get(part, "nothing")]
-        return f" ({part}: {(_own(texts) if part.startswith('task ') else texts)[0]})"
+        return f" ({part}: {words.get(part, 'nothing')})"
     return ""
 
 

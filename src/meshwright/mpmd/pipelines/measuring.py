@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright._tables import table
 from meshwright.mpmd.pipelines.operations import Operation
+from meshwright.mpmd.pipelines.predicting import Handing, predict
 from meshwright.mpmd.pipelines.programs import Key
-from meshwright.mpmd.pipelines.recording import Record
+from meshwright.mpmd.pipelines.recording import Dispatch, Record
 from meshwright.mpmd.schedules.costs import Costs
 from meshwright.mpmd.schedules.schedule import Schedule
+from meshwright.mpmd.schedules.tasks import Task
 from meshwright.mpmd.schedules.timeline import Timeline, simulate
 
 if TYPE_CHECKING:
@@ -22,10 +24,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredTimeline:
-    """A step as it ran and as predicted from the measured times of its tasks, in milliseconds."""
+    """A step as it ran and as predicted, in milliseconds.
+
+    `predicted` is made of the mean times of tasks, of transfers, and of handing tasks to the
+    groups; `undelayed` is what the schedule would take if that cost nothing.
+    """
 
     measured: Timeline
     predicted: Timeline
+    undelayed: Timeline
 
     @property
     def ratio(self) -> float:
@@ -36,7 +43,11 @@ class MeasuredTimeline:
         heading = ["", "makespan", "bubble", "idle"]
         rows = [
             [name, f"{t.makespan:.2f} ms", f"{t.bubble:.2f} ms", f"{100 * t.idle:.0f} %"]
-            for name, t in (("measured", self.measured), ("predicted", self.predicted))
+            for name, t in (
+                ("measured", self.measured),
+                ("predicted", self.predicted),
+                ("if handing over tasks were free", self.undelayed),
+            )
         ]
         figures = table([heading, *rows], [False, True, True, True])
         return f"{figures}\npredicted / measured: {self.ratio:.2f}\n\n{self.measured}"
@@ -57,11 +68,12 @@ class MeasuredTimeline:
             "ratio": self.ratio,
             "measured": self.measured.to_json(),
             "predicted": self.predicted.to_json(),
+            "undelayed": self.undelayed.to_json(),
         }
 
 
 def timelines(plan: Plan, record: Record) -> MeasuredTimeline:
-    """What was recorded, and what the mean times of its tasks and transfers predict."""
+    """What was recorded, and what the mean times of its parts predict."""
     operations = plan.assembled.board.operations
     ran = [[n for n in record.tasks if operations[n].group == group] for group in _groups(plan)]
     first = min(start for start, _ in record.tasks.values())
@@ -73,7 +85,9 @@ def timelines(plan: Plan, record: Record) -> MeasuredTimeline:
     costs = _costs(schedule, starts, ends)
     latency = 1e3 * _latency(operations, record)
     measured = Timeline(schedule, costs, latency, starts, ends)
-    return MeasuredTimeline(measured, simulate(plan.proof.schedule, list(costs), latency))
+    predicted = predict(schedule, costs, latency, _handings(operations, record))
+    undelayed = simulate(plan.proof.schedule, list(costs), latency)
+    return MeasuredTimeline(measured, predicted, undelayed)
 
 
 def _groups(plan: Plan) -> range:
@@ -89,6 +103,27 @@ def _latency(operations: Sequence[Operation], record: Record) -> float:
         if operations[n].ins[0] in made
     ]
     return max(0.0, statistics.fmean(late)) if late else 0.0
+
+
+def _handings(operations: Sequence[Operation], record: Record) -> list[list[Handing]]:
+    """What every process did, with the mean times of each kind and stage, in milliseconds."""
+    return [_typical([(operations[one.task].task, one) for one in host]) for host in record.hosts]
+
+
+def _typical(dispatches: Sequence[tuple[Task | None, Dispatch]]) -> list[Handing]:
+    spent: dict[Key, list[Dispatch]] = collections.defaultdict(list)
+    for task, one in dispatches:
+        if task is not None:
+            spent[task.kind, task.stage].append(one)
+    before, call = (
+        {key: 1e3 * statistics.fmean(one[at] for one in ones) for key, ones in spent.items()}
+        for at in (1, 2)
+    )
+    return [
+        Handing(task, before[task.kind, task.stage], call[task.kind, task.stage], one.waited)
+        for task, one in dispatches
+        if task is not None
+    ]
 
 
 def _only_run(plan: Plan, schedule: Schedule) -> Schedule:

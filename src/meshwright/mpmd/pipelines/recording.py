@@ -8,9 +8,18 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.mpmd.pipelines.operations import Operation
+
+
+class Dispatch(NamedTuple):
+    """A task as its process handed it to the devices, in seconds."""
+
+    task: int
+    before: float  # spent on other operations since the last task
+    call: float
+    waited: bool  # for what another process sent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,20 +29,28 @@ class Record:
     tasks: dict[int, tuple[float, float]]  # start and end
     sent: dict[int, float]
     arrived: dict[int, float]
+    hosts: list[list[Dispatch]]  # process by process, in its order
 
     def to_text(self) -> str:
-        return json.dumps([list(part.items()) for part in dataclasses.astuple(self)])
+        times = (self.tasks, self.sent, self.arrived)
+        return json.dumps([[list(part.items()) for part in times], self.hosts])
 
     @staticmethod
     def from_text(text: str) -> Record:
-        tasks, sent, arrived = json.loads(text)
-        return Record({n: (start, end) for n, (start, end) in tasks}, dict(sent), dict(arrived))
+        (tasks, sent, arrived), hosts = json.loads(text)
+        return Record(
+            {n: (start, end) for n, (start, end) in tasks},
+            dict(sent),
+            dict(arrived),
+            [[Dispatch(*one) for one in host] for host in hosts],
+        )
 
 
 def merge(texts: Sequence[str]) -> str:
     """Records of several processes as one; where several run a task, from first to last."""
-    found = Record({}, {}, {})
+    found = Record({}, {}, {}, [])
     for record in map(Record.from_text, texts):
+        found.hosts.extend(record.hosts)
         for number, (start, end) in record.tasks.items():
             first, last = found.tasks.get(number, (start, end))
             found.tasks[number] = (min(first, start), max(last, end))
@@ -51,21 +68,33 @@ def record(
     tasks, transfers = [_Clock() for _ in groups], [_Clock() for _ in groups]
     ready: dict[int, Noted] = {}  # a cell, and what fills it
     sent = {}
+    host = list[Dispatch]()
+    last, waited = time.perf_counter(), 0.0
+    woken: dict[int, tuple[float, float]] = {}  # a transfer, and when this process waited for it
     clocks = [*tasks, *transfers]
     try:
         for operation in operations:
             tell(operation)
-            before = time.perf_counter()
+            begin = time.perf_counter()
             values = operation.call(*[cells[cell] for cell in operation.ins])  # type: ignore[misc]
             for cell, value in zip(operation.outs, values, strict=True):
                 cells[cell] = value
+            end = time.perf_counter()
+            if operation.task is not None:
+                before = begin - last - waited
+                host.append(Dispatch(operation.number, before, end - begin, waited > 0))
+                last, waited = end, 0.0
+            elif operation.waits:
+                waited += end - begin
+                for clock, place in (ready[cell] for cell in operation.ins):
+                    woken[clock.numbers[place]] = (begin, end)
             if operation.task is not None or operation.moves:
                 clock = (transfers if operation.moves else tasks)[operation.group]
                 inputs = [ready[cell] for cell in operation.ins if cell in ready]
-                noted = (clock, clock.note(operation.number, before, inputs, list(values)))
+                noted = (clock, clock.note(operation.number, begin, inputs, list(values)))
                 ready.update(dict.fromkeys(operation.outs, noted))
             if operation.moves and operation.ins:
-                sent[operation.number] = before + offset
+                sent[operation.number] = begin + offset
             for cell in operation.drop:
                 cells[cell] = None
     finally:
@@ -81,12 +110,18 @@ def record(
         },
         sent,
         {
-            number: end + offset
+            number: _arrival(end, woken.get(number)) + offset
             for clock in transfers
             for number, end, there in zip(clock.numbers, clock.ends, clock.filled, strict=True)
             if there
         },
+        [host],
     )
+
+
+def _arrival(ready: float, waited: tuple[float, float] | None) -> float:
+    """When what came is of use: if the process slept until then, once it is awake."""
+    return ready if waited is None or ready <= waited[0] else max(ready, waited[1])
 
 
 class _Clock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import jax
@@ -49,13 +49,12 @@ class PipelineStep:
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         parts = self._checked(by_place(self.fn, args, keywords))
-        plan = self._plan(parts)
+        plan = self._agreed(parts)
         board = plan.assembled.board
         cells = begin(board, parts.arrays, self.mine, plan.donated)
         if self.agreement is None:
             run(plan.operations, cells)
         else:
-            self.agreement.enter(self._steps, plan)
             watch = self.agreement.watch
             self._among_others(watch, lambda: run_watched(plan.operations, cells, watch))
         found = results(board, cells, plan.assembled.results, self.mine)
@@ -122,12 +121,13 @@ class PipelineStep:
         Takes the arguments of a call; without them it means the last one. Nothing runs.
         """
         places = by_place(self.fn, args, keywords)
-        plan = self._plan(take_apart(places, 1)) if places else self._last()
+        plan = self.plan_of(*places) if places else self._last()
         return explain(plan, plan.names)
 
     def plan_of(self, *args: Any) -> Plan:
         """Everything that is worked out and compiled before a call like this runs."""
-        return self._plan(take_apart(args, 1))
+        parts = take_apart(args, 1)
+        return self._plan(parts, _kind(parts))
 
     def timeline(self, *args: Any, **keywords: Any) -> MeasuredTimeline:
         """Run a step and note when every task ran, against what its times predict.
@@ -138,7 +138,7 @@ class PipelineStep:
         places = by_place(self.fn, args, keywords)
         if not places:
             raise PipelineError("timeline() runs a step: pass its arguments.")
-        plan = self._plan(self._checked(places))
+        plan = self._agreed(self._checked(places))
         copies = [
             jax.tree.map(_copied, arg) if number in self.donated else arg
             for number, arg in enumerate(places)
@@ -148,7 +148,6 @@ class PipelineStep:
         if self.agreement is None:
             return timelines(plan, record(plan.operations, cells, lambda _: None))
         watch = self.agreement.watch
-        self.agreement.enter(self._steps, plan)
         watch.confer("a timeline's begin", "", lambda _: "")
         tell = functools.partial(tell_watch, watch)
         found = self._among_others(watch, lambda: record(plan.operations, cells, tell))
@@ -160,29 +159,44 @@ class PipelineStep:
             raise PipelineError("explain() before the first call: pass the step's arguments.")
         return next(reversed(self._plans.values()))
 
-    def _plan(self, parts: Split) -> Plan:
+    def _agreed(self, parts: Split) -> Plan:
+        """The plan of a step that all processes now begin."""
+        kind = _kind(parts)
+        if self.agreement is None:
+            return self._plan(parts, kind)
+        self.agreement.enter(self._steps, kind, parts)
+        plan = self._plan(parts, kind)
+        self.agreement.agree(kind, plan)
+        return plan
+
+    def _plan(self, parts: Split, kind: Hashable) -> Plan:
         """What to do with arguments like these; worked out and compiled the first time."""
-        kinds = tuple(
-            (np.shape(x), getattr(x, "dtype", type(x)), bool(getattr(x, "weak_type", False)))
-            for x in parts.arrays
-        )
-        settings = tuple((type(leaf), leaf) for leaf in parts.rest)  # 1 is not True
-        key = (parts.treedef, parts.places, settings, kinds)
-        try:
-            hash(key)
-        except TypeError as error:
-            raise PipelineError(
-                f"an argument holds a leaf that is neither an array nor hashable: {error}. Pass "
-                "it by closure."
-            ) from error
-        if key not in self._plans:
+        if kind not in self._plans:
             if self.watch is not None:
                 # Tracing and compiling take what they take; others wait for us meanwhile.
-                self.watch.limit = math.inf
-            self._plans[key] = self.planner.plan(parts, self.mine, self.link)
+                self.watch.limit, self.watch.doing = math.inf, "the compiler"
+            self._plans[kind] = self.planner.plan(parts, self.mine, self.link)
             if self.watch is not None:
-                self.watch.limit = self.limit
-        return self._plans[key]
+                self.watch.limit, self.watch.doing = self.limit, ""
+        return self._plans[kind]
+
+
+def _kind(parts: Split) -> Hashable:
+    """What tells arguments apart that need plans of their own."""
+    kinds = tuple(
+        (np.shape(x), getattr(x, "dtype", type(x)), bool(getattr(x, "weak_type", False)))
+        for x in parts.arrays
+    )
+    settings = tuple((type(leaf), leaf) for leaf in parts.rest)  # 1 is not True
+    found = (parts.treedef, parts.places, settings, kinds)
+    try:
+        hash(found)
+    except TypeError as error:
+        raise PipelineError(
+            f"an argument holds a leaf that is neither an array nor hashable: {error}. Pass "
+            "it by closure."
+        ) from error
+    return found
 
 
 def _copied(value: Any) -> Any:
