@@ -101,3 +101,21 @@ def test_carried_state_with_aux_outputs():
     state = normal(5, 4)
     options = {"carry": 1, "has_aux": True, "aux": "sum"}
     assert_same_step(loss, layers(2), state, *batch(), at=groups(2), **options)
+
+
+def test_settings_of_a_carried_state_stay_settings_and_numbers_beside_it_are_data():
+    def loss(params, state, x, y):
+        h = mw.stage(state["act"](x @ params["w0"]) + state["rate"] * state["mean"])
+        out = h @ params["w1"]
+        state = state | {"mean": jnp.mean(x, axis=0)}
+        return jnp.mean((out - y) ** 2), (state, {"how": state["act"], "rows": len(x), "on": True})
+
+    state = {"act": jnp.tanh, "rate": 0.5, "mean": normal(5, 4)}
+    aux = {"how": "sum", "rows": "sum", "on": "stack"}
+    step = mw.pipeline(loss, groups(2), microbatches=2, carry=1, has_aux=True, aux=aux)
+    params = layers(2)
+    ((_, (after, beside)), _) = step(params, state, *batch())
+    assert (after["act"], after["rate"], beside["how"]) == (jnp.tanh, 0.5, jnp.tanh)
+    assert int(beside["rows"]) == len(batch()[0]) and beside["on"].tolist() == [True, True]
+    step(params, after, *batch())
+    assert len(step._plans) == 1  # what it hands on is as what it took

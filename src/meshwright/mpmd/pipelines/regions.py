@@ -17,7 +17,7 @@ from meshwright.errors import PipelineError, near, short
 from meshwright.mpmd.pipelines.keywords import by_place, takes_places
 from meshwright.mpmd.pipelines.marks import caller
 from meshwright.mpmd.pipelines.rows import Rows, check_alike, is_key_each, one_microbatch
-from meshwright.mpmd.pipelines.statics import Split, as_shape, take_apart
+from meshwright.mpmd.pipelines.statics import EMPTY, Split, as_data, as_shape, take_apart
 
 Role = Literal["whole", "params", "split", "carry"]
 REDUCTIONS = ("mean", "sum", "max", "stack")
@@ -183,7 +183,7 @@ class _Call:
     gradient: bool = True
     whole: tuple[int, ...] = ()
     cut: tuple[int, ...] = ()
-    extra: Any = None  # the structure of what comes with the value, known once it has run
+    extra: Split = EMPTY  # what comes with the value, known once it has run
 
     def __post_init__(self) -> None:
         if isinstance(self.argnums, (tuple, list)):
@@ -241,7 +241,7 @@ class _Call:
     def packed(self, results: list[Any]) -> Any:
         """What `run` gave, in the shape that the caller expects."""
         if not self.gradient:
-            return jax.tree.unflatten(self.extra, results)
+            return self.extra.rebuild(results)
         count = len(results) - len(self.trained) - 1
         value, extra, grads = results[0], results[1 : 1 + count], results[1 + count :]
         part = self.parts[self.argnums]
@@ -251,12 +251,12 @@ class _Call:
         tree = part.rebuild(by_place, other=None)
         if not self.has_aux and self.carry is None:
             return value, tree
-        return (value, jax.tree.unflatten(self.extra, extra)), tree
+        return (value, self.extra.rebuild(extra)), tree
 
     def _apart(self, out: Any) -> tuple[Any, list[Any]]:
         if not self.gradient:
-            leaves, self.extra = jax.tree.flatten(out)
-            return None, leaves
+            self.extra = take_apart(as_data(out))
+            return None, list(self.extra.arrays)
         value, extra = out, None
         if self.has_aux or self.carry is not None:
             if not isinstance(out, tuple) or len(out) != 2:
@@ -269,8 +269,18 @@ class _Call:
                 f"the function returned a {type(value).__name__}, not one number. With outputs "
                 "beside the value pass has_aux=True."
             )
-        leaves, self.extra = jax.tree.flatten(extra)
-        return value, leaves
+        self.extra = self._beside(extra)
+        return value, list(self.extra.arrays)
+
+    def _beside(self, extra: Any) -> Split:
+        """What comes with the value: in a carry settings stay settings, else numbers are data."""
+        if self.carry is None:
+            return take_apart(as_data(extra))
+        if not self.has_aux:
+            return take_apart(extra)
+        if not isinstance(extra, tuple) or len(extra) != 2:
+            raise PipelineError("with carry and has_aux the function returns value, (carry, aux).")
+        return take_apart((extra[0], as_data(extra[1])), 1)
 
 
 def _write_down(call: _Call, aux: Any, reduce: str | None, step: Tracing) -> list[Any]:
@@ -338,12 +348,10 @@ def _role(call: _Call, number: int, trained: bool, array: Any) -> Role:
 
 def _words(call: _Call, aux: Any) -> tuple[str, ...]:
     """How each leaf that comes with the value is reduced."""
-    blank = jax.tree.unflatten(call.extra, ["carry"] * call.extra.num_leaves)
+    blank = call.extra.rebuild(["carry"] * len(call.extra.arrays), other=None)
     if call.carry is not None:
         if not call.has_aux:
             return tuple(jax.tree.leaves(blank))
-        if not isinstance(blank, tuple) or len(blank) != 2:
-            raise PipelineError("with carry and has_aux the function returns value, (carry, aux).")
         carried, rest = blank
         return (*jax.tree.leaves(carried), *_spread(aux, rest))
     return tuple(_spread(aux, blank))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from meshwright.partitioning.leaves import path_text
 
@@ -49,6 +50,18 @@ def take_apart(tree: Any, depth: int = 0) -> Split:
         tuple(path_text(flat[n][0]) for n in places),
         tuple(flat[n][1] for n in places),
     )
+
+
+EMPTY = take_apart(None)
+
+
+def as_data(tree: Any) -> Any:
+    """A tree whose numbers and flags are arrays wherever they stand: they are results."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if _is_plain(leaf) else leaf, tree)
+
+
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, bool) or is_number(leaf)
 
 
 def is_number(leaf: Any) -> bool:
