@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import pytest
 
 import meshwright as mw
-from meshwright.errors import RehearsalError
 from meshwright.rehearsal.pipelines.hardware import hardware_of
 
 pytestmark = pytest.mark.compilers
@@ -55,14 +54,18 @@ def test_a_pipeline_on_groups_that_are_not_here(on, spec, cache):
 
 def test_what_was_compiled_before_is_kept(cache, monkeypatch):
     first = rehearsed("v5e:2x4", "pp:2, dp:4", cache)
-    monkeypatch.setattr("meshwright.rehearsal.compiler.running.run", None)
+    monkeypatch.setattr("meshwright.rehearsal.compiler.running.Compiler.run", None)
     again = rehearsed("v5e:2x4", "pp:2, dp:4", cache)
     assert again.to_json() == first.to_json()
 
 
 def test_a_group_that_does_not_fit_is_told(cache):
-    with pytest.raises(RehearsalError, match=r"group 0: .* The group does NOT fit: \S+ GiB"):
-        rehearsed("v5e:2x4", "pp:2, dp:4", cache, width=2**16)
+    found = rehearsed("v5e:2x4", "pp:2, dp:4", cache, width=2**16)
+    assert not found.fits
+    assert found.refused.startswith("group 0: ")
+    assert "group 0: does NOT fit: " in str(found)
+    assert "ran out of memory at group 0" in str(found) and "<p>" in found._repr_html_()
+    assert found.to_json()["timeline"] is None
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,14 @@ def test_what_is_too_large_says_by_how_much():
     assert "5.25 GiB too much" in str(found)
 
 
+def arguments(text):
+    """An argument of which every device holds a half."""
+    shape = tuple(map(int, text[4:-1].split(",")))
+    shape, spec = (2 * shape[0], *shape[1:]), jax.sharding.PartitionSpec("dp")
+    mesh = jax.sharding.AbstractMesh((2,), ("dp",))
+    return mw.describe({"w": jax.ShapeDtypeStruct(shape, "float32")}, mesh, {"w": spec}).rows
+
+
 @pytest.mark.parametrize(
     "reason",
     [
@@ -42,7 +50,7 @@ def test_what_is_too_large_says_by_how_much():
     ],
 )
 def test_the_compilers_verdict_is_shown_in_the_same_form(reason):
-    found = as_refused(reason, 2 * GIB, CHIPS["v5e"])
+    found = as_refused(reason, arguments("f32[512,1024,1024]"), CHIPS["v5e"])
     assert not found.fits
     assert found.refused
     assert found.peak == int(28.97 * GIB)
@@ -50,10 +58,15 @@ def test_the_compilers_verdict_is_shown_in_the_same_form(reason):
     assert found.limit == int(15.75 * GIB)
     assert "the compiler refused" in str(found)
     assert found.to_json()["refused"] is True
+    assert [(b.shape, b.bytes, b.made_by) for b in found.buffers] == [
+        ("f32[512,1024,1024]", 2 * GIB, "argument w")
+    ]
 
 
 def test_a_verdict_without_numbers_is_a_verdict():
-    found = as_refused("RESOURCE_EXHAUSTED: out of memory", GIB, CHIPS["v5e"])
+    found = as_refused(
+        "RESOURCE_EXHAUSTED: out of memory", arguments("f32[256,1024,1024]"), CHIPS["v5e"]
+    )
     assert not found.fits
     assert found.limit == available(CHIPS["v5e"])
 

@@ -11,8 +11,8 @@ from meshwright import _compat
 from meshwright.errors import RehearsalError
 from meshwright.mpmd.pipelines.operations import Code, Operation
 from meshwright.mpmd.pipelines.statics import take_apart
-from meshwright.rehearsal.compiler import running
 from meshwright.rehearsal.compiler.jobs import Outcome
+from meshwright.rehearsal.compiler.running import Compiler
 from meshwright.rehearsal.pipelines.compiling import TaskCompiler
 from meshwright.rehearsal.pipelines.hardware import hardware_of
 
@@ -82,11 +82,11 @@ def test_shardings_of_results_survive_being_written(sizes):
 def test_the_same_program_is_compiled_once(monkeypatch):
     asked = []
 
-    def run(job, deadline, tick):
+    def run(_, job, deadline, tick):
         asked.append(job.name)
         return Outcome("compiled", shardings=[""])
 
-    monkeypatch.setattr(running, "run", run)
+    monkeypatch.setattr(Compiler, "run", run)
     groups, lowered = task()
     compiler = TaskCompiler(groups, 1.0, None)
     compiler(*lowered)
@@ -105,7 +105,7 @@ def test_the_same_program_is_compiled_once(monkeypatch):
     ],
 )
 def test_what_a_compiler_refuses_names_the_group_and_the_task(outcome, message, monkeypatch):
-    monkeypatch.setattr(running, "run", lambda job, deadline, tick: outcome)
+    monkeypatch.setattr(Compiler, "run", lambda *_: outcome)
     groups, lowered = task()
     with pytest.raises(RehearsalError, match=message):
         TaskCompiler(groups, 1.0, None)(*lowered)

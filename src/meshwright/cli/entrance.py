@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _note
-            command.run()
+            code: int = command.run() or 0
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         where = f"{error.filename}: " if error.filename else ""
         print(f"meshwright: {where}{error.strerror}", file=sys.stderr)
         return 2
-    return 0
+    return code
 
 
 def _note(message: Warning | str, *_: Any, **__: Any) -> None:

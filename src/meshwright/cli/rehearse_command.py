@@ -16,11 +16,13 @@ from meshwright.rehearsal import Rehearsal, rehearse
 from meshwright.rehearsal.of_models import rehearse_model
 from meshwright.rehearsal.show import as_text
 
+DOES_NOT_FIT = 3  # exit code
+
 
 @dataclasses.dataclass
 class RehearseCommand:
     """Compile a train step for named hardware: does it fit, what does it move, how long does it
-    take. No accelerator is needed."""
+    take. No accelerator is needed. The exit code is 3 where it does not fit."""
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A model (tiny, llama3-8b, mixtral-8x7b, ...), or module:function for a step of your own. The
@@ -53,7 +55,7 @@ class RehearseCommand:
     html: Path | None = None
     """Also write a report to this file."""
 
-    def run(self) -> None:
+    def run(self) -> int:
         if self.html is not None and not self.html.parent.is_dir():
             raise RehearsalError(f"--html {self.html}: there is no folder {self.html.parent}.")
         result = self._rehearsed()
@@ -69,6 +71,7 @@ class RehearseCommand:
             print(json.dumps(found, indent=2))
         else:
             print(as_text(result, ways))
+        return 0 if result.fits else DOES_NOT_FIT
 
     def _rehearsed(self) -> Rehearsal:
         options: dict[str, Any] = {

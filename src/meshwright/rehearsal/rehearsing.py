@@ -12,10 +12,12 @@ from jax.sharding import AbstractMesh, Mesh
 from meshwright import _compat
 from meshwright._progress import Bar
 from meshwright.hardware import Chip, Topology
+from meshwright.partitioning.report import LeafRow
 from meshwright.placement import Placement
 from meshwright.rehearsal.arguments import as_shapes, names_of, sharding_table
 from meshwright.rehearsal.compiler.answers import answer
-from meshwright.rehearsal.compiler.jobs import Job, Outcome
+from meshwright.rehearsal.compiler.jobs import Job, Outcome, Site
+from meshwright.rehearsal.compiler.running import Compiler
 from meshwright.rehearsal.ledger import Ledger, ledger, read_clashes
 from meshwright.rehearsal.lowering import lower
 from meshwright.rehearsal.memory.buffers import live_buffers
@@ -90,7 +92,9 @@ def run(request: Request) -> Rehearsal:
     placed, hardware = request.placed()
     platform = platform_of(request, hardware, placed.positions.size)
     mesh = request.abstract(placed)
-    with Bar(f"{request.name} on {hardware.name}") as bar:
+    site = Site(platform, dataclasses.replace(hardware, devices=None), placed.positions)
+    # The compiler starts while the function is traced.
+    with Bar(f"{request.name} on {hardware.name}") as bar, Compiler(site) as compiler:
         bar.now("shardings")
         specs, out = request.decided(mesh)
         names = names_of(request.function, len(request.args))
@@ -101,9 +105,7 @@ def run(request: Request) -> Rehearsal:
         job = Job(
             request.name,
             program.code,
-            platform,
-            dataclasses.replace(hardware, devices=None),
-            placed.positions,
+            site,
             program.free_outputs,
             _compat.uses_shardy(),
             program.identity,
@@ -113,9 +115,10 @@ def run(request: Request) -> Rehearsal:
             request.cache,
             request.deadline,
             lambda passed: bar.now("compiling", passed, request.deadline),
+            compiler,
         )
         bar.now("reading")
-        memory, collectives, timing = read(outcome, placed, arguments.device_bytes)
+        memory, collectives, timing = read(outcome, placed, arguments.rows)
     return Rehearsal(
         request=request,
         placement=placed,
@@ -133,7 +136,7 @@ def run(request: Request) -> Rehearsal:
 
 
 def read(
-    outcome: Outcome, placed: Placement, arguments: int
+    outcome: Outcome, placed: Placement, arguments: Sequence[LeafRow]
 ) -> tuple[Memory, Ledger, StepTime | None]:
     """Memory, collectives and time, from what the compiler left."""
     chip: Chip = placed.topology.chip

@@ -1,6 +1,8 @@
-"""The compiling process: reads a job, compiles it, writes the outcome. Run with two file names.
+"""The compiling process: readies the devices, waits for a job, compiles it, writes the outcome.
 
-It ends when its standard input does, so that it never outlives the process that asked.
+Run with a folder: `site` is there from the start, `job` once a line comes by standard input, and
+`outcome` in the end. It ends when its standard input does, so that it never outlives the process
+that asked.
 """
 
 from __future__ import annotations
@@ -17,28 +19,43 @@ from typing import Any
 import numpy as np
 
 from meshwright import _compat
-from meshwright.rehearsal.compiler.jobs import Job, Outcome, versions
+from meshwright.rehearsal.compiler.jobs import Job, Outcome, Site, versions
 
 _SIZES = ("argument", "output", "alias", "temp", "generated_code")
 
 
-def main(question: str, answer: str) -> None:
+def main(folder: str) -> None:
+    place = Path(folder)
+    site: Site = pickle.loads(place.joinpath("site").read_bytes())  # noqa: S301 - our parent's
+    devices = _ready(site)
+    if not os.read(0, 1):
+        os._exit(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    job: Job = pickle.loads(Path(question).read_bytes())  # noqa: S301 - written by our parent
+    job: Job = pickle.loads(place.joinpath("job").read_bytes())  # noqa: S301 - our parent's
     _compat.use_shardy(job.shardy)
-    outcome = compile_job(job)
-    written = Path(f"{answer}.part")
+    outcome = compile_job(job, devices)
+    written = place / "outcome.part"
     written.write_text(json.dumps(outcome.to_json()), encoding="utf-8")
-    written.replace(answer)
+    written.replace(place / "outcome")
     sys.stderr.flush()
     os._exit(0)  # nothing is left to tidy, and compilers take their time to unload
 
 
-def compile_job(job: Job) -> Outcome:
+def _ready(site: Site) -> list[Any] | Exception:
+    """The devices to compile for, or what went wrong with them: that too is an outcome."""
+    try:
+        return _devices(site)
+    except Exception as error:
+        return error
+
+
+def compile_job(job: Job, devices: list[Any] | Exception) -> Outcome:
     """The outcome, also where the compiler refuses."""
     began = time.monotonic()
     try:
-        made = _compat.compile_bytecode(job.code, _devices(job), list(job.free_outputs))
+        if isinstance(devices, Exception):
+            raise devices
+        made = _compat.compile_bytecode(job.code, devices, list(job.free_outputs))
     except Exception as error:  # whatever a compiler raises is its verdict
         reason = str(error).strip()
         exhausted = "RESOURCE_EXHAUSTED" in reason or "Ran out of memory" in reason
@@ -73,27 +90,27 @@ def _cost(made: Any) -> dict[str, float]:
     return {name: float(found[name]) for name in wanted if name in (found or {})}
 
 
-def _devices(job: Job) -> list[Any]:
-    """The devices of the job's topology, in the order of the program's partitions."""
-    if job.platform == "cpu":
+def _devices(site: Site) -> list[Any]:
+    """The devices of a topology, in the order of the program's partitions."""
+    if site.platform == "cpu":
         import jax
 
-        count = int(job.positions.size)
+        count = int(site.positions.size)
         jax.config.update("jax_num_cpu_devices", count)  # type: ignore[no-untyped-call]
         return list(jax.devices("cpu"))
     from meshwright.meshes.targets import target
 
-    found = target(job.topology, None, 1)
+    found = target(site.topology, None, 1)
     devices = found.devices or ()
     # The compiler counts its devices in an order of its own; the points of the grid are the same.
-    points = np.argsort(job.topology.index.ravel())[job.positions.ravel()]
+    points = np.argsort(site.topology.index.ravel())[site.positions.ravel()]
     return [devices[place] for place in found.index.ravel()[points]]
 
 
 def _compiler(job: Job) -> str:
     """Which compiler this is, e.g. `libtpu 0.0.42, jax 0.10.2`."""
     known = dict(versions())
-    vendor = {"tpu": "libtpu", "cuda": "jax-cuda13-plugin", "cpu": "jaxlib"}[job.platform]
+    vendor = {"tpu": "libtpu", "cuda": "jax-cuda13-plugin", "cpu": "jaxlib"}[job.site.platform]
     return f"{vendor} {known[vendor]}, jax {known['jax']}"
 
 

@@ -24,20 +24,30 @@ PLATFORMS: Mapping[str, Platform] = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"} 
 
 
 @dataclasses.dataclass(frozen=True)
+class Site:
+    """The hardware that a program is compiled for, known before the program is.
+
+    `positions` holds, for each partition of the program, the place of its device in the
+    topology, as its `index` counts.
+    """
+
+    platform: Platform
+    topology: Topology
+    positions: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
 class Job:
     """A program in the compiler's bytecode, and where its parts run.
 
-    `positions` holds, for each partition of the program, the place of its device in the
-    topology, as its `index` counts. `free_outputs` says whose sharding the compiler chooses,
-    `shardy` in which of XLA's two languages the program's shardings are written. `identity` stands
-    for the program where there is one: its bytecode holds the lines of whoever called.
+    `free_outputs` says whose sharding the compiler chooses, `shardy` in which of XLA's two
+    languages the program's shardings are written. `identity` stands for the program where there
+    is one: its bytecode holds the lines of whoever called.
     """
 
     name: str
     code: bytes
-    platform: Platform
-    topology: Topology
-    positions: np.ndarray
+    site: Site
     free_outputs: tuple[bool, ...]
     shardy: bool = True
     identity: str = ""
@@ -45,14 +55,14 @@ class Job:
     @property
     def key(self) -> str:
         """The same for the same program, hardware, versions and compiler flags."""
-        hardware = self.topology
+        hardware = self.site.topology
         parts = (
             _FORMAT,
             self.identity or self.code,
-            self.platform,
+            self.site.platform,
             (hardware.name, hardware.chip.name, hardware.axes, hardware.host.tobytes()),
             hardware.index.astype(np.int64).tobytes(),
-            self.positions.astype(np.int64).tobytes(),
+            self.site.positions.astype(np.int64).tobytes(),
             self.free_outputs,
             self.shardy,
             versions(),

@@ -15,38 +15,50 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshwright.errors import RehearsalError
-from meshwright.rehearsal.compiler.jobs import Job, Outcome
+from meshwright.rehearsal.compiler.jobs import Job, Outcome, Site
 
 _TICK = 0.1  # seconds between two looks at the compiler
 _LINES = 12  # of what it wrote last, where it crashed
 
 
-def run(job: Job, deadline: float, tick: Callable[[float], None]) -> Outcome:
-    """Compile a job; `tick` is called with the seconds that passed.
+class Compiler:
+    """A process that readies itself for some hardware while its program is still being traced.
 
-    The process is ended when the deadline passes, and when this one is interrupted.
+    With `with`: at its end, and when this process ends, so does the other.
     """
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
-        question, answer = Path(folder, "job"), Path(folder, "outcome")
-        question.write_bytes(pickle.dumps(job))
-        with Path(folder, "notes").open("w+b") as notes:
-            process = subprocess.Popen(  # noqa: S603 - our own module
-                [sys.executable, "-P", "-m", f"{__package__}.child", str(question), str(answer)],
+
+    def __init__(self, site: Site):
+        self._folder = tempfile.TemporaryDirectory(prefix="meshwright-")
+        self._place = Path(self._folder.name)
+        self._place.joinpath("site").write_bytes(pickle.dumps(site))
+        with self._place.joinpath("notes").open("wb") as notes:
+            self._process = subprocess.Popen(  # noqa: S603 - our own module
+                [sys.executable, "-P", "-m", f"{__package__}.child", self._folder.name],
                 stdin=subprocess.PIPE,
                 stdout=notes,
                 stderr=subprocess.STDOUT,
                 env=environment(),
                 start_new_session=True,
             )
-            try:
-                status = _wait(job, process, deadline, tick)
-            finally:
-                _end(process)
-            notes.seek(0)
-            written = notes.read().decode("utf-8", "replace")
+
+    def run(self, job: Job, deadline: float, tick: Callable[[float], None]) -> Outcome:
+        """Compile a job, once; `tick` is called with the seconds that passed."""
+        self._place.joinpath("job").write_bytes(pickle.dumps(job))
+        with contextlib.suppress(BrokenPipeError):  # it has crashed, which is told below
+            os.write(self._process.stdin.fileno(), b"\n")  # type: ignore[union-attr]
+        status = _wait(job, self._process, deadline, tick)
+        written = self._place.joinpath("notes").read_text(encoding="utf-8", errors="replace")
+        answer = self._place / "outcome"
         if not answer.exists():
             raise RehearsalError(_crash(job, status, written))
         return Outcome(**{**json.loads(answer.read_text(encoding="utf-8")), "notes": written})
+
+    def __enter__(self) -> Compiler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _end(self._process)
+        self._folder.cleanup()
 
 
 def environment() -> dict[str, str]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright._tables import table
 from meshwright.hardware import Chip
+from meshwright.partitioning.report import LeafRow
 from meshwright.partitioning.show import amount
 from meshwright.rehearsal.memory.buffers import Buffer
 from meshwright.rehearsal.memory.limits import GPU_FRACTION, available
@@ -142,9 +143,16 @@ def as_compiled(sizes: Mapping[str, int], chip: Chip, buffers: tuple[Buffer, ...
     )
 
 
-def as_refused(reason: str, arguments: int, chip: Chip) -> Memory:
-    """The verdict of a compiler that ran out of memory, in the same form."""
+def as_refused(reason: str, rows: Sequence[LeafRow], chip: Chip) -> Memory:
+    """The verdict of a compiler that ran out of memory, in the same form.
+
+    It names what it needs and what there is, not what for; of the buffers the arguments are known.
+    """
     needed, limit = _read(reason)
+    arguments = sum(row.device_bytes for row in rows)
+    buffers = [
+        Buffer(f"argument {row.path}", _local(row), row.device_bytes, "", None) for row in rows
+    ]
     return Memory(
         arguments,
         0,
@@ -155,7 +163,13 @@ def as_refused(reason: str, arguments: int, chip: Chip) -> Memory:
         chip.name,
         chip.family,
         refused=True,
+        buffers=tuple(sorted(buffers, key=lambda buffer: (-buffer.bytes, buffer.name))),
     )
+
+
+def _local(row: LeafRow) -> str:
+    """What a device holds of an argument, such as `f32[512,128]`."""
+    return f"{row.text.partition('[')[0]}[{','.join(map(str, row.local))}]"
 
 
 def _read(reason: str) -> tuple[int | None, int | None]:

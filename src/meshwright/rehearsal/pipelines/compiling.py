@@ -10,15 +10,22 @@ from typing import Any
 
 from meshwright import _compat
 from meshwright.errors import RehearsalError
-from meshwright.hardware import Chip
 from meshwright.mpmd.groups import Groups
 from meshwright.mpmd.pipelines.operations import Code, Operation
 from meshwright.rehearsal.compiler.answers import answer
-from meshwright.rehearsal.compiler.jobs import PLATFORMS, Job, Outcome
+from meshwright.rehearsal.compiler.jobs import PLATFORMS, Job, Outcome, Site
 from meshwright.rehearsal.lowering import identity_of
-from meshwright.rehearsal.memory.use import as_refused
+from meshwright.rehearsal.memory.use import Memory, as_refused
 from meshwright.rehearsal.pipelines.compiled import CompiledTask
 from meshwright.rehearsal.pipelines.hardware import hardware_of
+
+
+class Exhausted(RehearsalError):
+    """A task for which the compiler ran out of memory: of which group, and its verdict."""
+
+    def __init__(self, task: str, group: int, memory: Memory):
+        super().__init__(f"{task}: the compiler ran out of memory. The group {memory.verdict()}.")
+        self.task, self.group, self.memory = task, group, memory
 
 
 class TaskCompiler:
@@ -35,7 +42,8 @@ class TaskCompiler:
         job = self._job(code, operation, program)
         outcome = self._outcome(job)
         if outcome.verdict == "exhausted":
-            raise RehearsalError(_refusal(job.name, outcome.reason, job.topology.chip))
+            memory = as_refused(outcome.reason, (), job.site.topology.chip)
+            raise Exhausted(job.name, operation.group, memory)
         mesh = self.groups.meshes[operation.group]
         return CompiledTask(outcome, _compat.named_shardings(outcome.shardings, mesh))
 
@@ -51,9 +59,7 @@ class TaskCompiler:
         return Job(
             _name(code, operation),
             written.getvalue(),
-            PLATFORMS[hardware.chip.family],
-            hardware,
-            positions,
+            Site(PLATFORMS[hardware.chip.family], hardware, positions),
             tuple(out is None for out in code.outs),
             _compat.uses_shardy(),
             identity_of(module),
@@ -79,11 +85,3 @@ class TaskCompiler:
 def _name(code: Code, operation: Operation) -> str:
     task = operation.task
     return code.name if task is None else f"group {operation.group}: task {task.stage}{task.kind}"
-
-
-def _refusal(name: str, reason: str, chip: Chip) -> str:
-    verdict = as_refused(reason, 0, chip).verdict()
-    return (
-        f"{name}: the compiler ran out of memory. The group {verdict}. Use more groups, more "
-        "microbatches, or cut the arrays further."
-    )

@@ -22,7 +22,7 @@ from meshwright.mpmd.schedules.timeline import Timeline, simulate
 from meshwright.placement import Placement
 from meshwright.rehearsal.ledger import ledger
 from meshwright.rehearsal.options import check_deadline, choose_folder
-from meshwright.rehearsal.pipelines.compiling import TaskCompiler
+from meshwright.rehearsal.pipelines.compiling import Exhausted, TaskCompiler
 from meshwright.rehearsal.pipelines.memory import bytes_on_device, group_memory
 from meshwright.rehearsal.pipelines.result import (
     GroupRehearsal,
@@ -39,7 +39,8 @@ def rehearse_pipeline(
     """Compile every task of a pipeline for its groups' hardware; `args` are arrays or shapes.
 
     For groups that are not here the vendor's compiler has `deadline` seconds for each task, and
-    its answers are kept in `cache`, as for `rehearse`.
+    its answers are kept in `cache`, as for `rehearse`. Where it runs out of memory at a task, the
+    result says which, and holds the group of that task alone.
 
     >>> import jax, jax.numpy as jnp, meshwright as mw
     >>> def loss(params, x):
@@ -60,7 +61,11 @@ def rehearse_pipeline(
     if not args:
         raise RehearsalError("rehearse_pipeline: pass the step's arguments, or their shapes.")
     compiler = TaskCompiler(step.groups, check_deadline(deadline), choose_folder(cache))
-    plan = _elsewhere(step, args, compiler) if step.groups.compile_only else step.plan_of(*args)
+    try:
+        plan = _elsewhere(step, args, compiler) if step.groups.compile_only else step.plan_of(*args)
+    except Exhausted as refused:
+        group = GroupRehearsal(refused.group, refused.memory, 0, ())
+        return PipelineRehearsal((group,), None, None, refused.task)
     groups = tuple(_group(plan, number) for number in range(step.groups.mpmd_dim))
     return PipelineRehearsal(groups, _timeline(plan, groups), explain_plan(plan, plan.names))
 

@@ -40,12 +40,14 @@ class GroupRehearsal:
 class PipelineRehearsal:
     """What the compiler made of a pipeline. Prints itself; HTML in a notebook; `to_json()`.
 
-    `timeline` is in milliseconds, from the modelled times of the tasks.
+    `timeline` is in milliseconds, from the modelled times of the tasks. `refused` names the task
+    at which the compiler ran out of memory, if it did: then only its group is known.
     """
 
     groups: tuple[GroupRehearsal, ...]
-    timeline: Timeline
-    explanation: Explanation
+    timeline: Timeline | None
+    explanation: Explanation | None
+    refused: str = ""
 
     @property
     def fits(self) -> bool:
@@ -53,8 +55,16 @@ class PipelineRehearsal:
 
     def __str__(self) -> str:
         lines = [f"group {group.group}: {group.memory.verdict()}" for group in self.groups]
+        if self.refused:
+            return "\n".join([*lines, self._advice()])
         tasks = table(self._tasks(), [False, *[True] * 5])
         return "\n".join([*lines, "", self._memory(), "", tasks, "", str(self.timeline)])
+
+    def _advice(self) -> str:
+        return (
+            f"The compiler ran out of memory at {self.refused}; the other tasks were not compiled. "
+            "Use more groups, more microbatches, or cut the arrays further."
+        )
 
     def _memory(self) -> str:
         rows = [["group", "arguments", "held", "largest task", "code", "peak"]]
@@ -85,11 +95,14 @@ class PipelineRehearsal:
         verdicts = "".join(
             f"<p>group {group.group}: {group.memory.verdict()}</p>" for group in self.groups
         )
+        if self.timeline is None:
+            return f"{verdicts}<p>{self._advice()}</p>"
         return f"{verdicts}{html_table(self._tasks(), [False, *[True] * 5])}{self.timeline.svg()}"
 
     def to_json(self) -> dict[str, Any]:
         return {
             "fits": self.fits,
+            "refused": self.refused or None,
             "groups": [
                 {
                     "group": group.group,
@@ -107,5 +120,5 @@ class PipelineRehearsal:
                 }
                 for group in self.groups
             ],
-            "timeline": self.timeline.to_json(),
+            "timeline": None if self.timeline is None else self.timeline.to_json(),
         }
