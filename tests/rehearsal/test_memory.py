@@ -117,6 +117,45 @@ def test_buffers_live_from_their_making_to_their_last_use():
     assert found == {"a": 4096, "b": 1024, "used": 1024, "wide": 16384}
 
 
+SET_ASIDE = """\
+HloModule jit_f, is_scheduled=true, num_partitions=1
+
+%body (state: (f32[256], f32[4096])) -> (f32[256], f32[4096]) {
+  %state = (f32[256], f32[4096]) parameter(0)
+  %x = f32[256] get-tuple-element(%state), index=0
+  %all = f32[4096] get-tuple-element(%state), index=1
+  %kept = f32[4096] tanh(%all), metadata={op_name="jit(f)/tanh" source_file="/m.py" source_line=7}
+  ROOT %next = (f32[256], f32[4096]) tuple(%x, %kept)
+}
+
+%condition (state.1: (f32[256], f32[4096])) -> pred[] {
+  %state.1 = (f32[256], f32[4096]) parameter(0)
+  ROOT %more = pred[] constant(true)
+}
+
+ENTRY %main (w: f32[1024], b: f32[256]) -> (f32[4096], f32[1024]) {
+  %w = f32[1024] parameter(0), metadata={op_name="params['w']"}
+  %b = f32[256] parameter(1), metadata={op_name="x"}
+  %aside = f32[4096] custom-call(), custom_call_target="AllocateBuffer"
+  %moved = (f32[1024], f32[1024], u32[]) copy-start(%w)
+  %start = (f32[256], f32[4096]) tuple(%b, %aside)
+  %loop = (f32[256], f32[4096]) while(%start), condition=%condition, body=%body
+  %out = f32[4096] get-tuple-element(%loop), index=1
+  %there = f32[1024] copy-done(%moved)
+  ROOT %both = (f32[4096], f32[1024]) tuple(%out, %there)
+}
+"""
+
+
+def test_a_buffer_without_a_name_is_whose_it_is_filled_or_copied_for():
+    found = {
+        b.name: (b.made_by, b.source and str(b.source))
+        for b in live_buffers(read_program(SET_ASIDE))
+    }
+    assert found["aside"] == ("tanh", "m.py:7")  # the loop fills it
+    assert found["moved"] == ("params['w']", None)
+
+
 def test_the_walk_accounts_for_what_the_compiler_reports(tmp_path):
     def step(w, x):
         def layer(x, w):

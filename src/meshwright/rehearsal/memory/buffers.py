@@ -14,6 +14,7 @@ import functools
 import re
 from collections.abc import Iterable, Mapping
 
+from meshwright.rehearsal.memory.origins import origin
 from meshwright.rehearsal.programs.instructions import Computation, Instruction
 from meshwright.rehearsal.programs.names import primitives
 from meshwright.rehearsal.programs.program import Program
@@ -56,7 +57,8 @@ def live_buffers(program: Program) -> tuple[Buffer, ...]:
     for computation, (name, number) in _Walk(program).entry().pieces:
         made = program.computations[computation].by_name[name]
         leaf = made.shape.leaves[number]
-        found.append(Buffer(name, str(leaf), leaf.bytes, made.op_name, program.source(made)))
+        named = origin(program, made) or made
+        found.append(Buffer(name, str(leaf), leaf.bytes, named.op_name, program.source(named)))
     return tuple(sorted(found, key=lambda buffer: (-buffer.bytes, buffer.name)))
 
 
