@@ -1,7 +1,7 @@
 """Whose operation a buffer belongs to, where the instruction that makes it does not say.
 
-Compilers copy, widen and set aside memory on behalf of others: a copy is that of what it copies, and
-memory that is set aside belongs to whoever fills it, which may be the body of a loop.
+Compilers copy, widen and set aside memory on behalf of others: a copy belongs to what it copies,
+and memory that is set aside to whoever fills it, which may be the body of a loop.
 """
 
 from __future__ import annotations
