@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import meshwright as mw
-from meshwright.rehearsal.pipelines.hardware import hardware_of
+from meshwright.rehearsal.pipelines.hardware import hardware_of, stand_in
 
 pytestmark = pytest.mark.compilers
 
@@ -69,19 +69,20 @@ def test_a_group_that_does_not_fit_is_told(cache):
 
 
 @pytest.mark.parametrize(
-    ("on", "spec", "name", "positions"),
+    ("on", "spec", "name", "positions", "odd"),
     [
-        ("v5e:4x4", "pp:2, fsdp:8", "v5e:2x4", [0, 1, 2, 3, 7, 6, 5, 4]),
-        ("v5e:4x2", "pp:2, dp:4", "v5e:2x2", [0, 1, 3, 2]),
-        ("v5e:4x4", "pp:4, dp:4", "v5e:2x2", [0, 1, 3, 2]),  # a chip of each host
-        ("v5e:4x4", "pp:8, dp:2", "v5e:2x2", [0, 1]),
-        ("v5p:2x2x4", "pp:2, dp:8", "v5p:2x2x2", [0, 1, 3, 2, 6, 7, 5, 4]),
-        ("h100:8x2", "pp:2, dp:8", "h100:4x2", [0, 1, 2, 3, 4, 5, 6, 7]),
+        ("v5e:4x4", "pp:2, fsdp:8", "v5e:2x4", [0, 1, 2, 3, 7, 6, 5, 4], False),
+        ("v5e:4x2", "pp:2, dp:4", "v5e:2x2", [0, 1, 3, 2], False),
+        ("v5e:4x4", "pp:4, dp:4", "v5e:2x2", [0, 1, 3, 2], True),  # a chip of each host
+        ("v5e:4x4", "pp:8, dp:2", "v5e:2x2", [0, 1], True),
+        ("v5p:2x2x4", "pp:2, dp:8", "v5p:2x2x2", [0, 1, 3, 2, 6, 7, 5, 4], True),
+        ("h100:8x2", "pp:2, dp:8", "h100:4x2", [0, 1, 2, 3, 4, 5, 6, 7], False),
     ],
 )
-def test_groups_are_compiled_for_hardware_that_can_be_had(on, spec, name, positions):
+def test_groups_are_compiled_for_hardware_that_can_be_had(on, spec, name, positions, odd):
     groups = mw.MpmdMesh(mw.mesh(spec, on=on), "pp")
     for mesh in groups.meshes:
         hardware, places = hardware_of(mesh)
         assert hardware.name == name
         assert places.tolist() == positions
+        assert stand_in(mesh) == (name if odd else "")

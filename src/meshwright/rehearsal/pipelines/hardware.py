@@ -37,6 +37,12 @@ def hardware_of(mesh: Mesh) -> tuple[Topology, np.ndarray]:
     return found
 
 
+def stand_in(mesh: Mesh) -> str:
+    """The slice that stands for a group, where none has its shape; else nothing."""
+    own = _of_its_shape(explain(mesh).topology)
+    return hardware_of(mesh)[0].name if own is None else ""
+
+
 def _of_its_shape(found: Topology) -> tuple[Topology, np.ndarray] | None:
     torus = [d for d, axis in enumerate(found.axes) if axis.kind == "torus"]
     turned = sorted(itertools.permutations(torus), key=lambda ds: [found.shape[d] for d in ds])

@@ -23,6 +23,7 @@ from meshwright.placement import Placement
 from meshwright.rehearsal.ledger import ledger
 from meshwright.rehearsal.options import check_deadline, choose_folder
 from meshwright.rehearsal.pipelines.compiling import Exhausted, TaskCompiler
+from meshwright.rehearsal.pipelines.hardware import stand_in
 from meshwright.rehearsal.pipelines.memory import bytes_on_device, group_memory
 from meshwright.rehearsal.pipelines.result import (
     GroupRehearsal,
@@ -83,7 +84,8 @@ def _group(plan: Plan, group: int) -> GroupRehearsal:
     placed = explain(board.layouts.meshes[group])
     operations = [each for each in plan.operations if each.group == group]
     memory, held = group_memory(board, plan.operations, group, placed.topology.chip)
-    return GroupRehearsal(group, memory, held, _tasks(operations, placed))
+    odd = stand_in(board.layouts.meshes[group]) if board.layouts.groups.compile_only else ""
+    return GroupRehearsal(group, memory, held, _tasks(operations, placed), odd)
 
 
 def _tasks(operations: Sequence[Operation], placed: Placement) -> tuple[TaskRehearsal, ...]:

@@ -28,12 +28,21 @@ class TaskRehearsal:
 
 @dataclasses.dataclass(frozen=True)
 class GroupRehearsal:
-    """One group. `held` is what lives between tasks at the peak: activations and sums."""
+    """One group. `held` is what lives between tasks at the peak: activations and sums.
+
+    `stand_in` names the slice that it was compiled for where none has the group's own shape.
+    """
 
     group: int
     memory: Memory
     held: int
     tasks: tuple[TaskRehearsal, ...]
+    stand_in: str = ""
+
+    def verdict(self) -> str:
+        """One line: does it fit."""
+        how = f" (compiled for {self.stand_in}: no slice has its shape)" if self.stand_in else ""
+        return f"group {self.group}: {self.memory.verdict()}{how}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,7 +63,7 @@ class PipelineRehearsal:
         return all(group.memory.fits for group in self.groups)
 
     def __str__(self) -> str:
-        lines = [f"group {group.group}: {group.memory.verdict()}" for group in self.groups]
+        lines = [group.verdict() for group in self.groups]
         if self.refused:
             return "\n".join([*lines, self._advice()])
         tasks = table(self._tasks(), [False, *[True] * 5])
@@ -92,9 +101,7 @@ class PipelineRehearsal:
         return rows
 
     def _repr_html_(self) -> str:
-        verdicts = "".join(
-            f"<p>group {group.group}: {group.memory.verdict()}</p>" for group in self.groups
-        )
+        verdicts = "".join(f"<p>{group.verdict()}</p>" for group in self.groups)
         if self.timeline is None:
             return f"{verdicts}<p>{self._advice()}</p>"
         return f"{verdicts}{html_table(self._tasks(), [False, *[True] * 5])}{self.timeline.svg()}"
@@ -108,6 +115,7 @@ class PipelineRehearsal:
                     "group": group.group,
                     "memory": group.memory.to_json(),
                     "held": group.held,
+                    "stand_in": group.stand_in or None,
                     "tasks": [
                         {
                             "name": task.name,
