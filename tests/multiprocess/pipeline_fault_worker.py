@@ -17,6 +17,7 @@ from meshwright import _compat
 
 STEPS, LAST = 6, 2
 LONG = 60
+PARAMS = {"a": np.eye(4, dtype="float32"), "b": np.eye(4, dtype="float32")}
 
 
 def loss(params, x):
@@ -51,9 +52,8 @@ def until_the_other_waits() -> None:
         time.sleep(0.001)
 
 
-def train(step, fault: str) -> None:
-    params = {"a": np.eye(4, dtype="float32"), "b": np.eye(4, dtype="float32")}
-    rows = 4
+def train(step, evaluate, fault: str) -> None:
+    params, rows = PARAMS, 4
     for n in range(STEPS):
         value, _ = step(params, np.ones((rows, 4), "float32"))
         jax.block_until_ready(value)
@@ -65,6 +65,10 @@ def train(step, fault: str) -> None:
                 return
             if fault == "shape":
                 rows = 8
+            if fault == "timeline":
+                step.timeline(params, np.ones((rows, 4), "float32"))
+            if fault == "order":
+                evaluate(params, np.ones((rows, 4), "float32"))
 
 
 def main() -> None:
@@ -76,9 +80,16 @@ def main() -> None:
     if mine == "program":
         print(time.time(), flush=True)
     limit = 2.0 if fault == "hang" else LONG
-    step = mw.pipeline(fn, mw.MpmdMesh(mesh, "pp"), microbatches=2, limit=limit)
-    with contextlib.nullcontext() if "bare" in fault else step:
-        train(step, mine)
+    groups = mw.MpmdMesh(mesh, "pp")
+    step = mw.pipeline(fn, groups, microbatches=2, limit=limit)
+    evaluate = mw.pipeline(loss, groups, schedule="forward", microbatches=2)
+    if mine == "values":
+        print(time.time(), flush=True)
+    if fault == "values":
+        step(PARAMS, np.full((4, 4), me, "float32"))
+    with contextlib.nullcontext() if "bare" in fault else evaluate:
+        with contextlib.nullcontext() if "bare" in fault else step:
+            train(step, evaluate, mine)
     if "bare" not in fault:
         os._exit(0)
 

@@ -39,14 +39,11 @@ def run(fault) -> list[Ended]:
         began = float(running[1].stdout.readline() or 0)
         ended = []
         for process in running:
-            if ended and fault == "stop":
-                process.kill()
             _, said = process.communicate(timeout=DEADLINE)
             ended.append(Ended(process.returncode, said, time.time() - began))
     return ended
 
 
-SILENT = ("kill", "stop")
 OUTSIDE = " outside of a task (step 2)"
 FAULTS = {
     # what process 1 does: seconds to the end, how it is said
@@ -57,6 +54,15 @@ FAULTS = {
     "hang": (2 + 5, f"hangs, no progress for 2 s,{OUTSIDE}"),
     "leave": (2, f"left before the others, last seen{OUTSIDE}"),
     "bare leave": (2, f"left before the others, last seen{OUTSIDE}"),
+    "timeline": (
+        2,
+        "came with plan 0 (its timeline) and process 0 with plan 0, "
+        "waiting for a timeline's begin of process 0 (step 3)",
+    ),
+    "order": (  # two pipelines, called in another order
+        2,
+        "came with plan 0 of pipeline 1 and process 0 with plan 0, in the compiler (step 3)",
+    ),
     "shape": (
         2,  # before it is compiled
         "came with plan 1 (argument 1: float32[8,4]) and process 0 with plan 0, "
@@ -76,7 +82,7 @@ def test_the_other_process_ends_in_time_and_says_one_line(fault):
     assert ended[0].said in (line, later)
     assert ended[0].code == OTHERS
     assert ended[0].after < limit
-    if fault not in SILENT:
+    if fault != "kill":
         assert ended[1].said.endswith(ended[0].said)
         assert (ended[1].said == ended[0].said) == ("raise" not in fault)
 
@@ -88,6 +94,11 @@ def test_another_program_is_refused_by_every_process():
         assert " sin, " in end.said and " tanh, " in end.said
         assert end.said.splitlines()[-1].startswith("meshwright: process ")
     assert sorted(end.code for end in ended) == [AT_FAULT, OTHERS]
+
+
+def test_data_that_differ_are_refused_by_every_process():
+    for end in run("values"):
+        assert "do not run the same step: values of argument 1 (all pass the same): " in end.said
 
 
 def test_a_step_that_nobody_closes_ends_quietly():

@@ -74,11 +74,8 @@ def run(start, what, victim=None, number=0, limit=60.0) -> list[Ended]:
             failed = time.monotonic()
             if number:
                 os.kill(running[victim].pid, number)
-            lasting = {running[victim]} if number == STOP or what == "blocks" else set()
-            times = until_ended(set(running) - lasting)
-            if number == STOP:
-                os.kill(running[victim].pid, signal.SIGCONT)
-                until_ended(lasting)
+            lasting = {running[victim]} if what == "blocks" else set()
+            times = until_ended(set(running) - lasting)  # a stopped one is made to go on
         finally:
             for process in running:
                 process.kill()
@@ -145,6 +142,8 @@ def wrong(fault, ended) -> list[str]:
     found = []
     for me, end in enumerate(ended):
         if me == victim:
+            if number == STOP and end.after > 4:
+                found.append("the stopped process: time")
             continue
         before = (me - 1) % COUNT
         waited = f"{before}F{TURN + (0 < me < victim)} of process {before}"

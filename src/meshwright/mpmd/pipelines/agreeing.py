@@ -9,39 +9,45 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from meshwright.errors import PipelineError, listing
+from meshwright.mpmd.pipelines.company import Company
 from meshwright.mpmd.pipelines.statics import Split, as_shape
-from meshwright.mpmd.watching import Watch
 
 if TYPE_CHECKING:
     from meshwright.mpmd.pipelines.planning import Plan
 
 _NAMED = 16  # arrays of an argument
+_READ = 2**20  # bytes of an array on devices
+_SAMPLE = 2**16  # elements of an array
 
 
 class Agreement:
-    """The plans that all processes have agreed on, each with a name that tells them apart."""
+    """A pipeline's plans that all processes have agreed on, with names that tell them apart."""
 
-    def __init__(self, watch: Watch) -> None:
-        self.watch = watch
+    def __init__(self, company: Company) -> None:
+        self.company, self.number = company, company.enter()
         self._names: dict[Hashable, str] = {}
         self._agreed: set[Hashable] = set()
         self._first: Mapping[str, str] = {}
 
-    def enter(self, step: int, kind: Hashable, parts: Split) -> None:
+    def enter(self, kind: Hashable, parts: Split, why: str = "") -> None:
         """Begin a step with arguments of a kind. Others hear of a new kind before it is compiled,
         which may take long."""
         if kind not in self._names:
             words = _arguments(parts.paths, map(_short, parts.arrays))
             self._first = self._first or words
-            self._names[kind] = f"plan {len(self._names)}{_beside(words, self._first)}"
-        self.watch.enter(step, self._names[kind])
+            whose = f" of pipeline {self.number}" if self.number else ""
+            self._names[kind] = f"plan {len(self._names)}{whose}{_beside(words, self._first)}"
+        self.company.watch.enter(self.company.steps, self._names[kind] + why)
 
-    def agree(self, kind: Hashable, plan: Plan) -> None:
+    def agree(self, kind: Hashable, plan: Plan, parts: Split) -> None:
         """Before the first step with a plan, compare it with that of the others."""
         if kind not in self._agreed:
-            wrong = self.watch.confer("the plan", json.dumps(in_words(plan)), _compared)
+            words = in_words(plan) | values_in_words(parts)
+            wrong = self.company.watch.confer("the plan", json.dumps(words), _compared)
             if wrong:
                 raise PipelineError(f"the processes do not run the same step: {wrong}.")
             self._agreed.add(kind)
@@ -65,6 +71,24 @@ def in_words(plan: Plan) -> dict[str, str]:
         if o.source is not None
     ]
     found["transfers"] = f"{len(sent)}, checksum {_checksum(sent)}"
+    return found
+
+
+def values_in_words(parts: Split) -> dict[str, str]:
+    """Checksums of arguments that every process passes: data that differ train on wrong pairs.
+
+    Of arrays that lie on devices only small ones are read.
+    """
+    found = {}
+    for path, value in zip(parts.paths, parts.arrays, strict=True):
+        on_host = not isinstance(value, jax.Array)
+        if on_host or (value.is_fully_addressable and value.nbytes <= _READ):
+            if not jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended):
+                sample = np.asarray(value).reshape(-1)
+                sample = sample[:: max(1, sample.size // _SAMPLE)]
+                found[f"values of argument {path} (all pass the same)"] = _checksum(
+                    [sample.tobytes()]
+                )
     return found
 
 

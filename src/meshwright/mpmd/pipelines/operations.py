@@ -73,10 +73,11 @@ def run_watched(operations: Sequence[Operation], cells: list[Any], watch: Watch)
 
 
 def tell(watch: Watch, operation: Operation) -> None:
+    """Say what this process is about: transfers go beside the task that it is in."""
     if operation.waits:
         watch.waiting = operation.name
     else:
-        watch.doing = operation.name
+        watch.doing = watch.doing if operation.moves else operation.name
 
 
 def run(operations: Sequence[Operation], cells: list[Any]) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 
 from meshwright.errors import PipelineError
 from meshwright.mpmd.pipelines.agreeing import Agreement
+from meshwright.mpmd.pipelines.company import Company, company
 from meshwright.mpmd.pipelines.explaining import Explanation, explain
 from meshwright.mpmd.pipelines.keywords import by_place
 from meshwright.mpmd.pipelines.measuring import MeasuredTimeline, timelines
@@ -23,8 +25,6 @@ from meshwright.mpmd.pipelines.planning import Plan, Planner
 from meshwright.mpmd.pipelines.recording import Record, merge, record
 from meshwright.mpmd.pipelines.sharing import local_groups
 from meshwright.mpmd.pipelines.statics import Split, take_apart
-from meshwright.mpmd.transfers import connect
-from meshwright.mpmd.watching import Watch
 
 T = TypeVar("T")
 
@@ -41,10 +41,10 @@ class PipelineStep:
         self.fn, self.donated = planner.fn, planner.donated
         groups = self.groups = planner.layouts.groups
         self.mine = local_groups(groups)
-        self.link = connect() if groups.spans_processes else None
-        self.watch = Watch(limit, name="pipeline").start() if groups.spans_processes else None
-        self.agreement = None if self.watch is None else Agreement(self.watch)
-        self._steps = 0
+        self.company = company() if groups.spans_processes else None
+        self.link = None if self.company is None else self.company.link
+        self.agreement = None if self.company is None else Agreement(self.company)
+        self.closed = False
         self._plans: dict[Any, Plan] = {}
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
@@ -55,28 +55,30 @@ class PipelineStep:
         if self.agreement is None:
             run(plan.operations, cells)
         else:
-            watch = self.agreement.watch
-            self._among_others(watch, lambda: run_watched(plan.operations, cells, watch))
+            watch = self.agreement.company.watch
+            self._among_others(
+                self.agreement.company, lambda: run_watched(plan.operations, cells, watch)
+            )
         found = results(board, cells, plan.assembled.results, self.mine)
         return plan.traced.out.rebuild(found)
 
-    def _among_others(self, watch: Watch, work: Callable[[], T]) -> T:
+    def _among_others(self, company: Company, work: Callable[[], T]) -> T:
         """Run while the other processes run theirs; when one fails, all end."""
-        self._steps += 1
+        company.steps += 1
         try:
             found = work()
         except BaseException as error:
-            watch.__exit__(type(error), error, error.__traceback__)
+            company.watch.__exit__(type(error), error, error.__traceback__)
             raise
-        watch.doing = ""
+        company.watch.doing = ""
         return found
 
     def close(self) -> None:
-        """In several processes: wait for the others, then stop watching and listening."""
-        if self.watch is not None and not self.watch.closed:
-            self.watch.close()
-        if self.link is not None:
-            self.link.close()
+        """In several processes: the last pipeline that is closed waits for the others, then stops
+        watching and listening."""
+        if self.company is not None and not self.closed:
+            self.company.leave()
+        self.closed = True
 
     def __enter__(self) -> PipelineStep:
         return self
@@ -87,12 +89,19 @@ class PipelineStep:
         error: BaseException | None,
         trace: types.TracebackType | None,
     ) -> None:
-        if error is not None and self.watch is not None:
-            self.watch.__exit__(kind, error, trace)
+        if error is not None and self.company is not None:
+            self.company.watch.__exit__(kind, error, trace)
         self.close()
 
     def _checked(self, args: tuple[Any, ...]) -> Split:
         """The arguments taken apart, if they can be used at all."""
+        if self.closed:
+            raise PipelineError("this pipeline is closed. Make another with meshwright.pipeline.")
+        if getattr(jax.config, "jax_disable_jit", False):
+            raise PipelineError(
+                "jax_disable_jit is set, and a pipeline is made of compiled programs. To debug the "
+                "function call it as it is, without pipeline(...)."
+            )
         for number in self.donated:
             if number not in range(len(args)):
                 raise PipelineError(f"donate={number}: the step was called with {len(args)}.")
@@ -138,7 +147,7 @@ class PipelineStep:
         places = by_place(self.fn, args, keywords)
         if not places:
             raise PipelineError("timeline() runs a step: pass its arguments.")
-        plan = self._agreed(self._checked(places))
+        plan = self._agreed(self._checked(places), " (its timeline)")
         copies = [
             jax.tree.map(_copied, arg) if number in self.donated else arg
             for number, arg in enumerate(places)
@@ -147,10 +156,12 @@ class PipelineStep:
         cells = begin(plan.assembled.board, arrays, self.mine)
         if self.agreement is None:
             return timelines(plan, record(plan.operations, cells, lambda _: None))
-        watch = self.agreement.watch
+        watch = self.agreement.company.watch
         watch.confer("a timeline's begin", "", lambda _: "")
         tell = functools.partial(tell_watch, watch)
-        found = self._among_others(watch, lambda: record(plan.operations, cells, tell))
+        found = self._among_others(
+            self.agreement.company, lambda: record(plan.operations, cells, tell)
+        )
         whole = watch.confer("its timeline", found.to_text(), merge)
         return timelines(plan, Record.from_text(whole))
 
@@ -159,26 +170,36 @@ class PipelineStep:
             raise PipelineError("explain() before the first call: pass the step's arguments.")
         return next(reversed(self._plans.values()))
 
-    def _agreed(self, parts: Split) -> Plan:
+    def _agreed(self, parts: Split, why: str = "") -> Plan:
         """The plan of a step that all processes now begin."""
         kind = _kind(parts)
         if self.agreement is None:
             return self._plan(parts, kind)
-        self.agreement.enter(self._steps, kind, parts)
+        self.agreement.company.watch.limit = self.limit
+        self.agreement.enter(kind, parts, why)
         plan = self._plan(parts, kind)
-        self.agreement.agree(kind, plan)
+        self.agreement.agree(kind, plan, parts)
         return plan
 
     def _plan(self, parts: Split, kind: Hashable) -> Plan:
         """What to do with arguments like these; worked out and compiled the first time."""
         if kind not in self._plans:
-            if self.watch is not None:
-                # Tracing and compiling take what they take; others wait for us meanwhile.
-                self.watch.limit, self.watch.doing = math.inf, "the compiler"
-            self._plans[kind] = self.planner.plan(parts, self.mine, self.link)
-            if self.watch is not None:
-                self.watch.limit, self.watch.doing = self.limit, ""
+            with self._patience():
+                self._plans[kind] = self.planner.plan(parts, self.mine, self.link)
         return self._plans[kind]
+
+    @contextlib.contextmanager
+    def _patience(self) -> Iterator[None]:
+        """Tracing and compiling take what they take; others wait for us meanwhile."""
+        if self.company is None:
+            yield
+            return
+        watch = self.company.watch
+        watch.limit, watch.doing = math.inf, "the compiler"
+        try:
+            yield
+        finally:
+            watch.limit, watch.doing = self.limit, ""
 
 
 def _kind(parts: Split) -> Hashable:

@@ -138,15 +138,23 @@ class Guard:
         if ours and fault.what == ABORTED and faulthandler.is_enabled():
             faulthandler.dump_traceback()
         states = {**self._store.reading.states, self._process: self._state()}
+        if fault.process in states and not ours:
+            vital.wake(states[fault.process].place)
         error = self._signs.error
-        # What JAX raises here when a peer is gone says less than the line.
-        told = self._shown or (not ours and isinstance(error, jax.errors.JaxRuntimeError))
-        leaving.say(wording.line(fault, states), None if told else error)
+        leaving.say(wording.line(fault, states), error if self._tells_more(error, fault) else None)
         if self._process == 0:
             self._until(_LINGER, lambda: self._left(fault))
             time.sleep(_GRACE)
         code = leaving.SIGNALS.get(fault.what) or leaving.code_of(error)
         leaving.leave(code if ours else leaving.OTHERS_FAULT)
+
+    def _tells_more(self, error: BaseException | None, fault: Fault) -> bool:
+        """Whether an error says more than the line: what JAX raises when a peer is gone does not,
+        unless it is the fault itself."""
+        if error is None or self._shown:
+            return False
+        of_peers = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
+        return not of_peers or fault.what == wording.raised(error)
 
     def _left(self, fault: Fault) -> bool:
         """Whether all have heard that can."""
