@@ -198,6 +198,17 @@ def transfer_server(address: str, transports: list[str]) -> Any:
 
 
 @functools.cache
+def no_number() -> type[Exception]:
+    """What a compiled program raises with `jax_debug_nans`; `jit` makes a FloatingPointError of it.
+
+    It has no public name (jax 0.10 to 0.12).
+    """
+    from jax._src import api_util
+
+    return getattr(api_util, "InternalFloatingPointError", FloatingPointError)
+
+
+@functools.cache
 def jaxprs() -> Any:
     """`Jaxpr`, `Var`, `Literal` and their kin: programs as data.
 

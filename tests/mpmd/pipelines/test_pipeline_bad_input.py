@@ -52,10 +52,19 @@ def test_marks_inside_of_an_inner_gradient_are_refused_with_their_line():
     refused(loss, r"is inside of a gradient", schedule="forward")
 
 
+def test_a_mark_whose_result_is_dropped_is_refused_with_its_line():
+    def loss(params, x, y):
+        mw.stage(jnp.tanh(x @ params["w0"]))
+        return chain_loss(params, x, y)
+
+    match = r"test_pipeline_bad_input\.py:\d+: its result is not used.*Write y = stage\(y\)"
+    refused(loss, match)
+    refused(loss, match, schedule="forward")
+
+
 def test_marks_of_whole_numbers_are_refused():
     def loss(params, x, y):
-        mw.stage(jnp.arange(3))
-        return chain_loss(params, x, y)
+        return chain_loss(params, x, y) + mw.stage(jnp.arange(3))[0]
 
     refused(loss, r"test_pipeline_bad_input\.py:\d+: no array of floating-point numbers")
 
@@ -272,3 +281,41 @@ def test_a_refused_call_leaves_the_step_usable():
     x, y = batch()
     whole = np.mean((np.tanh(x @ layers(2)["w0"]) @ layers(2)["w1"] - y) ** 2)
     assert np.isclose(value, whole, rtol=1e-5)
+
+
+def test_an_array_is_donated_once():
+    def train(params, average, x, y):
+        _, grads = mw.value_and_grad(chain_loss)(params, x, y)
+        return jax.tree.map(jnp.add, params, grads), jax.tree.map(jnp.add, average, grads)
+
+    params = layers(2)
+    match = "arguments 0/w0 and 1/w0 are the same array, donated twice. Copy one"
+    refused(train, match, arguments=(params, params, *batch()), donate=(0, 1))
+    assert not params["w0"].is_deleted()
+    copied = jax.tree.map(jnp.copy, params)
+    mw.pipeline(train, groups(2), microbatches=4, donate=(0, 1))(copied, params, *batch())
+
+
+def test_what_is_cut_is_not_whole():
+    refused(chain_loss, "whole=1 and cut=1: say one of the two", whole=1, cut=1)
+
+
+def test_compiled_programs_cannot_run_without_jit():
+    with jax.disable_jit():
+        refused(chain_loss, "jax_disable_jit is set, and a pipeline is made of compiled programs")
+
+
+def test_debugged_nans_are_said_as_jit_says_them():
+    def loss(params, x, y):
+        return jnp.mean(mw.stage(jnp.log(-jnp.abs(x @ params["w0"]))) - y)
+
+    step = mw.pipeline(loss, groups(2), microbatches=4)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"0F0: an invalid value"):
+        step(layers(2), *batch())
+
+
+def test_a_pipeline_that_was_closed_is_closed():
+    with mw.pipeline(chain_loss, groups(2), microbatches=4) as step:
+        step(layers(2), *batch())
+    with pytest.raises(mw.PipelineError, match="this pipeline is closed"):
+        step(layers(2), *batch())

@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
+from meshwright import _compat
 from meshwright.mpmd.schedules.tasks import Task
 from meshwright.mpmd.watching import Watch
 
@@ -83,7 +84,12 @@ def tell(watch: Watch, operation: Operation) -> None:
 def run(operations: Sequence[Operation], cells: list[Any]) -> None:
     """Dispatch every operation; the devices work on while this goes ahead."""
     for operation in operations:
-        results = operation.call(*[cells[cell] for cell in operation.ins])  # type: ignore[misc]
+        try:
+            results = operation.call(*[cells[cell] for cell in operation.ins])  # type: ignore[misc]
+        except _compat.no_number() as error:  # with jax_debug_nans
+            raise FloatingPointError(
+                f"{operation.name}: an invalid value ({error.args[-1]}) among its results."
+            ) from error
         for cell, value in zip(operation.outs, results, strict=True):
             cells[cell] = value
         for cell in operation.drop:

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from meshwright.errors import PipelineError
-from meshwright.mpmd.pipelines.bench import Bench, Home, is_recomputed, look, variables
+from meshwright.mpmd.pipelines.bench import Bench, Home, is_recomputed, look, variables, vars_of
 from meshwright.mpmd.pipelines.marks import mark
 
 
@@ -18,6 +18,7 @@ def read_in_order(bench: Bench) -> None:
     opened: dict[int, list[int]] = {}  # a mark traced once may be passed several times
     ends: dict[int, list[Any]] = {}
     last, forwards = ("F", bench.stages - 1), _needed_forwards(bench)
+    used = {*variables([*bench.outs, *bench.grads]), *vars_of(bench.jaxpr.eqns)}
     for n, eqn in enumerate(bench.jaxpr.eqns):
         if eqn.primitive is not mark():
             ended = here == last and bench.grads and n not in forwards
@@ -25,6 +26,7 @@ def read_in_order(bench: Bench) -> None:
         elif is_recomputed(eqn):
             _pass_again(bench, eqn, ends[eqn.params["number"]], here)
         else:
+            _refuse_unused(eqn, used)
             _refuse_whole_numbers(bench, eqn)
             _refuse_inner_gradient(bench, eqn, here, opened)
             if not eqn.params["backward"]:
@@ -45,6 +47,15 @@ def _needed_forwards(bench: Bench) -> set[int]:
             found.add(n)
             needed.update(variables(eqn.invars))
     return found
+
+
+def _refuse_unused(eqn: Any, used: set[Any]) -> None:
+    """A mark that nothing comes after divides nothing: its result was dropped."""
+    if not eqn.params["backward"] and not used.intersection(eqn.outvars):
+        raise PipelineError(
+            f"stage(...) at {eqn.params['where']}: its result is not used, so the next stage takes "
+            "nothing from this one. Write y = stage(y), and go on with y."
+        )
 
 
 def _refuse_whole_numbers(bench: Bench, eqn: Any) -> None:

@@ -208,6 +208,8 @@ class _Call:
                     f"{what}={self.argnums}: argument {self.argnums} holds the parameters, which "
                     "are never cut."
                 )
+        for number in set(self.whole) & set(self.cut):
+            raise PipelineError(f"whole={number} and cut={number}: say one of the two.")
         if self.carry == self.argnums:
             raise PipelineError(f"carry={self.carry}: argument {self.carry} is differentiated.")
 

@@ -25,11 +25,12 @@ class Rows:
 def one_microbatch(shape: Any, microbatches: int, rows: Rows) -> Any:
     """The shape of an array's share in one microbatch."""
     if rows.count % microbatches:
+        each = rows.count // microbatches
+        fitting = [str(n * microbatches) for n in (each, each + 1) if n]
         raise PipelineError(
             f"{rows.name}: {rows.count} rows cannot be cut into {microbatches} microbatches. Take "
-            f"{rows.count // microbatches * microbatches or microbatches} or "
-            f"{-(-rows.count // microbatches) * microbatches} rows, or another number of "
-            f"microbatches; if every microbatch needs all of it, pass whole={rows.argument}."
+            f"{' or '.join(fitting)} rows, or another number of microbatches; if every "
+            f"microbatch needs all of it, pass whole={rows.argument}."
         )
     return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
         (rows.count // microbatches, *shape.shape[1:]), shape.dtype

@@ -106,6 +106,7 @@ class PipelineStep:
             if number not in range(len(args)):
                 raise PipelineError(f"donate={number}: the step was called with {len(args)}.")
         parts = take_apart(args, 1)
+        self._refuse_twice(parts)
         for path, value in zip(parts.paths, parts.arrays, strict=True):
             if isinstance(value, jax.core.Tracer):
                 raise PipelineError(
@@ -123,6 +124,20 @@ class PipelineStep:
                     "last step returned."
                 )
         return parts
+
+    def _refuse_twice(self, parts: Split) -> None:
+        """An array cannot be given up twice; beside one that is kept it is kept, too."""
+        seen: dict[int, str] = {}
+        for path, value in zip(parts.paths, parts.arrays, strict=True) if self.donated else ():
+            other = seen.setdefault(id(value), path)
+            if other == path or not isinstance(value, jax.Array):
+                continue
+            given = [int(one.partition("/")[0]) in self.donated for one in (path, other)]
+            if all(given):
+                raise PipelineError(
+                    f"arguments {other} and {path} are the same array, donated twice. Copy one "
+                    "of them: jax.tree.map(jnp.copy, ...)."
+                )
 
     def explain(self, *args: Any, **keywords: Any) -> Explanation:
         """What became of the function: its stages, what each holds, sends and repeats.
