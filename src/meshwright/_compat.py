@@ -80,11 +80,21 @@ def use_shardy(yes: bool) -> None:
         jax.config.update("jax_use_shardy_partitioner", yes)  # type: ignore[no-untyped-call]
 
 
-def compile_bytecode(code: bytes, devices: list[Any], free_outputs: list[bool]) -> Any:
+def compiler_options(lowered: Any) -> tuple[tuple[str, Any], ...]:
+    """What a lowered program's `jit` was given as `compiler_options`.
+
+    `compile()` reads them from the same private attribute (jax 0.10 to 0.12).
+    """
+    return tuple(getattr(lowered._lowering, "_compiler_options_kvs", None) or ())
+
+
+def compile_bytecode(
+    code: bytes, devices: list[Any], free_outputs: list[bool], overrides: dict[str, Any]
+) -> Any:
     """What `jit(f).lower(...).compile()` does with a program, for one whose function is elsewhere.
 
-    `free_outputs`: whose sharding the compiler chooses. The compiler's options and the parser
-    are private; 0.10 to 0.12 agree on all of it.
+    `free_outputs`: whose sharding the compiler chooses; `overrides`: its `compiler_options`. How
+    options are passed, and the parser, are private; 0.10 to 0.12 agree on all of it.
     """
     from jax._src import compiler
     from jax._src.interpreters import mlir
@@ -93,7 +103,11 @@ def compile_bytecode(code: bytes, devices: list[Any], free_outputs: list[bool]) 
 
     client = devices[0].client
     options = compiler.get_compile_options(
-        1, len(devices), device_assignment=np.array([devices], object), backend=client
+        1,
+        len(devices),
+        device_assignment=np.array([devices], object),
+        env_options_overrides=overrides or None,
+        backend=client,
     )
     options.executable_build_options.allow_spmd_sharding_propagation_to_output = free_outputs
     with mlir.make_ir_context():

@@ -131,3 +131,78 @@ def test_a_rehearsal_is_compared_with_another(cache):
         found.compare(3)
     with pytest.raises(RehearsalError, match="rehearse_model has no option 'meshes'"):
         mw.rehearse_model("tiny", batch=8, mesh="fsdp:8", meshes=1)
+
+
+def test_compiler_options_of_a_jit_reach_the_compiler(cache):
+    def step(w, x):
+        return x @ w
+
+    options = {"xla_no_such_option": "1"}
+    with pytest.raises(RehearsalError, match="No such compile option: 'xla_no_such_option'"):
+        mw.rehearse(jax.jit(step, compiler_options=options), W, W, mesh=MESH, cache=cache)
+    plain = mw.rehearse(jax.jit(step), W, W, mesh=MESH, cache=cache)
+    options = {"xla_cpu_enable_fast_math": True}
+    other = mw.rehearse(jax.jit(step, compiler_options=options), W, W, mesh=MESH, cache=cache)
+    assert not plain.from_cache and not other.from_cache
+
+
+def test_keys_of_the_old_kind_are_whole_and_rows_that_do_not_divide_are_named(cache):
+    key = jax.random.PRNGKey(0)
+    found = mw.rehearse(
+        lambda w, b: b["x"] @ w + jax.random.normal(b["key"]),
+        W,
+        {"x": W, "key": key},
+        mesh=MESH,
+        cache=cache,
+    )
+    assert specs_of(found)["b/key"] == PartitionSpec()
+    odd = jax.ShapeDtypeStruct((63, 64), "float32")
+    with pytest.raises(RehearsalError, match=r"argument 1, x: 63 rows .* over 4 devices \(fsdp\)"):
+        mw.rehearse(lambda w, b: b["x"] @ w, W, {"x": odd}, mesh=MESH, cache=cache)
+
+
+def test_the_table_has_the_types_that_are_compiled(cache):
+    wide = np.ones((64, 64))  # float64, which JAX makes float32
+    found = mw.rehearse(lambda w, x: x @ w, wide, wide, mesh=MESH, cache=cache)
+    assert [row.text[:3] for row in found.arguments.rows] == ["f32", "f32"]
+    assert found.arguments.device_bytes == found.memory.arguments
+
+
+def test_what_is_no_array_is_told_what_to_do(cache):
+    with pytest.raises(RehearsalError, match=r"is no array\. Pass arrays, and functions and"):
+        mw.rehearse(lambda m, x: m["f"](x), {"f": jnp.tanh, "w": W}, W, mesh=MESH, cache=cache)
+    static = jax.jit(lambda w, n: w * n, static_argnums=1)
+    with pytest.raises(RehearsalError, match=r"jitted with static arguments.*its own jit instead"):
+        mw.rehearse(static, W, 3, mesh=MESH, cache=cache, donate=0)
+    with pytest.raises(RehearsalError, match=r"no option 'scale'.*go by position"):
+        mw.rehearse(lambda w, scale: w * scale, W, mesh=MESH, cache=cache, scale=2.0)
+    with pytest.raises(RehearsalError, match=r"Change the model: models\.model\(name, layers="):
+        mw.rehearse_model("tiny", batch=8, mesh=MESH, layers=2)
+
+
+def test_a_part_of_the_machine_is_said_to_be_one(cache):
+    with pytest.warns(mw.IdleDevicesWarning, match="uses 4 of 8 devices"):
+        assert mw.rehearse(lambda w: w @ w, W, mesh="fsdp:4", on="cpu:8", cache=cache).fits
+
+
+def test_where_a_step_does_not_fit_numbers_and_failing_trials_are_no_trouble(cache):
+    rows, width = 32768, 32768
+
+    def step(w, x, rate):
+        return w * rate, (x @ w).reshape(rows, width).sum()
+
+    large = jax.ShapeDtypeStruct((rows, width), "float32")
+    found = mw.rehearse(step, large, large, 0.1, mesh="dp:8", on="cpu:8", cache=cache)
+    assert "does NOT fit" in str(found) and "is what a simulated device is taken to have" in str(
+        found
+    )
+    ways = {way.what: str(way) for way in found.remedies(check=True)}
+    assert "tried, the step failed: cannot reshape" in ways["halve the batch"]
+    assert "tried, does NOT fit" in ways["donate what the step replaces"]
+    whole = PartitionSpec()
+    given = mw.rehearse(
+        step, large, large, 0.1, mesh="dp:8", on="cpu:8", cache=cache, specs=[whole, whole, None]
+    )
+    ways = {way.what: str(way) for way in given.remedies(check=True)}
+    assert ways["cut parameters further"].endswith("; yours to try")
+    assert "give it a spec" not in str(given)

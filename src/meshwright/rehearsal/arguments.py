@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -75,7 +76,8 @@ def decide_specs(
         elif given is not None:
             found[i] = given
         elif i in data:
-            found[i] = _where_they_lie(arg, mesh, functools.partial(data_specs, mesh=mesh))
+            cut = functools.partial(data_specs, mesh=mesh, name=f"argument {i}")
+            found[i] = _where_they_lie(arg, mesh, cut)
         elif first is None:
             decide = functools.partial(partition, mesh=mesh, **options)
             found[i] = _where_they_lie(arg, mesh, decide)
@@ -87,13 +89,29 @@ def decide_specs(
     return found
 
 
-def data_specs(arg: Any, mesh: AbstractMesh) -> Any:
-    """Every array cut along its first dim, over the axes that split data."""
+def data_specs(arg: Any, mesh: AbstractMesh, name: str = "data") -> Any:
+    """Every array cut along its first dim, over the axes that split data; keys are whole."""
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    axes = tuple(name for name in sizes if role(name).name in _DATA and sizes[name] > 1)
+    axes = tuple(axis for axis in sizes if role(axis).name in _DATA and sizes[axis] > 1)
     spec = make_spec([axes if len(axes) > 1 else axes[0]] if axes else ())
+    ways = math.prod(sizes[axis] for axis in axes)
     found = walk(arg)
-    return found.rebuild([spec if leaf.shape else make_spec() for leaf in found.arrays])
+    whole = [not leaf.shape or _is_raw_key(leaf) for leaf in found.arrays]
+    for leaf, uncut in zip(found.arrays, whole, strict=True):
+        if not uncut and leaf.shape[0] % ways:
+            where = name if leaf.where == "(the array)" else f"{name}, {leaf.where}"
+            raise RehearsalError(
+                f"{where}: {leaf.shape[0]} rows cannot be cut over {ways} devices "
+                f"({', '.join(axes)}). Data are cut along their first dim: take a multiple of "
+                f"{ways}, or say how it lies: specs=[..., PartitionSpec(), ...], an entry for each "
+                "argument, None where it shall be decided."
+            )
+    return found.rebuild([make_spec() if uncut else spec for uncut in whole])
+
+
+def _is_raw_key(leaf: Leaf) -> bool:
+    """Whether it is a random key of the old kind: two integers."""
+    return leaf.shape == (2,) and str(leaf.dtype) == "uint32"
 
 
 def _where_they_lie(arg: Any, mesh: AbstractMesh, decide: Callable[[Any], Any]) -> Any:
@@ -124,11 +142,20 @@ def as_shapes(args: Sequence[Any], specs: Sequence[Any], mesh: AbstractMesh) -> 
 
 def _shapes(arg: Any, specs: Any, mesh: AbstractMesh) -> Any:
     found = walk(arg)
+    for leaf in found.leaves:
+        if callable(leaf):
+            raise RehearsalError(
+                f"{short(leaf)} among the arguments is no array. Pass arrays, and functions and "
+                "settings by closure; for Equinox, eqx.partition the module and eqx.combine it "
+                "inside of the step."
+            )
     per_leaf = settle("rehearse", found, arg, mesh, specs, {})
     return found.rebuild(
         [
             jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
-                leaf.shape, leaf.value.dtype, sharding=NamedSharding(mesh, spec)
+                leaf.shape,
+                jax.dtypes.canonicalize_dtype(leaf.value.dtype, allow_extended_dtype=True),
+                sharding=NamedSharding(mesh, spec),
             )
             for leaf, spec in zip(found.arrays, per_leaf, strict=True)
         ]

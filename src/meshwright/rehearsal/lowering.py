@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from meshwright import _compat
 from meshwright.errors import RehearsalError
 from meshwright.rehearsal.compiler.jobs import Platform
 
@@ -24,13 +25,15 @@ _FILE = re.compile(r'loc\("([^"]+)":\d+')
 class Lowered:
     """A program, the shapes of its results, and which of those have no sharding yet.
 
-    `identity` is the same for the same program from the same source files, whoever called it.
+    `identity` is the same for the same program from the same source files, the caller's included:
+    its lines are named in what the compiler makes.
     """
 
     code: bytes
     identity: str
     results: tuple[Any, ...]
     free_outputs: tuple[bool, ...]
+    options: tuple[tuple[str, Any], ...]
 
 
 def lower(
@@ -50,7 +53,7 @@ def lower(
         step: Any = function
         if not is_jitted(function) or donate or out is not None:
             step = jax.jit(function, donate_argnums=donate, out_shardings=_shardings(out, mesh))
-        traced = step.trace(*shapes)
+        traced = _traced(step, shapes, wrapped=step is not function and is_jitted(function))
         try:
             lowered = traced.lower(lowering_platforms=(platform,))
         except Exception as error:
@@ -59,7 +62,26 @@ def lower(
     code = io.BytesIO()
     module.write_bytecode(code)
     results = tuple(jax.tree.leaves(traced.out_info))
-    return Lowered(code.getvalue(), identity_of(module), results, _free(out, traced.out_info))
+    return Lowered(
+        code.getvalue(),
+        identity_of(module),
+        results,
+        _free(out, traced.out_info),
+        _compat.compiler_options(lowered),
+    )
+
+
+def _traced(step: Any, shapes: tuple[Any, ...], wrapped: bool) -> Any:
+    """`wrapped`: a `jit` around the user's own, to which static arguments are no longer static."""
+    try:
+        return step.trace(*shapes)
+    except (TypeError, ValueError) as error:
+        if wrapped and "static arg" in str(error).lower():
+            raise RehearsalError(
+                "the step is jitted with static arguments, and donate= or out= was given here as "
+                "well. Give donate_argnums and out_shardings to its own jit instead."
+            ) from error
+        raise
 
 
 def identity_of(module: Any) -> str:

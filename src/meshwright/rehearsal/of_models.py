@@ -40,8 +40,10 @@ def rehearse_model(
     found = name if isinstance(name, Model) else model(name)
     for option in options:
         if option not in _DEFAULTS:
+            of_model = option in {field.name for field in dataclasses.fields(found.config)}
+            how = f" Change the model: models.model(name, {option}=...)." if of_model else ""
             raise RehearsalError(
-                f"rehearse_model has no option {option!r}.{near(option, _DEFAULTS)}"
+                f"rehearse_model has no option {option!r}.{how or near(option, _DEFAULTS)}"
             )
     request = make_request(
         found.train_step,

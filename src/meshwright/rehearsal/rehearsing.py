@@ -99,7 +99,7 @@ def run(request: Request) -> Rehearsal:
         specs, out = request.decided(mesh)
         names = names_of(request.function, len(request.args))
         shapes = as_shapes(request.args, specs, mesh)
-        arguments = sharding_table(names, request.args, specs, mesh)
+        arguments = sharding_table(names, shapes, specs, mesh)
         bar.now("tracing")
         program = lower(request.function, shapes, mesh, platform, request.donate, out)
         job = Job(
@@ -109,6 +109,7 @@ def run(request: Request) -> Rehearsal:
             program.free_outputs,
             _compat.uses_shardy(),
             program.identity,
+            program.options,
         )
         outcome, kept = answer(
             job,

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from meshwright.axes import role
@@ -49,8 +50,11 @@ class Remedy:
         if self.failed:
             return f"{self.what} ({self.how}): tried, {self.failed}"
         if self.peak is None:
-            return f"{self.what} ({self.how}): what that saves is not known before it is tried"
-        return f"{self.what} ({self.how}): about {amount(self.peak)} a device"
+            saves = "what that saves is not known before it is tried"
+        else:
+            saves = f"about {amount(self.peak)} a device"
+        yours = "; yours to try" if self.request is None else ""
+        return f"{self.what} ({self.how}): {saves}{yours}"
 
 
 def find_remedies(result: Rehearsal, *, check: bool) -> tuple[Remedy, ...]:
@@ -73,8 +77,10 @@ def _tried(remedy: Remedy) -> Remedy:
         return remedy
     try:
         return dataclasses.replace(remedy, tried=run(remedy.request))
-    except MeshwrightError as error:
-        return dataclasses.replace(remedy, failed=str(error).split("\n")[0])
+    except Exception as error:  # the user's function may not take it, and the verdict stands
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        ours = isinstance(error, MeshwrightError)
+        return dataclasses.replace(remedy, failed=said if ours else f"the step failed: {said}")
 
 
 def _donation(result: Rehearsal) -> Iterator[Remedy]:
@@ -156,7 +162,12 @@ def _smaller_batch(result: Rehearsal) -> Iterator[Remedy]:
         if role(name).name in ("data", "fsdp")
     )
     rows = min(
-        (leaf.shape[0] for i in request.data for leaf in jax.tree.leaves(smaller[i]) if leaf.shape),
+        (
+            shape[0]
+            for i in request.data
+            for shape in map(np.shape, jax.tree.leaves(smaller[i]))
+            if shape
+        ),
         default=0,
     )
     if rows and rows % cuts == 0:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from meshwright import _compat
@@ -15,7 +17,7 @@ from meshwright.errors import RehearsalError, near, short
 from meshwright.hardware import Topology
 from meshwright.hardware import topology as read_topology
 from meshwright.meshes import abstract_mesh, explain
-from meshwright.meshes.build import placement_of
+from meshwright.meshes.build import placement_of, warn_idle
 from meshwright.meshes.targets import target
 from meshwright.partitioning.options import Options
 from meshwright.placement import Placement
@@ -62,7 +64,9 @@ class Request:
             found = explain(self.mesh, on=self.on, slices=self.slices)
             return found, found.topology
         hardware = self._hardware()
-        return placement_of(MeshSpec.parse(self.mesh), hardware, self.dcn), hardware
+        found = placement_of(MeshSpec.parse(self.mesh), hardware, self.dcn)
+        warn_idle(found.spec, found.topology, hardware)
+        return found, hardware
 
     def _hardware(self) -> Topology:
         """The machine as data: no compiler is asked here."""
@@ -109,7 +113,10 @@ def make_request(
     known = [field.name for field in dataclasses.fields(Options)]
     for option in rest["options"]:
         if option not in known:
-            raise RehearsalError(f"rehearse has no option {option!r}.{near(option, known)}")
+            raise RehearsalError(
+                f"rehearse has no option {option!r}.{near(option, known)} Arguments of the step go "
+                "by position; bind others with functools.partial."
+            )
     donated = argument_numbers("donate", donate, len(args))
     if data is None:
         data = [i for i in range(1, len(args)) if i not in donated]
@@ -156,15 +163,15 @@ def shrunk(args: Sequence[Any], data: Sequence[int], parts: int) -> tuple[Any, .
     """The arguments with a smaller batch, or `None` where it does not divide."""
     found = list(args)
     for i in data:
-        leaves = jax.tree.leaves(args[i])
-        if any(leaf.shape and leaf.shape[0] % parts for leaf in leaves):
+        if any(shape and shape[0] % parts for shape in map(np.shape, jax.tree.leaves(args[i]))):
             return None
-        found[i] = jax.tree.map(
-            lambda leaf: (
-                jax.ShapeDtypeStruct((leaf.shape[0] // parts, *leaf.shape[1:]), leaf.dtype)  # type: ignore[no-untyped-call]
-                if leaf.shape
-                else leaf
-            ),
-            args[i],
-        )
+        found[i] = jax.tree.map(functools.partial(_fewer_rows, parts), args[i])
     return tuple(found)
+
+
+def _fewer_rows(parts: int, leaf: Any) -> Any:
+    if not np.shape(leaf):
+        return leaf
+    return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+        (leaf.shape[0] // parts, *leaf.shape[1:]), leaf.dtype
+    )

@@ -53,7 +53,8 @@ def next_steps(result: Rehearsal, ways: Sequence[Remedy] = ()) -> list[str]:
             f"{worst.shape}{place}. Constrain what it works on to one sharding."
         )
     copies = result.placement.topology.num_devices
-    for row in result.arguments.replicated[:_WORST]:
+    given = result.request.specs is not None  # then they were meant to be whole
+    for row in () if given else result.arguments.replicated[:_WORST]:
         if row.bytes * copies > 0.05 * result.memory.limit and copies > 1:
             found.append(f"{row.path} ({row.text}) is whole on every device: give it a spec.")
     return found

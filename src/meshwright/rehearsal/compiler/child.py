@@ -55,7 +55,8 @@ def compile_job(job: Job, devices: list[Any] | Exception) -> Outcome:
     try:
         if isinstance(devices, Exception):
             raise devices
-        made = _compat.compile_bytecode(job.code, devices, list(job.free_outputs))
+        free = list(job.free_outputs)
+        made = _compat.compile_bytecode(job.code, devices, free, dict(job.options))
     except Exception as error:  # whatever a compiler raises is its verdict
         reason = str(error).strip()
         exhausted = "RESOURCE_EXHAUSTED" in reason or "Ran out of memory" in reason

@@ -17,7 +17,7 @@ from meshwright.hardware import Topology
 # What changes the result, besides the job itself: whose versions, which variables.
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda13-plugin")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-_FORMAT = 2
+_FORMAT = 3
 
 Platform = Literal["tpu", "cuda", "cpu"]
 PLATFORMS: Mapping[str, Platform] = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}  # by chip family
@@ -41,8 +41,9 @@ class Job:
     """A program in the compiler's bytecode, and where its parts run.
 
     `free_outputs` says whose sharding the compiler chooses, `shardy` in which of XLA's two
-    languages the program's shardings are written. `identity` stands for the program where there
-    is one: its bytecode holds the lines of whoever called.
+    languages the program's shardings are written, `options` are its `jit`'s compiler options.
+    `identity` stands for the program where there is one: its bytecode holds the lines of whoever
+    called.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Job:
     free_outputs: tuple[bool, ...]
     shardy: bool = True
     identity: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def key(self) -> str:
@@ -65,6 +67,7 @@ class Job:
             self.site.positions.astype(np.int64).tobytes(),
             self.free_outputs,
             self.shardy,
+            sorted((name, repr(value)) for name, value in self.options),
             versions(),
             tuple(os.environ.get(flag, "") for flag in FLAGS),
         )

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from meshwright.rehearsal.compiler.jobs import Job, Outcome, Site
 
 _TICK = 0.1  # seconds between two looks at the compiler
 _LINES = 12  # of what it wrote last, where it crashed
+_REASON = re.compile(r"^F\d{4} |Check failed|[Uu]nknown (command line )?flag")
 
 
 class Compiler:
@@ -102,6 +104,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _crash(job: Job, status: int, written: str) -> str:
     how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
-    last = [line[:160] for line in written.strip().splitlines()[-_LINES:]]
-    said = "\n  ".join(["It wrote last:", *last]) if last else "It wrote nothing."
+    lines = written.strip().splitlines()
+    why = [line for line in lines if _REASON.search(line)]
+    last = [line[:400] for line in why[:3]] or [line[:160] for line in lines[-_LINES:]]
+    said = "\n  ".join(["It wrote:", *last]) if last else "It wrote nothing."
     return f"{job.name}: the compiling process crashed ({how}). {said}"

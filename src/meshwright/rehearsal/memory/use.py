@@ -56,6 +56,8 @@ class Memory:
         """What to mind, if anything."""
         if self.refused:
             return "the compiler refused: temporaries are what it said it needs beside arguments"
+        if self.family == "cpu" and not self.fits:
+            return f"{amount(self.limit)} is what a simulated device is taken to have"
         if self.family == "gpu" and self.fits and self.peak > GPU_FRACTION * self.limit:
             return (
                 f"more than the {GPU_FRACTION:.0%} of a GPU that JAX takes by default: set "
