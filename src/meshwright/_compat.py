@@ -80,6 +80,15 @@ def use_shardy(yes: bool) -> None:
         jax.config.update("jax_use_shardy_partitioner", yes)  # type: ignore[no-untyped-call]
 
 
+def jit_shardings(traced: Any) -> tuple[Any, ...]:
+    """The `in_shardings` that a traced program's `jit` was given, flat; `None` where it was not.
+
+    `lower()` reads them from the same private attribute (jax 0.10 to 0.12).
+    """
+    found = getattr(traced, "_params", {}).get("in_shardings", ())
+    return tuple(one if isinstance(one, jax.sharding.Sharding) else None for one in found)
+
+
 def compiler_options(lowered: Any) -> tuple[tuple[str, Any], ...]:
     """What a lowered program's `jit` was given as `compiler_options`.
 

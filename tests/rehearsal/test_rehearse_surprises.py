@@ -206,3 +206,12 @@ def test_where_a_step_does_not_fit_numbers_and_failing_trials_are_no_trouble(cac
     ways = {way.what: str(way) for way in given.remedies(check=True)}
     assert ways["cut parameters further"].endswith("; yours to try")
     assert "give it a spec" not in str(given)
+
+
+def test_the_table_has_the_shardings_that_the_step_s_own_jit_gives(cache):
+    mesh = mw.mesh(MESH)
+    rows = NamedSharding(mesh, PartitionSpec("fsdp"))
+    step = jax.jit(lambda w, b: b["x"] @ w * b["rate"], in_shardings=(rows, None))
+    found = mw.rehearse(step, W, {"x": W, "rate": 0.5}, mesh=mesh, cache=cache)
+    assert specs_of(found)["w"] == PartitionSpec("fsdp")
+    assert found.arguments.device_bytes + 4 == found.memory.arguments

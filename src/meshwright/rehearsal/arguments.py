@@ -162,8 +162,29 @@ def _shapes(arg: Any, specs: Any, mesh: AbstractMesh) -> Any:
     )
 
 
+def as_jitted(shapes: tuple[Any, ...], given: Sequence[Any], mesh: AbstractMesh) -> tuple[Any, ...]:
+    """The same with the shardings that the step's own `jit` gives, which win."""
+    leaves, treedef = jax.tree.flatten(shapes)
+    if len(given) != len(leaves):
+        return shapes  # static arguments are not among them
+    found = [
+        jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, sharding.spec)
+        )
+        if isinstance(sharding, NamedSharding) and hasattr(leaf, "sharding")
+        else leaf
+        for leaf, sharding in zip(leaves, given, strict=True)
+    ]
+    again: tuple[Any, ...] = jax.tree.unflatten(treedef, found)
+    return again
+
+
 def sharding_table(
-    names: Sequence[str], args: Sequence[Any], specs: Sequence[Any], mesh: AbstractMesh
+    names: Sequence[str], shapes: Sequence[Any], mesh: AbstractMesh
 ) -> PartitionReport:
     """All arguments in one table."""
-    return describe(dict(zip(names, args, strict=True)), mesh, dict(zip(names, specs, strict=True)))
+    walks = [walk(shape) for shape in shapes]
+    specs = [one.rebuild([leaf.value.sharding.spec for leaf in one.arrays]) for one in walks]
+    return describe(
+        dict(zip(names, shapes, strict=True)), mesh, dict(zip(names, specs, strict=True))
+    )

@@ -25,6 +25,8 @@ _FILE = re.compile(r'loc\("([^"]+)":\d+')
 class Lowered:
     """A program, the shapes of its results, and which of those have no sharding yet.
 
+    `inputs` are the shardings that the function's own `jit` gives its arguments, flat.
+
     `identity` is the same for the same program from the same source files, the caller's included:
     its lines are named in what the compiler makes.
     """
@@ -34,6 +36,7 @@ class Lowered:
     results: tuple[Any, ...]
     free_outputs: tuple[bool, ...]
     options: tuple[tuple[str, Any], ...]
+    inputs: tuple[Any, ...]
 
 
 def lower(
@@ -68,6 +71,7 @@ def lower(
         results,
         _free(out, traced.out_info),
         _compat.compiler_options(lowered),
+        _compat.jit_shardings(traced),
     )
 
 

@@ -14,7 +14,7 @@ from meshwright._progress import Bar
 from meshwright.hardware import Chip, Topology
 from meshwright.partitioning.report import LeafRow
 from meshwright.placement import Placement
-from meshwright.rehearsal.arguments import as_shapes, names_of, sharding_table
+from meshwright.rehearsal.arguments import as_jitted, as_shapes, names_of, sharding_table
 from meshwright.rehearsal.compiler.answers import answer
 from meshwright.rehearsal.compiler.jobs import Job, Outcome, Site
 from meshwright.rehearsal.compiler.running import Compiler
@@ -99,9 +99,9 @@ def run(request: Request) -> Rehearsal:
         specs, out = request.decided(mesh)
         names = names_of(request.function, len(request.args))
         shapes = as_shapes(request.args, specs, mesh)
-        arguments = sharding_table(names, shapes, specs, mesh)
         bar.now("tracing")
         program = lower(request.function, shapes, mesh, platform, request.donate, out)
+        arguments = sharding_table(names, as_jitted(shapes, program.inputs, mesh), mesh)
         job = Job(
             request.name,
             program.code,
