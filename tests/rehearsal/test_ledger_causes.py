@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from ledger_helpers import book
+from ledger_helpers import book, compiled_book
 
 from meshwright.rehearsal.ledger import Clash, read_clashes
 from meshwright.rehearsal.programs import Source
@@ -71,17 +71,161 @@ def test_a_result_in_an_arguments_place_is_a_parameter_gather():
         (W, "f32[192,16]", DP, f"{BACKWARD}/dot_general", "gradient sums"),
         (W, "f32[192,16]", DP, f"{FORWARD}/dot_general", "activation exchanges"),
         (W, "f32[192,16]", TP, f"{BACKWARD}/dot_general", "activation exchanges"),
-        (W, "f32[64,16]", DP, f"{FORWARD}/psum", "gradient sums"),
+        (W, "f32[64,16]", DP, f"{FORWARD}/psum", "activation exchanges"),
+        (W, "f32[64,16]", DP, f"{FORWARD}/dot_general", "activation exchanges"),
         (W, "f32[64,16]", TP, f"{FORWARD}/dot_general", "activation exchanges"),
         (W, "f32[]", DP, f"{FORWARD}/reduce_sum", "activation exchanges"),
     ],
 )
-def test_sums_over_data_in_the_backward_or_in_an_arguments_shape_are_gradients(
+def test_sums_in_the_backward_over_data_or_in_a_parameters_shape_are_gradients(
     argument, array, groups, name, cause
 ):
     made = f"%a = {array} iota(), iota_dimension=0"
     entry = only([argument, made, f"ROOT %r = {array} all-reduce(%a), {groups}, {named(name)}"])
     assert entry.cause == cause
+
+
+X = "%x = f32[8,48]{1,0} parameter(1)"
+BACKWARD_DOT = f"%d = f32[] constant(0), {named(BACKWARD + '/dot_general')}"
+
+
+@pytest.mark.parametrize(
+    ("array", "groups", "name", "others", "cause"),
+    [
+        ("f32[64,16]", DP, "jit(step)/psum", BACKWARD_DOT, "gradient sums"),
+        ("f32[64,16]", DP, "", BACKWARD_DOT, "gradient sums"),
+        ("f32[64,16]", DP, "jit(step)/psum", "", "activation exchanges"),
+        ("f32[64,16]", DP, "", "", "activation exchanges"),
+        ("f32[64,16]", DP, "jit(step)/dot_general", BACKWARD_DOT, "activation exchanges"),
+        ("f32[64,16]", TP, "jit(step)/psum", BACKWARD_DOT, "activation exchanges"),
+        ("f32[8,48]", DP, "jit(step)/psum", BACKWARD_DOT, "activation exchanges"),
+        ("f32[8,48]", TP, f"{BACKWARD}/dot_general", "", "activation exchanges"),
+        ("f32[64,16]", TP, f"{BACKWARD}/dot_general", "", "gradient sums"),
+    ],
+)
+def test_gradients_need_a_backward_pass_and_a_shape_that_comes_out_again(
+    array, groups, name, others, cause
+):
+    entry = only(
+        [
+            W,
+            X,
+            *filter(None, [others]),
+            f"%a = {array} iota(), iota_dimension=0",
+            f"%r = {array} all-reduce(%a), {groups}" + (f", {named(name)}" if name else ""),
+            "ROOT %t = (bf16[64,16]{1,0}) tuple(%w)",
+        ]
+    )
+    assert entry.cause == cause
+
+
+def test_a_forward_pass_alone_sums_no_gradients():
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import meshwright as mw
+
+    mesh = mw.mesh("dp:2, fsdp:4")
+
+    def shaped(shape, *spec):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+
+    def forward(x, w):
+        return jnp.tanh(x @ w).sum()
+
+    args = shaped((64, 512), None, "fsdp"), shaped((512, 512), "fsdp", None)
+    found = compiled_book(forward, args, mesh)
+    assert any("f32[64,512]" in entry.shape for entry in found)
+    assert {entry.cause for entry in found} == {"activation exchanges"}
+
+
+OVER_DP = "{0,4},{4,0},{1,5},{5,1},{2,6},{6,2},{3,7},{7,3}"
+OVER_TP = "{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}"
+
+
+def windowed(name, moved, given, array="bf16[64,16]", pairs=OVER_DP):
+    """A dot taken apart by the TPU compiler: a loop that permutes element 1 of its state."""
+    state = f"(u32[], {array}, f32[])"
+    before = f"""
+%body (s: {state}) -> {state} {{
+  %s = {state} parameter(0)
+  %i = u32[] get-tuple-element(%s), index=0
+  %piece = {array} get-tuple-element(%s), index=1
+  %sum = f32[] get-tuple-element(%s), index=2
+  %changed = {array} add(%piece, %piece)
+  %start = ({array}, {array}) collective-permute-start({moved}), \
+source_target_pairs={{{pairs}}}, {named(name)}
+  %done = {array} collective-permute-done(%start)
+  ROOT %next = {state} tuple(%i, %done, %sum)
+}}
+
+%test (s: {state}) -> pred[] {{
+  %s = {state} parameter(0)
+  ROOT %on = pred[] constant(true)
+}}
+"""
+    lines = [
+        "%w = f32[64,16]{1,0} parameter(0), metadata={op_name=\"params['w']\"}",
+        "%cast = bf16[64,16]{1,0} convert(%w)",
+        f"%made = {array} iota(), iota_dimension=0",
+        "%zero = u32[] constant(0)",
+        "%none = f32[] constant(0)",
+        f"%state = {state} tuple(%zero, {given}, %none)",
+        f"%loop = {state} while(%state), condition=%test, body=%body",
+        "ROOT %t = (f32[64,16]{1,0}) tuple(%w)",
+    ]
+    return only(lines, before=before)
+
+
+@pytest.mark.parametrize("pairs", [OVER_DP, OVER_TP])
+@pytest.mark.parametrize(
+    ("pass_", "moved", "given", "cause", "why"),
+    [
+        (FORWARD, "%piece", "%cast", "parameter gathers", "gathers params['w']"),
+        (BACKWARD, "%piece", "%cast", "parameter gathers", "gathers params['w']"),
+        (BACKWARD, "%changed", "%made", "gradient sums", "sums gradients"),
+        (BACKWARD, "%changed", "%cast", "gradient sums", "sums gradients"),
+        (BACKWARD, "%piece", "%made", "activation exchanges", "exchanged"),
+        (FORWARD, "%changed", "%made", "activation exchanges", "exchanged"),
+        (FORWARD, "%piece", "%made", "activation exchanges", "exchanged"),
+    ],
+)
+def test_a_dot_in_pieces_counts_as_what_it_stands_for(pass_, moved, given, cause, why, pairs):
+    entry = windowed(f"{pass_}/while/body/dot_general", moved, given, pairs=pairs)
+    assert (entry.cause, entry.why) == (cause, f"{why} piece by piece for dot_general")
+
+
+@pytest.mark.parametrize(
+    ("pairs", "cause"), [(OVER_DP, "gradient sums"), (OVER_TP, "activation exchanges")]
+)
+def test_pieces_of_no_parameters_shape_are_gradients_over_data_only(pairs, cause):
+    name = f"{BACKWARD}/while/body/dot_general"
+    assert windowed(name, "%changed", "%made", "bf16[32,16]", pairs).cause == cause
+
+
+def test_a_dots_result_sent_to_another_slice_is_no_piece_of_it():
+    attributes = (
+        'is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="p_0",'
+        "_xla_megascale_target={{100000->200000},{200000->100000}},"
+        '_xla_megascale_transfer_type="ONE_TO_ONE"}'
+    )
+    lines = [
+        W,
+        f"%a = f32[64,16]{{1,0}} iota(), iota_dimension=0, {named(BACKWARD + '/dot_general')}",
+        "%t = token[] after-all()",
+        f"%s = (f32[64,16]{{1,0}}, u32[], token[]) send(%a, %t), channel_id=1, {attributes}",
+        f"%r = (f32[64,16]{{1,0}}, u32[], token[]) recv(%t), channel_id=2, {attributes}",
+        "%sd = token[] send-done(%s), channel_id=1",
+        "ROOT %rd = (f32[64,16]{1,0}, token[]) recv-done(%r), channel_id=2",
+    ]
+    entry = only(lines, on="v5e:2x2", slices=2)
+    assert (entry.kind, entry.cause) == ("collective-permute", "nobody asked")
+
+
+def test_pieces_that_no_dot_needs_are_nobodys():
+    assert windowed(f"{FORWARD}/add", "%piece", "%cast").cause == "nobody asked"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +239,7 @@ def test_sums_over_data_in_the_backward_or_in_an_arguments_shape_are_gradients(
         ("all-to-all", "sharding_constraint", "activation exchanges"),
         ("collective-permute", "ppermute", "activation exchanges"),
         ("collective-permute", "concatenate", "activation exchanges"),
-        ("collective-permute", "dot_general", "nobody asked"),
+        ("collective-permute", "dot_general", "activation exchanges"),
         ("collective-permute", "", "nobody asked"),
     ],
 )

@@ -4,12 +4,20 @@
 2. It gathers an argument of the program, looked at through casts, copies, cuts and loops, or makes
    a result that leaves the program in an argument's shape: **parameter gathers**. Arguments of 32
    or more whole-number bits are data (tokens, positions), not parameters.
-3. It sums in the backward pass over data axes, or in one of the two something of an argument's
-   shape (whole, or a layer of a stack, cut further by at most its own group): **gradient sums**.
+3. It sums in the backward pass, over data axes or something of a parameter's shape (whole, or a
+   layer of a stack, cut further by at most its own group): **gradient sums**. So are sums of that
+   shape over data axes that the user wrote, or whose name the compiler lost, outside the forward
+   pass of a program that has a backward pass. Parameters are arguments whose shape is also that of
+   a result; where there are none, all arguments.
 4. Any other sum, whatever is written as a collective by the user (`psum`, `all_gather`,
    `ppermute`, ...) or by a sharding constraint, and gathers for an operation that needs all of its
    operand (a dot, a sum, a sort, a lookup): **activation exchanges**.
-5. The rest moves arrays from one sharding to another on behalf of operations that need no such
+5. A permutation at a dot, within a slice, is a step of a gather or a sum that the compiler spread
+   over the dot's pieces (a windowed einsum). An argument, also one that a loop hands round, makes
+   it a **parameter gather**. What a loop hands round is otherwise an **activation exchange**. The
+   rest is judged as sums are, by rule 3 with uncut shapes: a **gradient sum**, or else an
+   **activation exchange**.
+6. The rest moves arrays from one sharding to another on behalf of operations that need no such
    thing, as an addition or a reshape: **nobody asked**.
 
 A name the compiler lost (it does, in programs for several slices) is looked up at the neighbours.
@@ -35,6 +43,7 @@ from meshwright.rehearsal.ledger.finding import Found
 from meshwright.rehearsal.programs import Instruction, Program
 from meshwright.rehearsal.programs.names import primitives
 from meshwright.rehearsal.programs.shapes import Leaf, bits
+from meshwright.rehearsal.programs.tracing import Origin
 
 _SUMS = ("all-reduce", "reduce-scatter")
 _WRITTEN = frozenset(
@@ -46,6 +55,7 @@ _NEEDS_ALL = re.compile(
     r"dot_general|conv_general_dilated|reduce|arg(max|min)|cum|sort|top_k|gather|scatter|"
     r"dynamic_(update_)?slice|concatenate|custom_call|fft|cholesky|triangular_solve|svd|eigh|qr"
 )
+_FORWARD, _BACKWARD = "jvp(", "transpose("
 _SHIFTS = re.compile(r"slice|pad|concatenate|roll|rev|conv_general_dilated|cum|reduce_window")
 
 
@@ -80,10 +90,24 @@ class Causes:
             return Cause(ACTIVATION_EXCHANGES, f"sums for {at}")
         if any(operation in _WRITTEN for operation in operations):
             return Cause(ACTIVATION_EXCHANGES, f"asked for by {at}")
+        if _may_be_a_piece(found) and any(map(_is_dot, operations)):
+            return self._piece_by_piece(found, op_name, axes)
         needed = _SHIFTS if found.kind == "collective-permute" else _NEEDS_ALL
         if any(needed.search(operation) for operation in operations):
             return Cause(ACTIVATION_EXCHANGES, f"needed by {at}")
         return Cause(NOBODY_ASKED, f"moved to another sharding at {at}")
+
+    def _piece_by_piece(
+        self, found: Found, op_name: str, axes: tuple[AxisPart, ...] | None
+    ) -> Cause:
+        """The cause of one step of a windowed einsum."""
+        pieces = f"piece by piece for {' and '.join(filter(_is_dot, primitives(op_name)))}"
+        argument = self._argument(found)
+        if argument is not None:
+            return Cause(PARAMETER_GATHERS, f"gathers {argument} {pieces}")
+        if not self._handed_round(found) and self._sums_gradients(found, op_name, axes, 1):
+            return Cause(GRADIENT_SUMS, f"sums gradients {pieces}")
+        return Cause(ACTIVATION_EXCHANGES, f"exchanged {pieces}")
 
     def _clash(self, found: Found, op_name: str) -> Clash | None:
         """The complaint about the operation it serves; one without a name goes by its shape."""
@@ -99,11 +123,42 @@ class Causes:
         """The name of the argument that is moved, if it is one."""
         where = self.program.computations[found.instruction.computation]
         for operand in where.operands(found.instruction)[:1]:
-            origin = self.program.tracer.origin(operand).instruction
+            origin = self._origin(operand).instruction
             if origin.opcode == "parameter" and origin.computation == self.program.entry.name:
                 if _may_be_parameter(origin.shape.leaves[0]):
                     return origin.op_name or f"argument {origin.inside}"
         return None
+
+    def _handed_round(self, found: Found) -> bool:
+        """Whether a loop gives what is moved to one device after another, and adds nothing."""
+        where = self.program.computations[found.instruction.computation]
+        origin = self.program.tracer.origin(where.operands(found.instruction)[0])
+        loop = self._loop(origin)
+        return loop is not None and self._goes_round(loop, origin.path[0])
+
+    def _origin(self, value: Instruction) -> Origin:
+        """Where a value comes from, also through loops that hand it round the devices."""
+        origin = self.program.tracer.origin(value)
+        while (loop := self._loop(origin)) is not None and self._goes_round(loop, origin.path[0]):
+            (given,) = self.program.computations[loop.computation].operands(loop)
+            origin = self.program.tracer.origin(given, origin.path)
+        return origin
+
+    def _loop(self, origin: Origin) -> Instruction | None:
+        """The loop whose state a value is, within the loop or after it."""
+        instruction = origin.instruction
+        if not origin.path:
+            return None
+        if instruction.opcode == "parameter":
+            callers = self.program.tracer.callers.get(instruction.computation, [])
+            instruction = callers[0] if len(callers) == 1 else instruction
+        return instruction if instruction.opcode == "while" else None
+
+    def _goes_round(self, loop: Instruction, index: int) -> bool:
+        """Whether every round of a loop hands an element of its state on, changing nothing."""
+        body = self.program.computations[dict(loop.called)["body"]]
+        before = self.program.tracer.origin(body.root, (index,))
+        return before == Origin(body.parameters[0], (index,))
 
     def _leaves_as_argument(self, found: Found) -> bool:
         """Whether the result goes straight out of the program in an argument's shape."""
@@ -132,30 +187,71 @@ class Causes:
     def _sums_gradients(
         self, found: Found, op_name: str, axes: tuple[AxisPart, ...] | None, size: int
     ) -> bool:
-        backward = "transpose(" in op_name
+        backward = _BACKWARD in op_name
         data = bool(axes) and all(role(part.name).moves == "weights" for part in axes or ())
-        if backward == data:
-            return backward
+        if backward and data:
+            return True
+        if not backward and not (data and self._may_be_of_gradients(found, op_name)):
+            return False
         leaves = [leaf for shape in found.operands for leaf in shape.leaves]
-        fits = self._as_large_as_an_argument if found.transfer else self._like_an_argument
+        fits = self._as_large_as_a_parameter if found.transfer else self._like_a_parameter
         fitting = sum(leaf.bytes for leaf in leaves if fits(leaf, size))
         return 2 * fitting > sum(leaf.bytes for leaf in leaves)
 
-    def _as_large_as_an_argument(self, leaf: Leaf, size: int) -> bool:
+    def _may_be_of_gradients(self, found: Found, op_name: str) -> bool:
+        """Whether a sum outside the backward pass may be of what that pass made.
+
+        It may where the user wrote it (`psum` of the gradients) or the compiler lost its name, and
+        where there is a backward pass at all.
+        """
+        if _FORWARD in op_name or not self._has_backward:
+            return False
+        written = any(operation in _WRITTEN for operation in primitives(op_name))
+        return written or not found.instruction.op_name
+
+    @functools.cached_property
+    def _has_backward(self) -> bool:
+        return any(
+            _BACKWARD in instruction.op_name
+            for computation in self.program.computations.values()
+            for instruction in computation.instructions
+        )
+
+    @functools.cached_property
+    def _parameters(self) -> tuple[Leaf, ...]:
+        """Arguments that come out again, new or as gradients; all of them where none does.
+
+        A batch does not come out.
+        """
+        results = {tuple(_plain(leaf.dims)) for leaf in self.program.entry.root.shape.leaves}
+        again = tuple(leaf for leaf in self._arguments if tuple(_plain(leaf.dims)) in results)
+        return again or self._arguments
+
+    def _as_large_as_a_parameter(self, leaf: Leaf, size: int) -> bool:
         """What goes between slices is sent in a form of the network's own."""
         return any(
             leaf.elements in (argument.elements, argument.elements // argument.dims[0])
-            for argument in self._arguments
+            for argument in self._parameters
             if len(argument.dims) > 1
         )
 
-    def _like_an_argument(self, leaf: Leaf, size: int) -> bool:
+    def _like_a_parameter(self, leaf: Leaf, size: int) -> bool:
         dims = _plain(leaf.dims)
         return bool(dims) and any(
             _is_cut_of(_plain(given), dims, size)
-            for argument in self._arguments
+            for argument in self._parameters
             for given in (argument.dims, argument.dims[1:])
         )
+
+
+def _may_be_a_piece(found: Found) -> bool:
+    """Whether it permutes within a slice: dots are not spread over slices."""
+    between = found.transfer is not None and found.transfer.between_slices
+    return found.kind == "collective-permute" and not between
+
+
+def _is_dot(operation: str) -> bool:
+    return "dot_general" in operation
 
 
 def _may_be_parameter(leaf: Leaf) -> bool:
