@@ -40,10 +40,10 @@ from meshwright.rehearsal.ledger.collective import (
     PARAMETER_GATHERS,
 )
 from meshwright.rehearsal.ledger.finding import Found
+from meshwright.rehearsal.ledger.rounds import first_origin, handed_round
 from meshwright.rehearsal.programs import Instruction, Program
 from meshwright.rehearsal.programs.names import primitives
 from meshwright.rehearsal.programs.shapes import Leaf, bits
-from meshwright.rehearsal.programs.tracing import Origin
 
 _SUMS = ("all-reduce", "reduce-scatter")
 _WRITTEN = frozenset(
@@ -105,7 +105,9 @@ class Causes:
         argument = self._argument(found)
         if argument is not None:
             return Cause(PARAMETER_GATHERS, f"gathers {argument} {pieces}")
-        if not self._handed_round(found) and self._sums_gradients(found, op_name, axes, 1):
+        if not handed_round(self.program, found.instruction) and self._sums_gradients(
+            found, op_name, axes, 1
+        ):
             return Cause(GRADIENT_SUMS, f"sums gradients {pieces}")
         return Cause(ACTIVATION_EXCHANGES, f"exchanged {pieces}")
 
@@ -123,42 +125,11 @@ class Causes:
         """The name of the argument that is moved, if it is one."""
         where = self.program.computations[found.instruction.computation]
         for operand in where.operands(found.instruction)[:1]:
-            origin = self._origin(operand).instruction
+            origin = first_origin(self.program, operand).instruction
             if origin.opcode == "parameter" and origin.computation == self.program.entry.name:
                 if _may_be_parameter(origin.shape.leaves[0]):
                     return origin.op_name or f"argument {origin.inside}"
         return None
-
-    def _handed_round(self, found: Found) -> bool:
-        """Whether a loop gives what is moved to one device after another, and adds nothing."""
-        where = self.program.computations[found.instruction.computation]
-        origin = self.program.tracer.origin(where.operands(found.instruction)[0])
-        loop = self._loop(origin)
-        return loop is not None and self._goes_round(loop, origin.path[0])
-
-    def _origin(self, value: Instruction) -> Origin:
-        """Where a value comes from, also through loops that hand it round the devices."""
-        origin = self.program.tracer.origin(value)
-        while (loop := self._loop(origin)) is not None and self._goes_round(loop, origin.path[0]):
-            (given,) = self.program.computations[loop.computation].operands(loop)
-            origin = self.program.tracer.origin(given, origin.path)
-        return origin
-
-    def _loop(self, origin: Origin) -> Instruction | None:
-        """The loop whose state a value is, within the loop or after it."""
-        instruction = origin.instruction
-        if not origin.path:
-            return None
-        if instruction.opcode == "parameter":
-            callers = self.program.tracer.callers.get(instruction.computation, [])
-            instruction = callers[0] if len(callers) == 1 else instruction
-        return instruction if instruction.opcode == "while" else None
-
-    def _goes_round(self, loop: Instruction, index: int) -> bool:
-        """Whether every round of a loop hands an element of its state on, changing nothing."""
-        body = self.program.computations[dict(loop.called)["body"]]
-        before = self.program.tracer.origin(body.root, (index,))
-        return before == Origin(body.parameters[0], (index,))
 
     def _leaves_as_argument(self, found: Found) -> bool:
         """Whether the result goes straight out of the program in an argument's shape."""
