@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import meshwright as mw
-from meshwright.rehearsal.pipelines.hardware import hardware_of, stand_in
+from meshwright.rehearsal.slices import hardware_of, stand_in
 
 pytestmark = pytest.mark.compilers
 

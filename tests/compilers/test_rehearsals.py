@@ -1,11 +1,16 @@
 """Rehearsals against the vendors' real compilers."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import meshwright as mw
+from meshwright.meshes.build import placement_of
+from meshwright.rehearsal.slices import as_slice
 
 pytestmark = pytest.mark.compilers
 
@@ -119,3 +124,29 @@ def test_a_model_by_its_own_rules(cache):
     assert {"gradient sums", "parameter gathers", "activation exchanges"} <= causes
     sources = {entry.source.file.rpartition("/")[2] for entry in found.collectives if entry.source}
     assert {"attention.py", "feedforward.py"} <= sources
+
+
+@pytest.mark.filterwarnings("ignore::meshwright.IdleDevicesWarning")
+@pytest.mark.parametrize(
+    ("on", "spec", "name"),
+    [("v5e:4x2", "fsdp:4", "v5e:2x2"), ("v5e:4x4", "fsdp:4, tp:2", "v5e:2x4")],
+)
+def test_a_part_of_a_slice_is_compiled_for_one_of_its_shape(on, spec, name, cache):
+    placed = placement_of(mw.MeshSpec.parse(spec), mw.topology(on))
+    hardware, places = as_slice(placed)
+    assert hardware.name == name
+    # Who is next to whom on the part is so on the slice.
+    whole = mw.topology(on)
+    for first, second in itertools.pairwise(zip(placed.positions.flat, places.flat, strict=True)):
+        there, here = (
+            np.abs(point(machine, one) - point(machine, other)).sum()
+            for machine, one, other in zip((whole, hardware), first, second, strict=True)
+        )
+        assert there == here
+    weight = jax.ShapeDtypeStruct((1024, 1024), "float32")
+    found = mw.rehearse(lambda w: (w @ w.T).sum(), weight, mesh=spec, on=on, cache=cache)
+    assert found.fits and len(found.collectives) > 0
+
+
+def point(machine, number):
+    return np.argwhere(machine.index == number)[0]

@@ -14,7 +14,7 @@ from meshwright.mpmd.pipelines.statics import take_apart
 from meshwright.rehearsal.compiler.jobs import Outcome
 from meshwright.rehearsal.compiler.running import Compiler
 from meshwright.rehearsal.pipelines.compiling import TaskCompiler
-from meshwright.rehearsal.pipelines.hardware import hardware_of
+from meshwright.rehearsal.slices import hardware_of
 
 WEIGHT = jax.ShapeDtypeStruct((64, 64), "float32")
 PARAMS = {"a": WEIGHT, "b": WEIGHT}

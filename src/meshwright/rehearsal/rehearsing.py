@@ -16,7 +16,7 @@ from meshwright.partitioning.report import LeafRow
 from meshwright.placement import Placement
 from meshwright.rehearsal.arguments import as_jitted, as_shapes, names_of, sharding_table
 from meshwright.rehearsal.compiler.answers import answer
-from meshwright.rehearsal.compiler.jobs import Job, Outcome, Site
+from meshwright.rehearsal.compiler.jobs import Job, Outcome, Platform, Site
 from meshwright.rehearsal.compiler.running import Compiler
 from meshwright.rehearsal.ledger import Ledger, ledger, read_clashes
 from meshwright.rehearsal.lowering import lower
@@ -25,6 +25,7 @@ from meshwright.rehearsal.memory.use import Memory, as_compiled, as_refused
 from meshwright.rehearsal.programs import read_program
 from meshwright.rehearsal.request import Request, make_request, platform_of
 from meshwright.rehearsal.result import Rehearsal
+from meshwright.rehearsal.slices import as_slice
 from meshwright.rehearsal.timing.steptime import StepTime, step_time
 from meshwright.spec import SpecLike
 
@@ -92,7 +93,7 @@ def run(request: Request) -> Rehearsal:
     placed, hardware = request.placed()
     platform = platform_of(request, hardware, placed.positions.size)
     mesh = request.abstract(placed)
-    site = Site(platform, dataclasses.replace(hardware, devices=None), placed.positions)
+    site = _site(platform, placed, hardware)
     # The compiler starts while the function is traced.
     with Bar(f"{request.name} on {hardware.name}") as bar, Compiler(site) as compiler:
         bar.now("shardings")
@@ -134,6 +135,14 @@ def run(request: Request) -> Rehearsal:
         text=outcome.text,
         results=program.results,
     )
+
+
+def _site(platform: Platform, placed: Placement, hardware: Topology) -> Site:
+    """What to compile for. libtpu aborts for many a part of a slice: it gets one of that shape."""
+    part = platform == "tpu" and placed.positions.size < hardware.num_devices
+    found = as_slice(placed) if part else None
+    machine, positions = found or (hardware, placed.positions)
+    return Site(platform, dataclasses.replace(machine, devices=None), positions)
 
 
 def read(

@@ -17,7 +17,7 @@ from meshwright.rehearsal.compiler.jobs import PLATFORMS, Job, Outcome, Site
 from meshwright.rehearsal.lowering import identity_of
 from meshwright.rehearsal.memory.use import Memory, as_refused
 from meshwright.rehearsal.pipelines.compiled import CompiledTask
-from meshwright.rehearsal.pipelines.hardware import hardware_of
+from meshwright.rehearsal.slices import hardware_of
 
 
 class Exhausted(RehearsalError):

@@ -23,7 +23,6 @@ from meshwright.placement import Placement
 from meshwright.rehearsal.ledger import ledger
 from meshwright.rehearsal.options import check_deadline, choose_folder
 from meshwright.rehearsal.pipelines.compiling import Exhausted, TaskCompiler
-from meshwright.rehearsal.pipelines.hardware import stand_in
 from meshwright.rehearsal.pipelines.memory import bytes_on_device, group_memory
 from meshwright.rehearsal.pipelines.result import (
     GroupRehearsal,
@@ -31,6 +30,7 @@ from meshwright.rehearsal.pipelines.result import (
     TaskRehearsal,
 )
 from meshwright.rehearsal.programs import read_program
+from meshwright.rehearsal.slices import stand_in
 from meshwright.rehearsal.timing.steptime import step_time
 
 

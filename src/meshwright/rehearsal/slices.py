@@ -1,4 +1,4 @@
-"""What hardware a group is, for a compiler that knows whole slices alone.
+"""What hardware a part of a machine is, for a compiler that knows whole slices alone.
 
 libtpu crashes, or refuses, for many a part of a slice (0.0.42 to 0.0.50).
 """
@@ -37,6 +37,19 @@ def hardware_of(mesh: Mesh) -> tuple[Topology, np.ndarray]:
     return found
 
 
+def as_slice(placed: Placement) -> tuple[Topology, np.ndarray] | None:
+    """A slice of the shape of a placement's part of the machine, if there is one, and the places
+    of its devices there."""
+    part = placed.topology
+    found = _turned(part)
+    if found is None:
+        return None
+    named, order = found
+    points = {number: n for n, number in enumerate(part.index.transpose(order).ravel().tolist())}
+    places = [points[number] for number in placed.positions.ravel().tolist()]
+    return named, named.index.ravel()[places].reshape(placed.positions.shape)
+
+
 def stand_in(mesh: Mesh) -> str:
     """The slice that stands for a group, where none has its shape; else nothing."""
     own = _of_its_shape(explain(mesh).topology)
@@ -44,6 +57,15 @@ def stand_in(mesh: Mesh) -> str:
 
 
 def _of_its_shape(found: Topology) -> tuple[Topology, np.ndarray] | None:
+    turned = _turned(found)
+    if turned is None:
+        return None
+    named, order = turned
+    return named, np.argsort(found.index.transpose(order).ravel())
+
+
+def _turned(found: Topology) -> tuple[Topology, list[int]] | None:
+    """A slice of this shape, and in which order the dims of this one are its own."""
     torus = [d for d, axis in enumerate(found.axes) if axis.kind == "torus"]
     turned = sorted(itertools.permutations(torus), key=lambda ds: [found.shape[d] for d in ds])
     for dims in turned:
@@ -53,7 +75,7 @@ def _of_its_shape(found: Topology) -> tuple[Topology, np.ndarray] | None:
         sides = [found.shape[d] for d in dims]
         named = _named(found, sides, found.num_slices) if torus else _by_name(found.name)
         if named is not None and named.shape == tuple(found.shape[d] for d in order):
-            return named, np.argsort(found.index.transpose(order).ravel())
+            return named, order
     return None
 
 
