@@ -120,22 +120,27 @@ def test_the_simulated_devices_of_this_process_are_not_the_compilers(monkeypatch
     assert found["JAX_PLATFORMS"] == "cpu"
 
 
-def test_the_compiling_process_ends_with_its_parent(tmp_path):
+def test_the_compiling_process_ends_with_its_parent_and_leaves_nothing(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(
-        "import os, pickle, subprocess, sys\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import threading, time\\n"
-        "from meshwright.rehearsal.compiler.child import _end_with_parent\\n"
-        "threading.Thread(target=_end_with_parent, daemon=True).start()\\n"
-        "time.sleep(120)'], stdin=subprocess.PIPE)\n"
-        "print(child.pid, flush=True)\n"
+        "import sys, meshwright as mw\n"
+        "from meshwright.meshes.build import placement_of\n"
+        "from meshwright.rehearsal.compiler.jobs import Site\n"
+        "from meshwright.rehearsal.compiler.running import Compiler\n"
+        "hardware = mw.topology('cpu:8')\n"
+        "placed = placement_of(mw.MeshSpec.parse('dp:8'), hardware)\n"
+        "compiler = Compiler(Site('cpu', hardware, placed.positions))\n"
+        "print(compiler._process.pid, flush=True)\n"
         "sys.stdin.read()\n"
     )
+    folder = tmp_path / "temporary"
+    folder.mkdir()
     parent = subprocess.Popen(
         [sys.executable, str(script)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        env={**os.environ, "TMPDIR": str(folder)},
     )
     pid = int(parent.stdout.readline())
     parent.kill()
@@ -144,6 +149,7 @@ def test_the_compiling_process_ends_with_its_parent(tmp_path):
     while _alive(pid) and time.monotonic() < end:
         time.sleep(0.05)
     assert not _alive(pid)
+    assert list(folder.iterdir()) == []
     parent.stdin.close()
     parent.stdout.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from meshwright._version import __version__
+from meshwright.errors import RehearsalError, short
 from meshwright.rehearsal import Rehearsal
 from meshwright.rehearsal.comparing import Comparison
 from meshwright.rehearsal.drawing.markup import Html, join, tag
@@ -50,6 +51,8 @@ def page(
     >>> page(r, training=[3.2, 2.9, 2.7])[:15]
     '<!doctype html>'
     """
+    if not isinstance(result, Rehearsal):
+        raise RehearsalError(f"page: {short(result)} is not what rehearse(...) returns.")
     found = {
         "next": ("What to do next", advised(advice(result, remedies))),
         **sections(result, remedies),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import sys
 import threading
 import time
@@ -29,8 +30,8 @@ def main(folder: str) -> None:
     site: Site = pickle.loads(place.joinpath("site").read_bytes())  # noqa: S301 - our parent's
     devices = _ready(site)
     if not os.read(0, 1):
-        os._exit(1)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+        _leave(folder)
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     job: Job = pickle.loads(place.joinpath("job").read_bytes())  # noqa: S301 - our parent's
     _compat.use_shardy(job.shardy)
     outcome = compile_job(job, devices)
@@ -115,9 +116,15 @@ def _compiler(job: Job) -> str:
     return f"{vendor} {known[vendor]}, jax {known['jax']}"
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: str) -> None:
     while os.read(0, 1):
         pass
+    _leave(folder)
+
+
+def _leave(folder: str) -> None:
+    """Nobody waits for an answer, and nobody else tidies up."""
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 

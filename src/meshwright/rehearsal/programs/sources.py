@@ -20,6 +20,7 @@ _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) function_name_id=(\d+) line
 _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?\}", re.M)
 _FRAME_ID = re.compile(r"stack_frame_id=(\d+)")
 _FILE_AND_LINE = re.compile(r'source_file="([^"]*)"(?: source_line=(\d+))?')
+_BYTES = re.compile(r"(?:\\[0-3][0-7]{2})+")
 # Frames that say less than their caller's: JAX, the libraries built on it, Python's own.
 _LIBRARY = re.compile(
     r"(?:site|dist)-packages/(?:jax|jaxlib|flax|optax|equinox|haiku)/"
@@ -55,7 +56,7 @@ class SourceTable:
         if numbered:
             return self._walk(int(numbered[1]))
         named = _FILE_AND_LINE.search(instruction.rest)
-        return (Source(named[1], int(named[2] or 0)),) if named else ()
+        return (Source(plain(named[1]), int(named[2] or 0)),) if named else ()
 
     def source(self, instruction: Instruction) -> Source | None:
         """The innermost frame of the user's own code, or the innermost of all."""
@@ -71,10 +72,24 @@ class SourceTable:
         return tuple(frames)
 
 
+def plain(name: str) -> str:
+    r"""A name with the letters that a program's text writes as the bytes they are made of.
+
+    >>> plain(r"m\303\266 d.py")
+    'mö d.py'
+    """
+    return _BYTES.sub(
+        lambda found: bytes(int(one, 8) for one in found[0].split("\\")[1:]).decode(
+            "utf-8", "replace"
+        ),
+        name,
+    )
+
+
 def read_sources(head: str) -> SourceTable:
     """The tables at the top of a text; empty where there are none."""
     sections = dict(_SECTION.findall(head))
-    files = dict(_NAME.findall(sections.get("FileNames", "")))
+    files = {n: plain(name) for n, name in _NAME.findall(sections.get("FileNames", ""))}
     functions = dict(_NAME.findall(sections.get("FunctionNames", "")))
     places = {
         number: Source(files.get(file, "?"), int(line), functions.get(function, ""))
