@@ -71,11 +71,23 @@ def train(step, evaluate, fault: str) -> None:
                 evaluate(params, np.ones((rows, 4), "float32"))
 
 
+def goes_on(step, evaluate) -> None:
+    """What is no fault: results as arguments, another batch, an error that all have caught."""
+    rows = np.ones((4, 4), "float32")
+    value, grads = step(PARAMS, rows)
+    evaluate(grads, rows)
+    step(grads, np.ones((8, 4), "float32"))
+    with contextlib.suppress(mw.PipelineError):
+        step(PARAMS, np.ones((5, 4), "float32"))
+    again, _ = step(PARAMS, rows)
+    assert float(again) == float(value)
+
+
 def main() -> None:
     port, me, processes, fault = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     start(port, me, processes, 1)
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(processes, 1), ("pp", "dp"))
-    mine = fault if me == 1 else ""
+    mine = fault if me == 1 and fault != "goes on" else ""
     fn = other_loss if mine == "program" else loss
     if mine == "program":
         print(time.time(), flush=True)
@@ -87,6 +99,9 @@ def main() -> None:
         print(time.time(), flush=True)
     if fault == "values":
         step(PARAMS, np.full((4, 4), me, "float32"))
+    if fault == "goes on":
+        print(time.time(), flush=True)
+        goes_on(step, evaluate)
     with contextlib.nullcontext() if "bare" in fault else evaluate:
         with contextlib.nullcontext() if "bare" in fault else step:
             train(step, evaluate, mine)

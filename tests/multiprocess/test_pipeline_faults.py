@@ -101,5 +101,9 @@ def test_data_that_differ_are_refused_by_every_process():
         assert "do not run the same step: values of argument 1 (all pass the same): " in end.said
 
 
+def test_what_is_no_fault_goes_on():
+    assert [(end.code, end.said) for end in run("goes on")] == [(0, ""), (0, "")]
+
+
 def test_a_step_that_nobody_closes_ends_quietly():
     assert [(end.code, end.said) for end in run("bare")] == [(0, ""), (0, "")]

@@ -8,6 +8,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import meshwright as mw
 from meshwright.errors import RehearsalError
+from meshwright.rehearsal.request import shrunk
 
 MESH = "fsdp:4, tp:2"
 W = jax.ShapeDtypeStruct((64, 64), "float32")
@@ -215,3 +216,16 @@ def test_the_table_has_the_shardings_that_the_step_s_own_jit_gives(cache):
     found = mw.rehearse(step, W, {"x": W, "rate": 0.5}, mesh=mesh, cache=cache)
     assert specs_of(found)["w"] == PartitionSpec("fsdp")
     assert found.arguments.device_bytes + 4 == found.memory.arguments
+
+
+def test_a_jit_on_axes_of_other_names_keeps_its_own(cache):
+    other = NamedSharding(jax.make_mesh((8,), ("x",)), PartitionSpec("x"))
+    step = jax.jit(lambda w, x: x @ w, in_shardings=(other, other))
+    assert mw.rehearse(step, W, W, mesh="fsdp:8", on="cpu:8", cache=cache).fits
+
+
+def test_a_smaller_batch_has_whole_keys():
+    key, rows = jax.ShapeDtypeStruct((2,), "uint32"), jax.ShapeDtypeStruct((8, 3), "float32")
+    smaller = shrunk((W, {"key": key, "x": rows}, 0.5), (1, 2), 2)
+    assert (smaller[1]["key"], smaller[1]["x"].shape, smaller[2]) == (key, (4, 3), 0.5)
+    assert shrunk((W, jax.ShapeDtypeStruct((7,), "float32")), (1,), 2) is None

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from meshwright.axes import role
@@ -96,7 +97,7 @@ def data_specs(arg: Any, mesh: AbstractMesh, name: str = "data") -> Any:
     spec = make_spec([axes if len(axes) > 1 else axes[0]] if axes else ())
     ways = math.prod(sizes[axis] for axis in axes)
     found = walk(arg)
-    whole = [not leaf.shape or _is_raw_key(leaf) for leaf in found.arrays]
+    whole = [not has_rows(leaf) for leaf in found.arrays]
     for leaf, uncut in zip(found.arrays, whole, strict=True):
         if not uncut and leaf.shape[0] % ways:
             where = name if leaf.where == "(the array)" else f"{name}, {leaf.where}"
@@ -109,9 +110,10 @@ def data_specs(arg: Any, mesh: AbstractMesh, name: str = "data") -> Any:
     return found.rebuild([make_spec() if uncut else spec for uncut in whole])
 
 
-def _is_raw_key(leaf: Leaf) -> bool:
-    """Whether it is a random key of the old kind: two integers."""
-    return leaf.shape == (2,) and str(leaf.dtype) == "uint32"
+def has_rows(leaf: Any) -> bool:
+    """Whether a leaf has rows to be cut: numbers and random keys of the old kind have none."""
+    shape = np.shape(leaf) if not hasattr(leaf, "shape") else tuple(leaf.shape)
+    return bool(shape) and not (shape == (2,) and str(getattr(leaf, "dtype", "")) == "uint32")
 
 
 def _where_they_lie(arg: Any, mesh: AbstractMesh, decide: Callable[[Any], Any]) -> Any:
@@ -127,12 +129,14 @@ def _where_they_lie(arg: Any, mesh: AbstractMesh, decide: Callable[[Any], Any]) 
 
 
 def _spec_of(leaf: Leaf, mesh: AbstractMesh) -> PartitionSpec | None:
-    sharding = getattr(leaf.value, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return None
-    theirs = dict(sharding.mesh.shape)
+    sharding: Any = getattr(leaf.value, "sharding", None)
+    return sharding.spec if _is_on(sharding, mesh) else None
+
+
+def _is_on(sharding: Any, mesh: AbstractMesh) -> bool:
+    """Whether it is one on a mesh of these axes."""
     ours = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    return sharding.spec if theirs == ours else None
+    return isinstance(sharding, NamedSharding) and dict(sharding.mesh.shape) == ours
 
 
 def as_shapes(args: Sequence[Any], specs: Sequence[Any], mesh: AbstractMesh) -> tuple[Any, ...]:
@@ -171,7 +175,7 @@ def as_jitted(shapes: tuple[Any, ...], given: Sequence[Any], mesh: AbstractMesh)
         jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
             leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, sharding.spec)
         )
-        if isinstance(sharding, NamedSharding) and hasattr(leaf, "sharding")
+        if hasattr(leaf, "sharding") and _is_on(sharding, mesh)
         else leaf
         for leaf, sharding in zip(leaves, given, strict=True)
     ]

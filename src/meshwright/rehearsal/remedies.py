@@ -16,13 +16,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from meshwright.axes import role
 from meshwright.errors import MeshwrightError
 from meshwright.partitioning.show import amount
-from meshwright.rehearsal.arguments import names_of
+from meshwright.rehearsal.arguments import has_rows, names_of
 from meshwright.rehearsal.lowering import is_jitted
 from meshwright.rehearsal.request import Request, shrunk
 from meshwright.rehearsal.result import Rehearsal
@@ -163,10 +162,9 @@ def _smaller_batch(result: Rehearsal) -> Iterator[Remedy]:
     )
     rows = min(
         (
-            shape[0]
+            leaf.shape[0]
             for i in request.data
-            for shape in map(np.shape, jax.tree.leaves(smaller[i]))
-            if shape
+            for leaf in filter(has_rows, jax.tree.leaves(smaller[i]))
         ),
         default=0,
     )

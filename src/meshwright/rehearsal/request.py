@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from meshwright import _compat
@@ -21,7 +20,7 @@ from meshwright.meshes.build import placement_of, warn_idle
 from meshwright.meshes.targets import target
 from meshwright.partitioning.options import Options
 from meshwright.placement import Placement
-from meshwright.rehearsal.arguments import argument_numbers, decide_specs
+from meshwright.rehearsal.arguments import argument_numbers, decide_specs, has_rows
 from meshwright.rehearsal.compiler.jobs import PLATFORMS, Platform
 from meshwright.rehearsal.options import check_deadline, choose_folder
 from meshwright.spec import MeshSpec
@@ -163,14 +162,14 @@ def shrunk(args: Sequence[Any], data: Sequence[int], parts: int) -> tuple[Any, .
     """The arguments with a smaller batch, or `None` where it does not divide."""
     found = list(args)
     for i in data:
-        if any(shape and shape[0] % parts for shape in map(np.shape, jax.tree.leaves(args[i]))):
+        if any(leaf.shape[0] % parts for leaf in filter(has_rows, jax.tree.leaves(args[i]))):
             return None
         found[i] = jax.tree.map(functools.partial(_fewer_rows, parts), args[i])
     return tuple(found)
 
 
 def _fewer_rows(parts: int, leaf: Any) -> Any:
-    if not np.shape(leaf):
+    if not has_rows(leaf):
         return leaf
     return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
         (leaf.shape[0] // parts, *leaf.shape[1:]), leaf.dtype

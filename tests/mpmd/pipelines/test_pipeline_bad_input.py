@@ -312,6 +312,8 @@ def test_debugged_nans_are_said_as_jit_says_them():
     step = mw.pipeline(loss, groups(2), microbatches=4)
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"0F0: an invalid value"):
         step(layers(2), *batch())
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"0F0: an invalid value"):
+        step.timeline(layers(2), *batch())
 
 
 def test_a_pipeline_that_was_closed_is_closed():

@@ -9,7 +9,6 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from meshwright.errors import PipelineError, listing
@@ -20,15 +19,15 @@ if TYPE_CHECKING:
     from meshwright.mpmd.pipelines.planning import Plan
 
 _NAMED = 16  # arrays of an argument
-_READ = 2**20  # bytes of an array on devices
 _SAMPLE = 2**16  # elements of an array
+_VALUES = "values"
 
 
 class Agreement:
     """A pipeline's plans that all processes have agreed on, with names that tell them apart."""
 
-    def __init__(self, company: Company) -> None:
-        self.company, self.number = company, company.enter()
+    def __init__(self, company: Company, number: int) -> None:
+        self.company, self.number = company, number
         self._names: dict[Hashable, str] = {}
         self._agreed: set[Hashable] = set()
         self._first: Mapping[str, str] = {}
@@ -41,7 +40,7 @@ class Agreement:
             self._first = self._first or words
             whose = f" of pipeline {self.number}" if self.number else ""
             self._names[kind] = f"plan {len(self._names)}{whose}{_beside(words, self._first)}"
-        self.company.watch.enter(self.company.steps, self._names[kind] + why)
+        self.company.begin(self.number, self._names[kind] + why)
 
     def agree(self, kind: Hashable, plan: Plan, parts: Split) -> None:
         """Before the first step with a plan, compare it with that of the others."""
@@ -75,21 +74,20 @@ def in_words(plan: Plan) -> dict[str, str]:
 
 
 def values_in_words(parts: Split) -> dict[str, str]:
-    """Checksums of arguments that every process passes: data that differ train on wrong pairs.
+    """Checksums of what every process passes from its host: inputs and labels of other rows would
+    train on wrong pairs. Arrays on devices are not read."""
+    return {
+        f"{_VALUES} of argument {path} (all pass the same)": _checksum([_sample(value).tobytes()])
+        for path, value in zip(parts.paths, parts.arrays, strict=True)
+        if isinstance(value, np.ndarray)
+    }
 
-    Of arrays that lie on devices only small ones are read.
-    """
-    found = {}
-    for path, value in zip(parts.paths, parts.arrays, strict=True):
-        on_host = not isinstance(value, jax.Array)
-        if on_host or (value.is_fully_addressable and value.nbytes <= _READ):
-            if not jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended):
-                sample = np.asarray(value).reshape(-1)
-                sample = sample[:: max(1, sample.size // _SAMPLE)]
-                found[f"values of argument {path} (all pass the same)"] = _checksum(
-                    [sample.tobytes()]
-                )
-    return found
+
+def _sample(value: np.ndarray) -> np.ndarray:
+    """Some of an array's elements, as JAX would hold them."""
+    flat = value.reshape(-1)
+    flat = flat[:: max(1, flat.size // _SAMPLE)]
+    return flat.astype(jax.dtypes.canonicalize_dtype(value.dtype), copy=False)
 
 
 def _arguments(paths: Sequence[str], kinds: Iterable[str]) -> dict[str, str]:
@@ -147,8 +145,10 @@ def _beside(words: Mapping[str, str], first: Mapping[str, str]) -> str:
 
 
 def _differing(told: Sequence[Mapping[str, str]]) -> list[str]:
+    """Parts that are not the same. Values are compared where all pass them from their hosts."""
     parts = dict.fromkeys(part for words in told for part in words)
-    return [part for part in parts if len({words.get(part) for words in told}) > 1]
+    known = [p for p in parts if not p.startswith(_VALUES) or all(p in words for words in told)]
+    return [part for part in known if len({words.get(part) for words in told}) > 1]
 
 
 def _compared(texts: Sequence[str]) -> str:

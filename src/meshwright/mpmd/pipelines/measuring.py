@@ -95,10 +95,17 @@ def _groups(plan: Plan) -> range:
 
 
 def _latency(operations: Sequence[Operation], record: Record) -> float:
-    """From the end of a task, or from when it was sent if that was later, to the arrival."""
+    """From the end of a task, or from when it was sent if that was later, to the arrival.
+
+    What a task has taken had arrived by then, even if it was noted later.
+    """
     made = {cell: n for n in record.tasks for cell in operations[n].outs}
+    taken: dict[int, float] = {}
+    for n, (start, _) in record.tasks.items():
+        taken.update((cell, min(start, taken.get(cell, start))) for cell in operations[n].ins)
     late = [
-        at - max(record.tasks[made[operations[n].ins[0]]][1], record.sent[n])
+        min(at, *(taken.get(cell, at) for cell in operations[n].outs))
+        - max(record.tasks[made[operations[n].ins[0]]][1], record.sent[n])
         for n, at in record.arrived.items()
         if operations[n].ins[0] in made
     ]

@@ -84,13 +84,19 @@ def tell(watch: Watch, operation: Operation) -> None:
 def run(operations: Sequence[Operation], cells: list[Any]) -> None:
     """Dispatch every operation; the devices work on while this goes ahead."""
     for operation in operations:
-        try:
-            results = operation.call(*[cells[cell] for cell in operation.ins])  # type: ignore[misc]
-        except _compat.no_number() as error:  # with jax_debug_nans
-            raise FloatingPointError(
-                f"{operation.name}: an invalid value ({error.args[-1]}) among its results."
-            ) from error
-        for cell, value in zip(operation.outs, results, strict=True):
-            cells[cell] = value
+        work_off(operation, cells)
         for cell in operation.drop:
             cells[cell] = None
+
+
+def work_off(operation: Operation, cells: list[Any]) -> Sequence[Any]:
+    """Call one operation and keep its results, which are returned too."""
+    try:
+        results = operation.call(*[cells[cell] for cell in operation.ins])  # type: ignore[misc]
+    except _compat.no_number() as error:  # with jax_debug_nans
+        raise FloatingPointError(
+            f"{operation.name}: an invalid value ({error.args[-1]}) among its results."
+        ) from error
+    for cell, value in zip(operation.outs, results, strict=True):
+        cells[cell] = value
+    return results

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from meshwright.mpmd.pipelines.operations import Operation
+from meshwright.mpmd.pipelines.operations import Operation, work_off
 
 
 class Dispatch(NamedTuple):
@@ -76,9 +76,7 @@ def record(
         for operation in operations:
             tell(operation)
             begin = time.perf_counter()
-            values = operation.call(*[cells[cell] for cell in operation.ins])  # type: ignore[misc]
-            for cell, value in zip(operation.outs, values, strict=True):
-                cells[cell] = value
+            values = work_off(operation, cells)
             end = time.perf_counter()
             if operation.task is not None:
                 before = begin - last - waited

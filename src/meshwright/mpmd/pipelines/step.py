@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import types
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import jax
@@ -14,7 +13,7 @@ import numpy as np
 
 from meshwright.errors import PipelineError
 from meshwright.mpmd.pipelines.agreeing import Agreement
-from meshwright.mpmd.pipelines.company import Company, company
+from meshwright.mpmd.pipelines.company import company
 from meshwright.mpmd.pipelines.explaining import Explanation, explain
 from meshwright.mpmd.pipelines.keywords import by_place
 from meshwright.mpmd.pipelines.measuring import MeasuredTimeline, timelines
@@ -25,6 +24,7 @@ from meshwright.mpmd.pipelines.planning import Plan, Planner
 from meshwright.mpmd.pipelines.recording import Record, merge, record
 from meshwright.mpmd.pipelines.sharing import local_groups
 from meshwright.mpmd.pipelines.statics import Split, take_apart
+from meshwright.mpmd.watching import Watch
 
 T = TypeVar("T")
 
@@ -43,42 +43,43 @@ class PipelineStep:
         self.mine = local_groups(groups)
         self.company = company() if groups.spans_processes else None
         self.link = None if self.company is None else self.company.link
-        self.agreement = None if self.company is None else Agreement(self.company)
+        self.agreement = (
+            None if self.company is None else Agreement(self.company, self.company.enter(limit))
+        )
         self.closed = False
         self._plans: dict[Any, Plan] = {}
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         parts = self._checked(by_place(self.fn, args, keywords))
-        plan = self._agreed(parts)
+        plan = self._begun(parts)
         board = plan.assembled.board
         cells = begin(board, parts.arrays, self.mine, plan.donated)
-        if self.agreement is None:
+        if self.company is None:
             run(plan.operations, cells)
         else:
-            watch = self.agreement.company.watch
-            self._among_others(
-                self.agreement.company, lambda: run_watched(plan.operations, cells, watch)
-            )
+            watch = self.company.watch
+            self._among_others(watch, lambda: run_watched(plan.operations, cells, watch))
         found = results(board, cells, plan.assembled.results, self.mine)
         return plan.traced.out.rebuild(found)
 
-    def _among_others(self, company: Company, work: Callable[[], T]) -> T:
+    def _among_others(self, watch: Watch, work: Callable[[], T]) -> T:
         """Run while the other processes run theirs; when one fails, all end."""
-        company.steps += 1
         try:
             found = work()
         except BaseException as error:
-            company.watch.__exit__(type(error), error, error.__traceback__)
+            watch.__exit__(type(error), error, error.__traceback__)
             raise
-        company.watch.doing = ""
+        watch.doing = ""
         return found
 
     def close(self) -> None:
         """In several processes: the last pipeline that is closed waits for the others, then stops
         watching and listening."""
-        if self.company is not None and not self.closed:
-            self.company.leave()
+        if self.closed:
+            return
         self.closed = True
+        if self.agreement is not None:
+            self.agreement.company.leave(self.agreement.number)
 
     def __enter__(self) -> PipelineStep:
         return self
@@ -162,21 +163,19 @@ class PipelineStep:
         places = by_place(self.fn, args, keywords)
         if not places:
             raise PipelineError("timeline() runs a step: pass its arguments.")
-        plan = self._agreed(self._checked(places), " (its timeline)")
+        plan = self._begun(self._checked(places), " (its timeline)")
         copies = [
             jax.tree.map(_copied, arg) if number in self.donated else arg
             for number, arg in enumerate(places)
         ]
         arrays = take_apart(tuple(copies), 1).arrays
         cells = begin(plan.assembled.board, arrays, self.mine)
-        if self.agreement is None:
+        if self.company is None:
             return timelines(plan, record(plan.operations, cells, lambda _: None))
-        watch = self.agreement.company.watch
+        watch = self.company.watch
         watch.confer("a timeline's begin", "", lambda _: "")
         tell = functools.partial(tell_watch, watch)
-        found = self._among_others(
-            self.agreement.company, lambda: record(plan.operations, cells, tell)
-        )
+        found = self._among_others(watch, lambda: record(plan.operations, cells, tell))
         whole = watch.confer("its timeline", found.to_text(), merge)
         return timelines(plan, Record.from_text(whole))
 
@@ -185,12 +184,11 @@ class PipelineStep:
             raise PipelineError("explain() before the first call: pass the step's arguments.")
         return next(reversed(self._plans.values()))
 
-    def _agreed(self, parts: Split, why: str = "") -> Plan:
+    def _begun(self, parts: Split, why: str = "") -> Plan:
         """The plan of a step that all processes now begin."""
         kind = _kind(parts)
         if self.agreement is None:
             return self._plan(parts, kind)
-        self.agreement.company.watch.limit = self.limit
         self.agreement.enter(kind, parts, why)
         plan = self._plan(parts, kind)
         self.agreement.agree(kind, plan, parts)
@@ -199,22 +197,10 @@ class PipelineStep:
     def _plan(self, parts: Split, kind: Hashable) -> Plan:
         """What to do with arguments like these; worked out and compiled the first time."""
         if kind not in self._plans:
-            with self._patience():
+            alone = contextlib.nullcontext()
+            with alone if self.company is None else self.company.patient("the compiler"):
                 self._plans[kind] = self.planner.plan(parts, self.mine, self.link)
         return self._plans[kind]
-
-    @contextlib.contextmanager
-    def _patience(self) -> Iterator[None]:
-        """Tracing and compiling take what they take; others wait for us meanwhile."""
-        if self.company is None:
-            yield
-            return
-        watch = self.company.watch
-        watch.limit, watch.doing = math.inf, "the compiler"
-        try:
-            yield
-        finally:
-            watch.limit, watch.doing = self.limit, ""
 
 
 def _kind(parts: Split) -> Hashable:

@@ -31,7 +31,7 @@ class Link(abc.ABC):
         self.processes = processes
         self.process = int(jax.process_index())
         self.closed = False
-        self._jobs: dict[Route, Job] = {}
+        self._jobs: dict[Any, Job] = {}  # by what a route moves: pipelines come and go
 
     @abc.abstractmethod
     def send(self, route: Route, key: Any, arrays: Any) -> None:
@@ -81,9 +81,10 @@ class Link(abc.ABC):
     def _job(self, route: Route) -> Job:
         if self.closed:
             raise TransferError("this link is closed. Make another with meshwright.connect().")
-        known = self._jobs.get(route) if isinstance(route, Route) else None
+        what = (route.name, route.treedef) if isinstance(route, Route) else None
+        known = self._jobs.get(what)
         if known is None:
-            known = self._jobs[route] = self._plan(self._checked(route))
+            known = self._jobs[what] = self._plan(self._checked(route))
         return known
 
     def _checked(self, route: Route) -> Route:
