@@ -31,6 +31,7 @@ from meshwright.mpmd.watching.store import Store
 _TICK = 0.1
 _TELL = 0.4  # to tell of a fault, and to hear of an earlier one
 _LINGER, _GRACE = 0.5, 0.15  # for the others to hear and tell, before the store goes
+_ALL_SEE = 0.3
 _TOGETHER = 300.0  # as long as JAX itself waits for the others at exit
 _END = 3.0
 
@@ -138,10 +139,12 @@ class Guard:
         if ours and fault.what == ABORTED and faulthandler.is_enabled():
             faulthandler.dump_traceback()
         states = {**self._store.reading.states, self._process: self._state()}
-        if fault.process in states and not ours:
-            vital.wake(states[fault.process].place)
         error = self._signs.error
         leaving.say(wording.line(fault, states), error if self._tells_more(error, fault) else None)
+        if fault.process in states and not ours:
+            # Once process 0 goes on its store answers again: the others see its silence first.
+            time.sleep(0 if fault.process else _ALL_SEE)
+            vital.wake(states[fault.process].place)
         if self._process == 0:
             self._until(_LINGER, lambda: self._left(fault))
             time.sleep(_GRACE)
