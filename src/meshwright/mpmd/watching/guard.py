@@ -141,15 +141,22 @@ class Guard:
         states = {**self._store.reading.states, self._process: self._state()}
         error = self._signs.error
         leaving.say(wording.line(fault, states), error if self._tells_more(error, fault) else None)
-        if fault.process in states and not ours:
-            # Once process 0 goes on its store answers again: the others see its silence first.
-            time.sleep(0 if fault.process else _ALL_SEE)
-            vital.wake(states[fault.process].place)
+        if not ours:
+            self._wake(states.get(-1 if fault.process is None else fault.process))
         if self._process == 0:
             self._until(_LINGER, lambda: self._left(fault))
             time.sleep(_GRACE)
         code = leaving.SIGNALS.get(fault.what) or leaving.code_of(error)
         leaving.leave(code if ours else leaving.OTHERS_FAULT)
+
+    def _wake(self, culprit: State | None) -> None:
+        """A stopped process of this machine goes on, and ends like all."""
+        if culprit is None or vital.condition(culprit.place) != vital.STOPPED:
+            return
+        if culprit.process == 0:
+            # Its store answers again once it goes on: let the others see its silence first.
+            time.sleep(_ALL_SEE)
+        vital.wake(culprit.place)
 
     def _tells_more(self, error: BaseException | None, fault: Fault) -> bool:
         """Whether an error says more than the line: what JAX raises when a peer is gone does not,
