@@ -321,3 +321,9 @@ def test_a_pipeline_that_was_closed_is_closed():
         step(layers(2), *batch())
     with pytest.raises(mw.PipelineError, match="this pipeline is closed"):
         step(layers(2), *batch())
+
+
+def test_arrays_of_words_or_objects_are_refused():
+    for odd in (np.array([["a"] * 4] * 8), np.array([[None] * 4] * 8)):
+        arguments = (layers(2), odd, batch()[1])
+        refused(chain_loss, "argument 1: an array of .*arrays of numbers", arguments=arguments)

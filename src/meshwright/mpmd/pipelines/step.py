@@ -114,6 +114,11 @@ class PipelineStep:
                     f"argument {path}: a tracer. A pipeline is a program of its own for each "
                     "group: call it outside of jit, grad and vmap."
                 )
+            if isinstance(value, np.ndarray) and value.dtype.kind in "OSUMm":
+                raise PipelineError(
+                    f"argument {path}: an array of {value.dtype}, and JAX has arrays of numbers "
+                    "alone. Pass numbers; names and objects go by closure."
+                )
             if isinstance(value, jax.ShapeDtypeStruct):
                 raise PipelineError(
                     f"argument {path}: a shape without data. Pass arrays, or ask explain(...), "
