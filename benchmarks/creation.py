@@ -17,8 +17,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 
 import meshwright as mw
-from meshwright._tables import duration, table
-from meshwright.meshes import build, contract, targets
+from meshwright._text import duration, table
+from meshwright.interfaces import mesh_creation
+from meshwright.meshes import build, devices
 
 NAMES = ("dp", "fsdp", "ep", "tp", "sp")
 DIMS = (2, -1, 1, 8, 1)
@@ -44,10 +45,10 @@ def repeated(call: Callable[[], Any], times: int = 2000) -> float:
 
 
 def forget() -> None:
-    contract._meshes.clear()
+    mesh_creation._meshes.clear()
     build._placed.cache_clear()
     build.from_placement.cache_clear()
-    targets._live.cache_clear()
+    devices._live.cache_clear()
 
 
 def main() -> None:

@@ -23,9 +23,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 import meshwright as mw
-from meshwright._tables import duration, table
-from meshwright.partitioning.show import amount
-from meshwright.partitioning.specs import problems
+from meshwright._text import amount, duration, table
+from meshwright.trees.specs import problems
 
 Shape = jax.ShapeDtypeStruct
 

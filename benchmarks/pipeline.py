@@ -26,9 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import meshwright as mw
-from meshwright._tables import duration, table
-from meshwright.mpmd.pipelines.placing import begin
-from meshwright.mpmd.pipelines.statics import take_apart
+from meshwright._text import duration, table
+from meshwright.pipelines.runtime import begin
+from meshwright.trees.split import take_apart
 
 LAYERS, GROUPS = 8, 4
 # hidden, rows of a microbatch, microbatches, steps to time

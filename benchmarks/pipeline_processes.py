@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import meshwright as mw
-from meshwright._tables import duration
+from meshwright._text import duration
 
 LAYERS, HIDDEN, ROWS, MICROBATCHES, STEPS = 8, 256, 64, 32, 15
 

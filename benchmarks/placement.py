@@ -25,9 +25,9 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 import meshwright as mw
-from meshwright._tables import duration, table
-from meshwright.meshes.targets import target
-from meshwright.placement import measure
+from meshwright._text import duration, table
+from meshwright.meshes.devices import target
+from meshwright.placement.placer import measure
 
 # Hardware, slices, requests. Those that mesh_utils is known to fail on are among them.
 PAIRS: list[tuple[str, int, list[str]]] = [

@@ -12,13 +12,13 @@ import time
 import jax
 
 import meshwright as mw
+from meshwright.hlo.program import read_program
 from meshwright.meshes.build import placement_of
-from meshwright.rehearsal.arguments import as_shapes
-from meshwright.rehearsal.ledger import ledger
-from meshwright.rehearsal.memory.buffers import live_buffers
-from meshwright.rehearsal.programs import read_program
-from meshwright.rehearsal.timing.steptime import step_time
-from meshwright.spec import MeshSpec
+from meshwright.rehearsal.collectives.analyze import ledger
+from meshwright.rehearsal.memory import live_buffers
+from meshwright.rehearsal.step_arguments import as_shapes
+from meshwright.rehearsal.step_time import step_time
+from meshwright.spec.mesh_spec import MeshSpec
 
 
 def bare(name: str, batch: int, seq: int, spec: str, on: str) -> float:

@@ -31,8 +31,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshwright._tables import duration, table
-from meshwright.partitioning.moving import reshard
+from meshwright._text import duration, table
+from meshwright.transfers.resharding import reshard
 
 MIB = 2**20
 CASES = ("8 to 4", "4 to 8", "disjoint", "new split")

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import meshwright as mw
-from meshwright._tables import duration, table
-from meshwright.mpmd.schedules.named.catalogue import NAMED
+from meshwright._text import duration, table
+from meshwright.schedules.named import NAMED
 
 SIZES = ((4, 8), (4, 32), (8, 64))
 LATENCIES = (0.0, 0.25)

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright import _compat
-from meshwright._tables import duration, table
+from meshwright._text import duration, table
 
 SIZES = {"16 KiB": (1, 64), "1 MiB": (1, 512), "8 x 16 KiB": (8, 64)}
 SPLITS = {"same split": P("a"), "other split": P(None, "a")}

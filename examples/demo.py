@@ -17,11 +17,10 @@ import jax
 from jax.sharding import NamedSharding
 
 import meshwright as mw
-from meshwright.cli import screen
-from meshwright.mpmd.pipelines.explaining import Explanation
-from meshwright.rehearsal.ledger.show import cause_line
-from meshwright.report import page
-from meshwright.report.advice import advice
+from meshwright.cli import terminal
+from meshwright.pipelines.explanation import Explanation
+from meshwright.rehearsal.collectives.types import cause_line
+from meshwright.report import advice, page
 
 MODEL, MESH, POD, BATCH, SEQ = "llama3-8b", "fsdp:-1, tp:4", "v5e:16x16", 256, 2048
 SHARDED, PIPELINED = "fsdp:4, tp:2", "pp:2, fsdp:2, tp:2"
@@ -37,7 +36,7 @@ def main() -> None:
 
     say(f"1. {MESH!r} on {POD}: which chip goes where")
     placed = mw.place(MESH, POD)
-    screen.show_placement(placed)
+    terminal.show_placement(placed)
 
     say(f"2. {MODEL}: how every parameter is cut")
     big = mw.models.model(MODEL)

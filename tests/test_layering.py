@@ -8,21 +8,42 @@ import pytest
 
 import meshwright as mw
 
+# Top to bottom; `calibration` and `planning` are still to come.
 ROOMS = (
     "axes",
     "spec",
     "hardware",
     "placement",
     "meshes",
+    "trees",
+    "schedules",
     "partitioning",
+    "transfers",
+    "interfaces",
+    "checkpoints",
     "mpmd",
+    "watchdog",
+    "pipelines",
     "models",
+    "hlo",
     "rehearsal",
+    "calibration",
     "planning",
     "report",
     "cli",
 )
-LEAVES = ("errors", "_compat", "_progress", "_tables", "_version")
+# What every room may use, top to bottom too.
+LEAVES = (
+    "errors",
+    "_version",
+    "_lazy",
+    "_compat",
+    "_checks",
+    "_text",
+    "_html",
+    "_progress",
+    "_processes",
+)
 # The package's own front door and `python -m meshwright` see everything.
 FRONT = ("__init__", "__main__")
 PRIVATE = ("jax._src", "jax.experimental", "jax.extend", "jax.interpreters")
@@ -64,7 +85,7 @@ def layering_faults(source: str, path: str) -> list[str]:
         if there == here:
             allowed = True
         elif there in LEAVES:
-            allowed = here in ROOMS or there == "errors"
+            allowed = here in ROOMS or LEAVES.index(there) < LEAVES.index(here)
         elif there in ROOMS:
             allowed = here in ROOMS and ROOMS.index(there) < ROOMS.index(here)
         else:  # the front door, which leads to every room
@@ -133,7 +154,7 @@ def test_no_room_or_module_hides_a_public_name():
         ("from ..meshes import build", "spec/a.py", "meshwright.meshes.build"),
         ("from . import spec", "errors.py", "meshwright.spec"),
         ("def f():\n    from meshwright.cli import main", "report/a.py", "meshwright.cli.main"),
-        ("from meshwright.spec import MeshSpec", "_tables.py", "meshwright.spec.MeshSpec"),
+        ("from meshwright.spec import MeshSpec", "_text.py", "meshwright.spec.MeshSpec"),
         ("from meshwright import _compat", "errors.py", "meshwright._compat"),
     ],
 )

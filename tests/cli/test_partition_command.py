@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from meshwright.cli import main
+from meshwright.cli.main import main
 
 MODEL = """
 import jax

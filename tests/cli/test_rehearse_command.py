@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from meshwright.cli import main
+from meshwright.cli.main import main
 
 
 @pytest.fixture(autouse=True)
@@ -109,6 +109,6 @@ def test_an_interrupt_is_told_in_a_line(monkeypatch, capsys):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("meshwright.cli.rehearse_command.rehearse_model", interrupted)
+    monkeypatch.setattr("meshwright.cli.rehearse.rehearse_model", interrupted)
     assert main(["rehearse", "tiny", "--mesh", "fsdp:8", "--on", "cpu:8", "--batch", "16"]) == 130
     assert capsys.readouterr().err == "meshwright: interrupted\n"

@@ -16,11 +16,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshwright.hardware import Topology
-from meshwright.placement import Placement, measure
-from meshwright.placement.factors import Part
-from meshwright.placement.order import choose_order, offsets
-from meshwright.spec import MeshSpec
+from meshwright.hardware.topology import Topology
+from meshwright.placement.cost_model import Part, choose_order, offsets
+from meshwright.placement.placement import Placement
+from meshwright.placement.placer import measure
+from meshwright.spec.mesh_spec import MeshSpec
 
 ELEMENTS = 1 << 26
 
@@ -93,8 +93,8 @@ def laid_out_by_hand(topology: Topology, layout: list[tuple[int, int, int]]) -> 
 def main() -> None:
     """Our bandwidth beside the compiler's choice, for every layout."""
     from meshwright.meshes.build import from_placement
-    from meshwright.meshes.targets import target
-    from meshwright.placement.show import made_of
+    from meshwright.meshes.devices import target
+    from meshwright.placement.placement import made_of
 
     print(
         "| hardware | axis made of | order | model, GB/s | all-reduce | links driven | all-gather |"

@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.rehearsal.ledger import ledger
-from meshwright.rehearsal.programs import read_program
+from meshwright.hlo.program import read_program
+from meshwright.rehearsal.collectives.analyze import ledger
 
 pytestmark = pytest.mark.compilers
 
@@ -137,7 +137,7 @@ def test_axes_inside_and_between_slices_are_named(spec):
 
 
 def test_device_numbers_of_slices_are_known():
-    from meshwright.rehearsal.ledger.positions import Positions
+    from meshwright.rehearsal.collectives.analyze import Positions
 
     for on in ("v5e:4x4", "v5p:2x4x4", "tpu7x:2x2x4"):
         mesh = mw.mesh("dp:2, tp:-1", on=on, slices=2)

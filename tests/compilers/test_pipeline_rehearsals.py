@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import meshwright as mw
-from meshwright.rehearsal.slices import hardware_of, stand_in
+from meshwright.rehearsal.tpu_slices import hardware_of, stand_in
 
 pytestmark = pytest.mark.compilers
 
@@ -54,7 +54,7 @@ def test_a_pipeline_on_groups_that_are_not_here(on, spec, cache):
 
 def test_what_was_compiled_before_is_kept(cache, monkeypatch):
     first = rehearsed("v5e:2x4", "pp:2, dp:4", cache)
-    monkeypatch.setattr("meshwright.rehearsal.compiler.running.Compiler.run", None)
+    monkeypatch.setattr("meshwright.rehearsal.compiler.Compiler.run", None)
     again = rehearsed("v5e:2x4", "pp:2, dp:4", cache)
     assert again.to_json() == first.to_json()
 

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import meshwright as mw
 from meshwright.meshes.build import placement_of
-from meshwright.rehearsal.slices import as_slice
+from meshwright.rehearsal.tpu_slices import as_slice
 
 pytestmark = pytest.mark.compilers
 

@@ -7,7 +7,7 @@ from strategies import LAYOUTS, X, Y, Z, gathered_directions, laid_out_by_hand, 
 
 import meshwright as mw
 from meshwright.meshes.build import from_placement
-from meshwright.meshes.targets import target
+from meshwright.meshes.devices import target
 
 pytestmark = pytest.mark.compilers
 

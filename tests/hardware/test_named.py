@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import meshwright as mw
-from meshwright.hardware import CHIPS
+from meshwright.hardware.chips import CHIPS
 
 # bf16 TFLOP/s, HBM GB, HBM TB/s, GB/s a link, links, devices a host, network GB/s a host,
 # chips of the largest slice.

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshwright as mw
-from meshwright.hardware import compact_part
+from meshwright.hardware.topology import compact_part
 
 NAMES = [
     ("v5e:16x16", 1),

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.models import constrain
+from meshwright.models.weights import constrain
 
 MESHES = {
     "fsdp:16, tp:4": "v5e:8x8",

@@ -9,11 +9,17 @@ import optax
 import pytest
 from model_helpers import fresh
 
-from meshwright.models.attention import attend, attention_weights, self_attention
-from meshwright.models.experts import expert_weights, mixture, route
-from meshwright.models.losses import cross_entropy
-from meshwright.models.norms import group_norm, layer_norm, rms_norm
-from meshwright.models.rotary import rotate
+from meshwright.models.decoder import expert_weights, mixture, route
+from meshwright.models.layers import (
+    attend,
+    attention_weights,
+    cross_entropy,
+    group_norm,
+    layer_norm,
+    rms_norm,
+    rotate,
+    self_attention,
+)
 
 
 def normal(*shape, seed=0):

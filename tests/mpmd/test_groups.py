@@ -14,9 +14,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
+from meshwright._text import ranges
 from meshwright.errors import GroupError
 from meshwright.mpmd.groups import Groups, as_groups
-from meshwright.mpmd.groups.show import ranges
 
 
 class Device:

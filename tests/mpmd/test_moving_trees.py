@@ -14,8 +14,8 @@ from memory_scripts import needs_clear_refs, run_script
 import meshwright as mw
 from meshwright import _compat
 from meshwright.errors import GroupError, PartitionError
-from meshwright.mpmd.arrays import copying
-from meshwright.mpmd.arrays.prefixes import spread
+from meshwright.mpmd import assign
+from meshwright.trees.split import spread
 
 DTYPES = ("float32", "bfloat16", "int8", "complex64", "float8_e4m3fn", "uint16")
 WHOLE = P()
@@ -237,9 +237,9 @@ def test_without_donation_all_sources_live():
 def test_a_source_lives_until_its_last_copy(monkeypatch):
     tied = on(A, ALL, P("pp"))
     tree = {"embed": tied, "w": on(B, ALL, P("pp")), "head": tied}
-    seen, move = [], copying.move_batch
-    monkeypatch.setattr(copying, "batches", lambda moves: ([one] for one in moves))
-    monkeypatch.setattr(copying, "move_batch", lambda batch: seen.append(gone(tree)) or move(batch))
+    seen, move = [], assign.move_batch
+    monkeypatch.setattr(assign, "batches", lambda moves: ([one] for one in moves))
+    monkeypatch.setattr(assign, "move_batch", lambda batch: seen.append(gone(tree)) or move(batch))
     placed = mw.to_groups(tree, CUT, {"embed": {0, 1}, "w": {1, 2}, "head": 3}, P(), donate=True)
     # In the order of the leaves: embed to two groups, head to one, w to two.
     assert seen == [(False, False)] * 3 + [(True, False)] * 2

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.errors import GroupError
-from meshwright.mpmd.groups.cutting import without_axis
+from meshwright.mpmd.groups import without_axis
 
 
 def mesh(places, *sizes, names="ab"):

@@ -25,7 +25,7 @@ FOR_GOOD = "stays until the test ends it"
 def start():
     """Starts processes from one that has imported everything, which saves seconds for each."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", "meshwright.mpmd.watching"])
+    context.set_forkserver_preload(["__main__", "meshwright.watchdog.watchdog"])
     return context.Process
 
 

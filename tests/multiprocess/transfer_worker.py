@@ -16,7 +16,7 @@ from shards import mesh, on, pattern, refused, wrong, wrong_values
 
 import meshwright as mw
 from meshwright import _compat
-from meshwright.mpmd.transfers import addresses, greeting
+from meshwright.transfers import connection
 
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int4", "bool", "uint8", "complex64", "float64")
 SHAPE = (8, 16)
@@ -208,11 +208,11 @@ def listening() -> list[str]:
 
 def nobody_there() -> None:
     """An address where nobody listens."""
-    server = addresses.serve("127.0.0.1")
+    server = connection.serve("127.0.0.1")
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         at = f"127.0.0.1:{closed.getsockname()[1]}"
-        greeting.greet("nowhere", server, {1: server.connect(at)}, {1: at}, 0.3)
+        connection.greet("nowhere", server, {1: server.connect(at)}, {1: at}, 0.3)
 
 
 def refusals(link: mw.Link) -> dict[str, str]:

@@ -13,7 +13,8 @@ from multiprocessing.connection import Connection
 import jax
 
 from meshwright import _compat
-from meshwright.mpmd.watching import Watch, traps, vital
+from meshwright.watchdog import os_process
+from meshwright.watchdog.watchdog import Watch
 
 TURNS, TURN = 30, 20
 LONG = 100.0
@@ -75,7 +76,7 @@ def work(watch: Watch, me: int, processes: int, what: str, here: Connection) -> 
 def handlers() -> list:
     """What the system and Python do about signals, and about errors."""
     numbers = (signal.SIGTERM, signal.SIGABRT, signal.SIGINT, signal.SIGSEGV)
-    actions = [traps._action(number) for number in numbers]
+    actions = [os_process._action(number) for number in numbers]
     # The system's library adds a flag of its own, SA_RESTORER, to whatever is set.
     system = [(action.handler, action.flags & ~0x04000000) for action in actions]
     return [*system, *(signal.getsignal(number) for number in numbers), sys.excepthook]
@@ -97,7 +98,7 @@ def main(
     faulthandler.dump_traceback_later(LONG, exit=True)
     warnings.simplefilter("error")
     if "far" in what:  # as if each were on a machine of its own
-        vital.place = str
+        os_process.place = str
     start(port, me, processes)
     found = handlers()
     with Watch(limit=limit) as watch:

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.partitioning.by_rules import match_rules, read_rules
-from meshwright.partitioning.leaves import Leaf
+from meshwright.partitioning.rules import match_rules, read_rules
+from meshwright.trees.walk import Leaf
 
 MESH = mw.mesh("fsdp:4, tp:2")
 

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshwright as mw
-from meshwright.partitioning.pattern_list import PatternList
-from meshwright.partitioning.patterns import compile_pattern, matches
+from meshwright.partitioning.rules import PatternList, compile_pattern, matches
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.partitioning.cuts import drawing
-from meshwright.partitioning.report import short_dtype, typed
+from meshwright.partitioning.report import drawing, short_dtype, typed
 
 MESH = mw.mesh("fsdp:4, tp:2")
 EXPLICIT = mw.mesh("fsdp:4, tp:2", axis_types="explicit")

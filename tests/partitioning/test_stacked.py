@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.partitioning.stacked import STACKS
+from meshwright.partitioning.by_shape import STACKS
 
 MESH = mw.mesh("fsdp:4, tp:2")
 

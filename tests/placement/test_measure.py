@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 import meshwright as mw
-from meshwright.hardware import compact_part
-from meshwright.placement import measure
-from meshwright.placement.factors import primes
+from meshwright.hardware.topology import compact_part
+from meshwright.placement.placer import measure
+from meshwright.placement.search import primes
 
 checked = settings(derandomize=True, deadline=None, max_examples=150)
 

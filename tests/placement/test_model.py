@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshwright as mw
-from meshwright.placement.factors import Part, primes
-from meshwright.placement.model import PAYLOAD, axis_cost
-from meshwright.placement.scattered import busiest_link, scattered_cost
+from meshwright.placement.cost_model import PAYLOAD, Part, axis_cost, busiest_link, scattered_cost
+from meshwright.placement.search import primes
 
 US = 1e-6
 checked = settings(derandomize=True, deadline=None, max_examples=150)

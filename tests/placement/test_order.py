@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshwright as mw
-from meshwright.placement.factors import Part
-from meshwright.placement.order import choose_order, grid, offsets, ring, snake
+from meshwright.placement.cost_model import Part, choose_order, grid, offsets, ring, snake
 
 checked = settings(derandomize=True, deadline=None, max_examples=100)
 boxes = st.lists(st.integers(1, 6), min_size=1, max_size=4)

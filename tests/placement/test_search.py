@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshwright as mw
-from meshwright.placement.factors import Part, primes
-from meshwright.placement.model import axis_cost
-from meshwright.placement.search import search
+from meshwright.placement.cost_model import Part, axis_cost
+from meshwright.placement.search import primes, search
 
 checked = settings(derandomize=True, deadline=None, max_examples=200)
 

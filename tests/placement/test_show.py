@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import meshwright as mw
-from meshwright.placement import measure
-from meshwright.placement.show import drawing
+from meshwright.placement.placement import drawing
+from meshwright.placement.placer import measure
 
 
 def test_a_pod_in_text():

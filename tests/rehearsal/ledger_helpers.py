@@ -1,8 +1,8 @@
 """Small programs for the tests of the ledger."""
 
 import meshwright as mw
-from meshwright.rehearsal.ledger import ledger
-from meshwright.rehearsal.programs import read_program
+from meshwright.hlo.program import read_program
+from meshwright.rehearsal.collectives.analyze import ledger
 
 
 def book(lines, *, spec="dp:2, tp:4", on="h100:8", slices=1, before="", devices=8, clashes=()):

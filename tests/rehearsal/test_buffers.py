@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshwright.rehearsal.memory.buffers import live_buffers
-from meshwright.rehearsal.programs import read_program
+from meshwright.hlo.program import read_program
+from meshwright.rehearsal.memory import live_buffers
 
 HEAD = "HloModule jit_f, is_scheduled=true, num_partitions=1"
 

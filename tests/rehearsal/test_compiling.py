@@ -14,7 +14,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.errors import RehearsalError
-from meshwright.rehearsal.compiler import running, store
+from meshwright.rehearsal import compiler
 
 SHAPE = jax.ShapeDtypeStruct((64, 64), "float32")
 
@@ -87,7 +87,7 @@ def compiling():
         with contextlib.suppress(OSError):
             parent = folder.joinpath("stat").read_text().rsplit(")", 1)[1].split()[1]
             words = folder.joinpath("cmdline").read_text()
-            if int(parent) == os.getpid() and "rehearsal.compiler.child" in words:
+            if int(parent) == os.getpid() and "rehearsal.compiler_worker" in words:
                 found.append(words)
     return found
 
@@ -115,7 +115,7 @@ def test_a_crash_is_told_with_what_was_written_last(tmp_path, monkeypatch):
 def test_the_simulated_devices_of_this_process_are_not_the_compilers(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3 --xla_dump_hlo=x")
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
-    found = running.environment()
+    found = compiler.environment()
     assert found["XLA_FLAGS"] == "--xla_dump_hlo=x"
     assert found["JAX_PLATFORMS"] == "cpu"
 
@@ -125,8 +125,8 @@ def test_the_compiling_process_ends_with_its_parent_and_leaves_nothing(tmp_path)
     script.write_text(
         "import sys, meshwright as mw\n"
         "from meshwright.meshes.build import placement_of\n"
-        "from meshwright.rehearsal.compiler.jobs import Site\n"
-        "from meshwright.rehearsal.compiler.running import Compiler\n"
+        "from meshwright.rehearsal.compiler import Site\n"
+        "from meshwright.rehearsal.compiler import Compiler\n"
         "hardware = mw.topology('cpu:8')\n"
         "placed = placement_of(mw.MeshSpec.parse('dp:8'), hardware)\n"
         "compiler = Compiler(Site('cpu', hardware, placed.positions))\n"
@@ -164,10 +164,10 @@ def _alive(pid):
 
 def test_the_default_folder_is_the_users_own(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert str(store.default_folder()) == "/somewhere/meshwright"
+    assert str(compiler.default_folder()) == "/somewhere/meshwright"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/somebodys/home")
-    assert str(store.default_folder()) == "/somebodys/home/.cache/meshwright"
+    assert str(compiler.default_folder()) == "/somebodys/home/.cache/meshwright"
 
 
 def test_another_line_that_calls_is_the_same_program_and_another_file_is_not(tmp_path):

@@ -6,9 +6,8 @@ import sys
 import pytest
 from ledger_helpers import book, compiled_book
 
-from meshwright.rehearsal.ledger import Clash, read_clashes
-from meshwright.rehearsal.programs import Source
-from meshwright.rehearsal.programs.names import primitives
+from meshwright.hlo.instructions import Source, primitives
+from meshwright.rehearsal.collectives.types import Clash, read_clashes
 
 TP = "replica_groups={{0,1,2,3},{4,5,6,7}}"
 DP = "replica_groups={{0,4},{1,5},{2,6},{3,7}}"
@@ -390,8 +389,8 @@ print(jax.jit(clash).lower(x).compile().as_text())
 
 def test_a_real_complaint_finds_its_collectives():
     import meshwright as mw
-    from meshwright.rehearsal.ledger import ledger
-    from meshwright.rehearsal.programs import read_program
+    from meshwright.hlo.program import read_program
+    from meshwright.rehearsal.collectives.analyze import ledger
 
     done = subprocess.run(
         [sys.executable, "-c", CLASHING], capture_output=True, text=True, timeout=120, check=True

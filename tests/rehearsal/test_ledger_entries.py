@@ -5,9 +5,9 @@ from ledger_helpers import book
 
 import meshwright as mw
 from meshwright.errors import MeshwrightError
-from meshwright.rehearsal.ledger import ledger
-from meshwright.rehearsal.ledger.transfers import transfers
-from meshwright.rehearsal.programs import read_program
+from meshwright.hlo.program import read_program
+from meshwright.rehearsal.collectives.analyze import ledger
+from meshwright.rehearsal.collectives.find import transfers
 
 X = "%x = f32[8,16]{1,0} parameter(0)"
 TP = "replica_groups={{0,1,2,3},{4,5,6,7}}"

@@ -5,7 +5,7 @@ import json
 import pytest
 from ledger_helpers import book
 
-from meshwright.rehearsal.ledger import Clash
+from meshwright.rehearsal.collectives.types import Clash
 
 TP = "replica_groups={{0,1,2,3},{4,5,6,7}}"
 LINES = [

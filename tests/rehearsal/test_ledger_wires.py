@@ -7,9 +7,8 @@ import pytest
 from ledger_helpers import book
 
 import meshwright as mw
-from meshwright.placement.model import PAYLOAD
-from meshwright.rehearsal.ledger.routes import permutation_cost
-from meshwright.rehearsal.ledger.wires import group_cost
+from meshwright.placement.cost_model import PAYLOAD
+from meshwright.rehearsal.collectives.costs import group_cost, permutation_cost
 
 GIB = f"f32[{PAYLOAD // 4}]"
 

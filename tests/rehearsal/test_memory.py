@@ -8,10 +8,8 @@ import pytest
 
 import meshwright as mw
 from meshwright.hardware.chips import CHIPS
-from meshwright.rehearsal.memory.buffers import live_buffers
-from meshwright.rehearsal.memory.limits import available
-from meshwright.rehearsal.memory.use import as_compiled, as_refused
-from meshwright.rehearsal.programs import read_program
+from meshwright.hlo.program import read_program
+from meshwright.rehearsal.memory import as_compiled, as_refused, available, live_buffers
 
 GIB = 2**30
 SIZES = {"argument": GIB, "output": GIB, "alias": GIB, "temp": 3 * GIB, "generated_code": 0}

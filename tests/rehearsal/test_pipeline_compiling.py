@@ -9,12 +9,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import meshwright as mw
 from meshwright import _compat
 from meshwright.errors import RehearsalError
-from meshwright.mpmd.pipelines.operations import Code, Operation
-from meshwright.mpmd.pipelines.statics import take_apart
-from meshwright.rehearsal.compiler.jobs import Outcome
-from meshwright.rehearsal.compiler.running import Compiler
-from meshwright.rehearsal.pipelines.compiling import TaskCompiler
-from meshwright.rehearsal.slices import hardware_of
+from meshwright.pipelines.step_graph import Code, Operation
+from meshwright.rehearsal.compiler import Compiler, Outcome
+from meshwright.rehearsal.pipelines import TaskCompiler
+from meshwright.rehearsal.tpu_slices import hardware_of
+from meshwright.trees.split import take_apart
 
 WEIGHT = jax.ShapeDtypeStruct((64, 64), "float32")
 PARAMS = {"a": WEIGHT, "b": WEIGHT}

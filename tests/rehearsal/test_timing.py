@@ -4,11 +4,10 @@ import pytest
 
 import meshwright as mw
 from meshwright.hardware.chips import CHIPS
-from meshwright.rehearsal.ledger import Ledger, ledger
-from meshwright.rehearsal.programs import read_program
-from meshwright.rehearsal.timing.kernels import kernels
-from meshwright.rehearsal.timing.speeds import speeds
-from meshwright.rehearsal.timing.steptime import step_time
+from meshwright.hlo.program import read_program
+from meshwright.rehearsal.collectives.analyze import ledger
+from meshwright.rehearsal.collectives.types import Ledger
+from meshwright.rehearsal.step_time import kernels, speeds, step_time
 
 HEAD = "HloModule jit_f, is_scheduled=true, num_partitions=4\n\n"
 GROUPS = "replica_groups={{0,1,2,3}}, use_global_device_ids=true"

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import meshwright as mw
-from meshwright.rehearsal import Ledger
+from meshwright.rehearsal.collectives.types import Ledger
 
 
 @pytest.fixture(scope="session")

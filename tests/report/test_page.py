@@ -7,10 +7,9 @@ import pytest
 from markup import Reader
 
 import meshwright as mw
-from meshwright.rehearsal import Ledger
-from meshwright.rehearsal.ledger.clashes import Clash
-from meshwright.rehearsal.memory.buffers import Buffer
-from meshwright.rehearsal.programs import Source
+from meshwright.hlo.instructions import Source
+from meshwright.rehearsal.collectives.types import Clash, Ledger
+from meshwright.rehearsal.memory import Buffer
 from meshwright.report import page
 
 HOSTILE = "</style></title><script>alert('x')</script><img src=x onerror=\"alert(1)\">&amp;"

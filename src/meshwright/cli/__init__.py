@@ -1,5 +1,1 @@
 """The command line. In: words. Out: text for a person, or JSON for a script."""
-
-from meshwright.cli.entrance import main
-
-__all__ = ["main"]

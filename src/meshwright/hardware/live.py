@@ -14,9 +14,15 @@ import numpy as np
 from meshwright._compat import is_compile_only
 from meshwright.errors import TopologyError, listing, short
 from meshwright.hardware.chips import Chip, chip_of_kind
-from meshwright.hardware.grid import PhysicalAxis, Topology
-from meshwright.hardware.named import network_axis, torus_axes, with_speeds
-from meshwright.hardware.shapes import may_twist, text, wraparound
+from meshwright.hardware.named import (
+    may_twist,
+    network_axis,
+    text,
+    torus_axes,
+    with_speeds,
+    wraparound,
+)
+from meshwright.hardware.topology import PhysicalAxis, Topology
 
 # An accelerator we have no table for: relative speeds still rank placements.
 UNKNOWN = Chip("unknown", "gpu", (), 100, 16, 1, link=100, network=10)

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+import re
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from meshwright.errors import IdleDevicesWarning, MeshError, SpecError, short
-from meshwright.hardware import Topology, compact_part
-from meshwright.meshes.memory import remember
-from meshwright.meshes.targets import one_slice, target
-from meshwright.placement import Placement, place
-from meshwright.placement.order import Order
-from meshwright.spec import MeshSpec, SpecLike
-from meshwright.spec.checks import check_flag
+from meshwright._checks import check_flag
+from meshwright.errors import IdleDevicesWarning, MeshError, SpecError, listing, short
+from meshwright.hardware.topology import Topology, compact_part
+from meshwright.hardware.topology import topology as read_topology
+from meshwright.meshes.devices import attach, one_slice, target
+from meshwright.placement.cost_model import Order
+from meshwright.placement.placement import Placement
+from meshwright.placement.placer import measure, place
+from meshwright.spec.mesh_spec import MeshSpec, SpecLike
 
 AXIS_TYPES = {
     None: AxisType.Auto,
@@ -77,7 +81,7 @@ def abstract_mesh(
     >>> mw.abstract_mesh("fsdp:-1, tp:8", on="v5p:8x8x8").axis_sizes
     (64, 8)
     """
-    from meshwright.hardware import topology as read_topology
+    from meshwright.hardware.topology import topology as read_topology
 
     asked = MeshSpec.parse(spec, names).with_types(axis_types)
     if on is not None:
@@ -182,3 +186,105 @@ def _abstract(spec: MeshSpec) -> AbstractMesh:
     if math.prod(spec.sizes) < 1:
         raise MeshError(f"'{spec}' is still open.")
     return AbstractMesh(spec.sizes, spec.names, axis_types=types)
+
+
+# On what hardware an `AbstractMesh` of ours was built; it has no devices that could tell.
+
+
+# JAX hands out one object for equal abstract meshes, so one mesh may stand for several machines.
+_built: weakref.WeakKeyDictionary[AbstractMesh, dict[Any, Placement]] = weakref.WeakKeyDictionary()
+
+
+def remember(mesh: AbstractMesh, placement: Placement) -> None:
+    hardware = placement.topology
+    how = tuple((axis.weight, axis.parts, axis.order) for axis in placement.axes)
+    _built.setdefault(mesh, {})[hardware.name, hardware.axes, how] = placement
+
+
+def recall(mesh: AbstractMesh) -> Placement:
+    """The placement behind an abstract mesh; refused when none or several fit."""
+    found = _built.get(mesh, {})
+    if len(found) == 1:
+        return next(iter(found.values()))
+    problem = "has no devices"
+    if found:
+        names = listing(dict.fromkeys(name for name, _, _ in found))
+        problem = f"was built in {len(found)} ways, on {names}, and does not say which is meant"
+    raise MeshError(
+        f"this AbstractMesh {problem}: say on what hardware, explain(mesh, on='v5p:8x8x8')."
+    )
+
+
+# `explain(mesh)`: what any mesh, ours or not, means on its hardware.
+
+
+# A layout is called better from one per cent on; latency alone makes smaller differences.
+_CLEARLY = 0.99
+
+
+def explain(
+    mesh: Mesh | AbstractMesh | SpecLike | Placement,
+    *,
+    on: str | Topology | Sequence[Any] | None = None,
+    slices: int = 1,
+    intensity: Mapping[str, float] | None = None,
+) -> Placement:
+    """Per axis: the links it uses, their bandwidth, modelled times, what crosses the network.
+
+    Takes any `jax.sharding.Mesh`, and an `AbstractMesh` that `mesh` made for named hardware. A
+    spec, or an `AbstractMesh` from elsewhere, has no devices: say `on` what hardware. The result
+    prints itself, draws itself in a notebook, and has `to_json()`.
+
+    >>> import meshwright as mw
+    >>> print(mw.explain("fsdp:-1, tp:4", on="v5e:16x16").axes[1].cost.shape)
+    ring
+    """
+    if on is None and not one_slice(slices):
+        raise MeshError("slices goes with a hardware name: say on='v5p:8x8x8'.")
+    if isinstance(mesh, Placement):
+        if on is not None or intensity is not None:
+            raise MeshError("a Placement is explained as it is; place it anew with other options.")
+        return mesh
+    if isinstance(mesh, Mesh):
+        return _explain_mesh(mesh, on, slices, intensity)
+    if on is None and isinstance(mesh, AbstractMesh):
+        found = recall(mesh)
+        if intensity is None:
+            return found
+        return place(found.spec, found.topology, intensity=intensity)
+    if on is None:
+        raise MeshError(
+            f"{short(mesh)} has no devices: say on what hardware, explain(..., on='v5p:8x8x8')."
+        )
+    if isinstance(mesh, AbstractMesh):
+        spec = MeshSpec.parse(list(mesh.axis_sizes), names=_printable(mesh.axis_names))
+    else:
+        spec = MeshSpec.parse(mesh)
+    spec, hardware = prepare(spec, read_topology(on, slices=slices))
+    return place(spec, hardware, intensity=intensity)
+
+
+def _printable(names: Sequence[Any]) -> list[str]:
+    """Axis names of any mesh as words of ours: JAX allows every hashable value."""
+    words: list[str] = []
+    for name in names:
+        word = re.sub(r"[^\w.-]+", "_", str(name))[:40] or "_"
+        words.append(word if word not in words else f"{word}_{len(words)}")
+    return words
+
+
+def _explain_mesh(
+    mesh: Mesh, on: Any, slices: int, intensity: Mapping[str, float] | None
+) -> Placement:
+    if mesh.empty:
+        raise MeshError("the mesh is empty: it has no devices.")
+    devices = list(mesh.devices.flat)
+    hardware = read_topology(devices)
+    if on is not None:
+        hardware = attach(read_topology(on, slices=slices), devices)
+    spec = MeshSpec.parse(list(mesh.devices.shape), names=_printable(mesh.axis_names))
+    positions = np.arange(mesh.size).reshape(mesh.devices.shape)
+    found = measure(spec, hardware, positions, intensity=intensity)
+    best = place(spec, hardware, intensity=intensity)
+    other = best.axes if best.cost < found.cost * _CLEARLY else best.runner_up
+    return dataclasses.replace(found, runner_up=other)

@@ -10,10 +10,10 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from meshwright._checks import check_distinct, check_list, check_name
 from meshwright.errors import MeshError, MeshOrderWarning, listing, near, short
 from meshwright.meshes.build import AXIS_TYPES
-from meshwright.spec import MeshSpec, SpecLike
-from meshwright.spec.checks import check_distinct, check_list, check_name
+from meshwright.spec.mesh_spec import MeshSpec, SpecLike
 
 AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh)
 

@@ -12,10 +12,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from meshwright.errors import ModelError, short
-from meshwright.models import layouts, training
-from meshwright.models.config import Config
-from meshwright.models.weights import count, draw
-from meshwright.partitioning.specs import AnyMesh
+from meshwright.models.training import Config, make_optimizer, make_state, train_step
+from meshwright.models.weights import count, draw, logical_table, rules
+from meshwright.trees.specs import AnyMesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,17 +82,17 @@ class Model(abc.ABC):
 
     def optimizer(self) -> Any:
         """AdamW with clipped gradients and a warmup, as an Optax transformation."""
-        return training.make_optimizer(
+        return make_optimizer(
             self.config, jax.tree.map(lambda weight: weight.decays, self._weights)
         )
 
     def state(self, key: jax.Array) -> dict[str, Any]:
         """`{"params", "opt", "step"}`: what a step takes and gives back."""
-        return training.make_state(self.init(key), self.optimizer())
+        return make_state(self.init(key), self.optimizer())
 
     def train_step(self, state: Any, batch: Any) -> tuple[dict[str, Any], dict[str, jax.Array]]:
         """Learn from one batch: the next state, and numbers to watch. Pure: `jit` it."""
-        return training.train_step(self.loss, self.optimizer(), state, batch)
+        return train_step(self.loss, self.optimizer(), state, batch)
 
     def shapes(self) -> dict[str, Any]:
         """The shapes of the state; nothing is computed."""
@@ -106,11 +105,11 @@ class Model(abc.ABC):
 
     def logical_rules(self, mesh: AnyMesh) -> dict[str, Any]:
         """The mesh axes that each logical name gets: `partition`'s `logical=`."""
-        return layouts.logical_table(self._weights, mesh)
+        return logical_table(self._weights, mesh)
 
     def rules(self, mesh: AnyMesh) -> list[tuple[str, PartitionSpec]]:
         """`partition`'s `rules=`, good for the parameters and for the whole state."""
-        return layouts.rules(self._weights, mesh)
+        return rules(self._weights, mesh)
 
     def _check_size(self, what: str, size: object) -> None:
         if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:

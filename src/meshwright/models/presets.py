@@ -7,11 +7,9 @@ from typing import Any
 
 from meshwright.errors import ModelError, listing, near, short
 from meshwright.models.base import Model
-from meshwright.models.config import Config
-from meshwright.models.convolution import ConvConfig, ConvNet
-from meshwright.models.decoder import Decoder, DecoderConfig
-from meshwright.models.mixture import Mixture, MixtureConfig
-from meshwright.models.vision import VisionConfig, VisionTransformer
+from meshwright.models.decoder import Decoder, DecoderConfig, Mixture, MixtureConfig
+from meshwright.models.training import Config
+from meshwright.models.vision import ConvConfig, ConvNet, VisionConfig, VisionTransformer
 
 _TINY: dict[str, Any] = {"learning_rate": 1e-2, "warmup": 4, "steps": 1000}
 _LARGE: dict[str, Any] = {"compute": "bfloat16", "remat": "full"}

@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from meshwright.errors import PartitionError, listing, short
-from meshwright.partitioning.by_rules import read_spec
-from meshwright.partitioning.specs import entry_axes, mesh_axes, problems
+from meshwright.partitioning.rules import read_spec
+from meshwright.trees.specs import entry_axes, mesh_axes, problems
 
 
 @dataclasses.dataclass(frozen=True)

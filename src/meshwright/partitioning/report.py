@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import html
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,16 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshwright._html import html_table
+from meshwright._text import amount, table
 from meshwright.partitioning.decide import settle
-from meshwright.partitioning.leaves import Leaf, bits, walk
-from meshwright.partitioning.matching import plain_specs
-from meshwright.partitioning.specs import (
-    AnyMesh,
-    entry_axes,
-    mesh_axes,
-    shard_shape,
-    ways,
-)
+from meshwright.trees.specs import AnyMesh, entry_axes, mesh_axes, plain_specs, shard_shape, ways
+from meshwright.trees.walk import Leaf, bits, walk
 
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "bool"}
 
@@ -74,18 +72,12 @@ class PartitionReport:
         return tuple(sorted(whole, key=lambda row: (-row.bytes, row.path)))
 
     def __str__(self) -> str:
-        from meshwright.partitioning.show import as_text
-
         return as_text(self)
 
     def _repr_html_(self) -> str:
-        from meshwright.partitioning.show import as_html
-
         return as_html(self)
 
     def to_json(self) -> dict[str, Any]:
-        from meshwright.partitioning.show import as_json
-
         return as_json(self)
 
 
@@ -174,3 +166,151 @@ def short_dtype(dtype: Any) -> str:
     name = str(np.dtype(dtype).name)
     head = name.rstrip("0123456789")
     return _SHORT[head] + name[len(head) :] if head in _SHORT else name
+
+
+# A partitioning as text, HTML and JSON.
+
+
+REPORT_HEADING = ["path", "array", "bytes", "on a device", "copies"]
+REPORT_RIGHT = [False, False, True, True, True]
+MOST_ROWS = 200
+_DRAWN = 6
+
+
+def as_text(report: PartitionReport) -> str:
+    shown = report.rows[:MOST_ROWS]
+    lines = [report_headline(report), table([REPORT_HEADING, *map(_cells, shown)], REPORT_RIGHT)]
+    if len(shown) < len(report.rows):
+        lines.append(f"... and {len(report.rows) - len(shown):,} more arrays")
+    return "\n".join([*lines, *_whole(report)])
+
+
+def report_headline(report: PartitionReport) -> str:
+    count = len(report.rows)
+    mesh = ", ".join(f"{name}:{size}" for name, size in report.axes.items())
+    return (
+        f"{count:,} array{'' if count == 1 else 's'} on {mesh} ({report.devices:,} devices): "
+        f"{amount(report.bytes)}, {amount(report.device_bytes)} on each device"
+    )
+
+
+def _whole(report: PartitionReport) -> list[str]:
+    """The largest arrays that every device holds whole."""
+    if not report.replicated or report.devices == 1:
+        return []
+    held = sum(row.bytes for row in report.replicated)
+    largest = ", ".join(f"{row.path} {amount(row.bytes)}" for row in report.replicated[:3])
+    more = f" and {len(report.replicated) - 3:,} more" if len(report.replicated) > 3 else ""
+    return [f"whole on every device: {amount(held)}, the largest {largest}{more}"]
+
+
+def _cells(row: LeafRow) -> list[str]:
+    return [row.path, row.text, amount(row.bytes), amount(row.device_bytes), f"{row.copies:,}"]
+
+
+def as_html(report: PartitionReport) -> str:
+    """The table, and drawings of how the largest arrays are cut."""
+    shown = report.rows[:MOST_ROWS]
+    rows = html_table([REPORT_HEADING, *map(_cells, shown)], REPORT_RIGHT)
+    notes = "".join(f"<p>{html.escape(line)}</p>" for line in _whole(report))
+    return (
+        '<div style="font-family:system-ui,sans-serif">'
+        f"<b>{html.escape(report_headline(report))}</b>"
+        f'<div style="overflow-x:auto">{rows}</div>{notes}'
+        f'<div style="display:flex;flex-wrap:wrap;gap:24px">{_drawings(report)}</div></div>'
+    )
+
+
+def _drawings(report: PartitionReport) -> str:
+    distinct: dict[str, LeafRow] = {}
+    for row in sorted(report.rows, key=lambda row: (-row.bytes, row.path)):
+        if row.shape and row.text not in distinct and len(distinct) < _DRAWN:
+            distinct[row.text] = row
+    return "".join(
+        f"<figure style='margin:0'><figcaption>{html.escape(row.path)}: "
+        f"{html.escape(row.text)}</figcaption>{drawing(row.shape, row.local)}</figure>"
+        for row in distinct.values()
+    )
+
+
+def as_json(report: PartitionReport) -> dict[str, Any]:
+    return {
+        "mesh": report.axes,
+        "devices": report.devices,
+        "bytes": report.bytes,
+        "device_bytes": report.device_bytes,
+        "worst_device_bytes": report.device_bytes,
+        "arrays": [
+            {
+                "path": row.path,
+                "array": row.text,
+                "shape": list(row.shape),
+                "shard_shape": list(row.local),
+                "spec": [list(e) if isinstance(e, tuple) else e for e in row.spec],
+                "bytes": row.bytes,
+                "device_bytes": row.device_bytes,
+                "copies": row.copies,
+                "replicated": row.replicated,
+            }
+            for row in report.rows
+        ],
+    }
+
+
+# A drawing of how an array is cut: one panel per piece of its leading dims.
+
+
+_LONGEST, _SHORTEST, _GAP = 128, 40, 8
+_MOST_LINES, _MOST_PANELS = 16, 8
+
+
+def drawing(shape: Sequence[int], local: Sequence[int]) -> str:
+    """The array with its cuts as an SVG; the first device's piece is filled.
+
+    The last two dims are a rectangle, the one before them a row of panels, the one before that a
+    column of rows. At most 16 cuts a side and 8 panels are drawn; the line below has the numbers.
+    """
+    counts = [max(1, side // max(1, piece)) for side, piece in zip(shape, local, strict=True)]
+    sides = [1] * (4 - len(shape)) + list(shape)[-4:]
+    cuts = [1] * (4 - len(counts)) + counts[-4:]
+    panels = [min(cut, _MOST_PANELS) for cut in cuts[:2]]
+    lines = [min(cut, _MOST_LINES) for cut in cuts[2:]]
+    height, width = _box(sides[2], sides[3])
+    parts = [
+        _panel(column * (width + _GAP) + 1, row * (height + _GAP) + 1, width, height, lines, not at)
+        for at, (row, column) in enumerate(itertools.product(range(panels[0]), range(panels[1])))
+    ]
+    across, down = panels[1] * (width + _GAP), panels[0] * (height + _GAP)
+    words = [
+        f"{side} in {cut}" if cut > 1 else f"{side}"
+        for side, cut in zip(shape, counts, strict=True)
+    ]
+    return (
+        f'<svg viewBox="0 0 {across} {down}" width="{across}" style="max-width:100%" '
+        f'xmlns="http://www.w3.org/2000/svg" role="img">{"".join(parts)}</svg>'
+        f"<div>{' x '.join(words)}</div>"
+    )
+
+
+def _box(rows: int, columns: int) -> tuple[int, int]:
+    """Sides that keep the array's proportions within reason."""
+    longest = max(rows, columns, 1)
+    return (
+        max(_SHORTEST, round(_LONGEST * rows / longest)),
+        max(_SHORTEST, round(_LONGEST * columns / longest)),
+    )
+
+
+def _panel(x: int, y: int, width: int, height: int, lines: Sequence[int], first: bool) -> str:
+    rows, columns = lines
+    parts = [f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="#eef" stroke="#446"/>']
+    if first:
+        parts.append(
+            f'<rect x="{x}" y="{y}" width="{width / columns:.1f}" height="{height / rows:.1f}" '
+            'fill="#e8a33d"/>'
+        )
+    for line in range(1, columns):
+        parts.append(f'<path d="M{x + width * line / columns:.1f} {y}v{height}" stroke="#446"/>')
+    for line in range(1, rows):
+        parts.append(f'<path d="M{x} {y + height * line / rows:.1f}h{width}" stroke="#446"/>')
+    return "".join(parts)

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from meshwright import _compat
 from meshwright.errors import RehearsalError
-from meshwright.rehearsal.compiler.jobs import Platform
+from meshwright.rehearsal.compiler import Platform
 
 _FILE = re.compile(r'loc\("([^"]+)":\d+')
 

@@ -18,14 +18,14 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from meshwright._text import amount
 from meshwright.axes import role
 from meshwright.errors import MeshwrightError
-from meshwright.partitioning.show import amount
-from meshwright.rehearsal.arguments import has_rows, names_of
 from meshwright.rehearsal.lowering import is_jitted
 from meshwright.rehearsal.request import Request, shrunk
 from meshwright.rehearsal.result import Rehearsal
-from meshwright.spec import MeshSpec
+from meshwright.rehearsal.step_arguments import has_rows, names_of
+from meshwright.spec.mesh_spec import MeshSpec
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ def _all(result: Rehearsal) -> Iterator[Remedy]:
 
 
 def _tried(remedy: Remedy) -> Remedy:
-    from meshwright.rehearsal.rehearsing import run
+    from meshwright.rehearsal.api import run
 
     if remedy.request is None:
         return remedy

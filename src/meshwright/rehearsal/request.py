@@ -12,18 +12,17 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from meshwright import _compat
+from meshwright._checks import argument_numbers
 from meshwright.errors import RehearsalError, near, short
-from meshwright.hardware import Topology
-from meshwright.hardware import topology as read_topology
-from meshwright.meshes import abstract_mesh, explain
-from meshwright.meshes.build import placement_of, warn_idle
-from meshwright.meshes.targets import target
-from meshwright.partitioning.options import Options
-from meshwright.placement import Placement
-from meshwright.rehearsal.arguments import argument_numbers, decide_specs, has_rows
-from meshwright.rehearsal.compiler.jobs import PLATFORMS, Platform
-from meshwright.rehearsal.options import check_deadline, choose_folder
-from meshwright.spec import MeshSpec
+from meshwright.hardware.topology import Topology
+from meshwright.hardware.topology import topology as read_topology
+from meshwright.meshes.build import abstract_mesh, explain, placement_of, warn_idle
+from meshwright.meshes.devices import target
+from meshwright.partitioning.decide import Options
+from meshwright.placement.placement import Placement
+from meshwright.rehearsal.compiler import PLATFORMS, Platform, default_folder
+from meshwright.rehearsal.step_arguments import decide_specs, has_rows
+from meshwright.spec.mesh_spec import MeshSpec
 
 Compiler = Literal["vendor", "cpu"]
 
@@ -174,3 +173,21 @@ def _fewer_rows(parts: int, leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
         (leaf.shape[0] // parts, *leaf.shape[1:]), leaf.dtype
     )
+
+
+# Options that every rehearsal takes, checked.
+
+
+def check_deadline(deadline: float) -> float:
+    if not isinstance(deadline, (int, float)) or isinstance(deadline, bool) or not deadline > 0:
+        raise RehearsalError(f"deadline: {short(deadline)} is not a number of seconds above 0.")
+    return float(deadline)
+
+
+def choose_folder(cache: bool | str | Path) -> Path | None:
+    """The folder that answers are kept in, or `None` for none."""
+    if not isinstance(cache, (bool, str, Path)):
+        raise RehearsalError(f"cache: {short(cache)} is not a folder, True or False.")
+    if isinstance(cache, bool):
+        return default_folder() if cache else None
+    return Path(cache).expanduser()

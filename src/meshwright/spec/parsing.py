@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshwright._checks import MOST_AXES, TYPE_WORDS
 from meshwright.errors import SpecError, listing, short
-from meshwright.spec.checks import MOST_AXES, TYPE_WORDS
-from meshwright.spec.meshspec import AxisSpec, MeshSpec
+from meshwright.spec.mesh_spec import AxisSpec, MeshSpec
 
 _NUMBER = re.compile(r"-?[0-9]+", re.ASCII)
 LONGEST_TEXT = 10_000  # more than any spec can need

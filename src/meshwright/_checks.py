@@ -1,0 +1,131 @@
+"""Checks of the smallest parts of a request: one name, one size, one type."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from meshwright.errors import RehearsalError, ScheduleError, SpecError, near, short
+
+LARGEST = 2**31 - 1
+MOST_AXES = 32  # what an array may have
+RESERVED = ":=,*"
+TYPE_WORDS = ("auto", "explicit", "manual")
+
+
+def check_name(name: object) -> str:
+    """An axis name that prints, and that a spec's text can hold."""
+    if not isinstance(name, str):
+        raise SpecError(f"axis name {short(name)} is a {type(name).__name__}, not a string.")
+    if not name:
+        raise SpecError("an axis name is empty. Give every axis a name, e.g. 'dp'.")
+    if len(name) > 100:
+        raise SpecError(f"axis name {short(name)} has {len(name)} characters; at most 100.")
+    if not name.isprintable() or any(c.isspace() or c in RESERVED for c in name):
+        raise SpecError(
+            f"axis name {short(name)} has a character that does not print, a space, or one of "
+            f"{' '.join(RESERVED)}. Use letters, digits and _ , e.g. 'dp' or 'my_axis'."
+        )
+    return name
+
+
+def check_size(name: str, size: object) -> int:
+    """A positive integer, or -1 for what is left."""
+    if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+        raise SpecError(
+            f"axis {name!r}: size {short(size)} is a {type(size).__name__}, not an integer. "
+            "Use a positive integer, or -1 for what is left."
+        )
+    value = int(size)
+    if value == 0 or value < -1:
+        raise SpecError(
+            f"axis {name!r}: size {short(value)} is not allowed. "
+            "Use a positive integer, or -1 for what is left."
+        )
+    if value > LARGEST:
+        raise SpecError(f"axis {name!r}: size {short(value)} is more than {LARGEST}.")
+    return value
+
+
+def check_positive(what: str, value: object) -> int:
+    """A number of devices, slices or processes."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < 1:
+        raise SpecError(f"{what}: {short(value)} is not a positive integer.")
+    if int(value) > LARGEST:
+        raise SpecError(f"{what}: {short(value)} is more than {LARGEST}.")
+    return int(value)
+
+
+def check_flag(what: str, value: object) -> bool:
+    """True or False, and nothing that merely behaves like one of them."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise SpecError(f"{what}: {short(value)} is not True or False.")
+    return bool(value)
+
+
+def check_list(what: str, value: Any) -> list[Any]:
+    """Several things in an order; a string, a dict or a set is none."""
+    if not isinstance(value, (str, bytes, Mapping, set, frozenset)):
+        try:
+            return list(value)
+        except TypeError:  # no iteration, or an array without dimensions
+            pass
+    raise SpecError(f"{what}: {short(value)} is not a list or tuple.")
+
+
+def check_type(name: str, value: object) -> str | None:
+    """`None`, one of the words, or anything whose `.name` is one (`jax.sharding.AxisType`)."""
+    if value is None:
+        return None
+    word: Any = value if isinstance(value, str) else getattr(value, "name", None)
+    if isinstance(word, str) and word.lower() in TYPE_WORDS:
+        return word.lower()
+    hint = near(word.lower(), TYPE_WORDS) if isinstance(word, str) else ""
+    raise SpecError(
+        f"axis {name!r}: type {short(value)} is not an AxisType or one of "
+        f"{', '.join(TYPE_WORDS)}.{hint}"
+    )
+
+
+def check_distinct(names: Sequence[str]) -> None:
+    """No axis twice."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise SpecError(f"axis {name!r} appears twice. Give every axis a name of its own.")
+        seen.add(name)
+
+
+def check_at_least(value: Any, what: str, where: str, least: int = 1) -> int:
+    """A whole number of at least `least`, or an error that says what it is for."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < least:
+        raise ScheduleError(f"{where}: {what} is a whole number from {least}, not {short(value)}.")
+    return int(value)
+
+
+def check_time(value: Any, what: str) -> float:
+    """A finite, non-negative number."""
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        number = math.nan
+    else:
+        number = float(value)
+    if not math.isfinite(number) or number < 0:
+        raise ScheduleError(f"{what}: a time is a number from 0, not {short(value)}.")
+    return number
+
+
+def argument_numbers(what: str, numbers: int | Sequence[int], count: int) -> tuple[int, ...]:
+    """Which arguments are meant, checked."""
+    if not isinstance(numbers, (int, tuple, list)):
+        raise RehearsalError(f"{what}: {short(numbers)} is not an argument's number, or several.")
+    found = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    for number in found:
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < count:
+            raise RehearsalError(
+                f"{what}: {short(number)} is no argument; they are counted from 0 to {count - 1}."
+            )
+    return found

@@ -1,0 +1,275 @@
+"""HTML that is known to be safe, apart from text that has yet to be escaped."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import html
+from collections.abc import Callable, Iterable, Sequence
+from importlib import resources
+
+
+class Html(str):
+    """Text that is HTML already."""
+
+    __slots__ = ()
+
+
+def escape(text: object) -> Html:
+    """Text for a page; HTML stays as it is.
+
+    >>> escape("<b>"), escape(Html("<b>"))
+    ('&lt;b&gt;', '<b>')
+    """
+    return text if isinstance(text, Html) else Html(html.escape(str(text)))
+
+
+def join(parts: Iterable[str]) -> Html:
+    return Html("".join(escape(part) for part in parts))
+
+
+def tag(name: str, *inside: object, **attributes: object) -> Html:
+    """An element. `class_` is the attribute `class`, `stroke_width` is `stroke-width`.
+
+    >>> tag("p", "a < b", class_="note")
+    '<p class="note">a &lt; b</p>'
+    """
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"'
+        for key, value in attributes.items()
+    )
+    return Html(f"<{name}{written}>{join(map(escape, inside))}</{name}>")
+
+
+def wide(label: str, *inside: object) -> Html:
+    """A box that scrolls by itself, also with the keyboard, where its content is too wide."""
+    return tag("div", *inside, class_="wide", role="region", aria_label=label, tabindex=0)
+
+
+def grid(
+    label: str, heading: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[bool]
+) -> Html:
+    """A table in a box of its own; numbers stand to the right."""
+
+    def line(kind: str, cells: Sequence[object], **more: str) -> Html:
+        return tag(
+            "tr",
+            *(
+                tag(kind, cell, **({"class_": "number"} if flush else {}), **more)
+                for cell, flush in zip(cells, right, strict=True)
+            ),
+        )
+
+    head = tag("thead", line("th", heading, scope="col"))
+    return wide(label, tag("table", head, tag("tbody", *(line("td", row) for row in rows))))
+
+
+# Lanes of stacked parts on one scale, as pictures that are as wide as there is room.
+
+
+_TALL, _EDGE = 30, 4
+# A label is drawn where its part is this much of the width, and stays on a phone from there.
+_ROOM, _ROOM_ON_A_PHONE = 8.0, 22.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A stretch of a lane."""
+
+    name: str
+    size: float
+    colour: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Lane:
+    """Parts one after the other, under a line of words."""
+
+    title: str
+    parts: tuple[Part, ...]
+
+    @property
+    def size(self) -> float:
+        return sum(part.size for part in self.parts)
+
+
+def bars(
+    lanes: Sequence[Lane],
+    write: Callable[[float], str],
+    *,
+    limit: float | None = None,
+    whole: float = 0.0,
+) -> Html:
+    """All lanes on one scale, up to `whole` at least; what lies beyond the limit is hatched."""
+    whole = max([whole, limit or 0.0, *(lane.size for lane in lanes)]) or 1.0
+    words = _limit_words(limit / whole * 100, f"limit {write(limit)}") if limit else Html()
+    drawn = (
+        tag("p", lane.title, class_="lane") + _lane(lane, whole, write, limit) for lane in lanes
+    )
+    return join([words, *map(Html, drawn)])
+
+
+def legend(parts: Sequence[Part], write: Callable[[float], str], whole: float) -> Html:
+    """What the colours mean, with numbers."""
+    items = (
+        tag(
+            "li",
+            tag("i", style=f"background:{part.colour}"),
+            tag("span", part.name),
+            tag("b", write(part.size)),
+            tag("small", _percent(part.size / (whole or 1))),
+        )
+        for part in parts
+        if part.size
+    )
+    return tag("ul", *items, class_="legend")
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.005 else "<1%"
+
+
+_HATCH = Html(
+    '<defs><pattern id="mw-over" width="7" height="7" patternUnits="userSpaceOnUse" '
+    'patternTransform="rotate(45)"><rect width="3" height="7" fill="#000" '
+    'fill-opacity=".3"/></pattern></defs>'
+)
+
+
+def _lane(lane: Lane, whole: float, write: Callable[[float], str], limit: float | None) -> Html:
+    ends = f"{(limit or lane.size) / whole:.2%}"
+    track = tag("rect", y=_EDGE, width=ends, height=_TALL, class_="track")
+    boxes, words, passed = [track], list[Html](), 0.0
+    for part in lane.parts:
+        x, width = passed / whole * 100, part.size / whole * 100
+        said = tag("title", f"{part.name}: {write(part.size)}")
+        boxes.append(tag("g", said, _rect(x, width, part.colour)))
+        words.append(_inside(write(part.size), part.colour, x, width))
+        passed += part.size
+    if limit:
+        x = limit / whole * 100
+        if passed > limit:
+            boxes += [_HATCH, _rect(x, (passed - limit) / whole * 100, "url(#mw-over)")]
+        boxes.append(tag("line", x1=ends, x2=ends, y1=0, y2=_TALL + 2 * _EDGE, class_="limit"))
+    return tag(
+        "svg",
+        *boxes,
+        *words,
+        class_="bar",
+        width="100%",
+        height=_TALL + 2 * _EDGE,
+        role="img",
+        aria_label=_words(lane, write),
+        xmlns="http://www.w3.org/2000/svg",
+    )
+
+
+def _inside(words: str, colour: str, x: float, width: float) -> Html:
+    """The size of a part, written into it where there is room."""
+    if width < _ROOM:
+        return Html()
+    return tag(
+        "text",
+        words,
+        x=f"{x + width / 2:.2f}%",
+        y=_EDGE + 20,
+        style=f"fill:{ink(colour)}",
+        text_anchor="middle",
+        class_="inside" if width >= _ROOM_ON_A_PHONE else "inside roomy",
+    )
+
+
+def _rect(x: float, width: float, fill: str) -> Html:
+    return tag("rect", x=f"{x:.2f}%", y=_EDGE, width=f"{width:.2f}%", height=_TALL, fill=fill)
+
+
+def _limit_words(x: float, words: str) -> Html:
+    """Where the marks of the limit stand, over the first lane."""
+    side = f"right:{100 - x:.2f}%" if x > 40 else f"left:{x:.2f}%"
+    return tag("p", tag("span", words, style=side), class_="limit-words")
+
+
+def _words(lane: Lane, write: Callable[[float], str]) -> str:
+    said = ", ".join(f"{part.name} {write(part.size)}" for part in lane.parts if part.size)
+    return f"{lane.title}: {said}"
+
+
+# One colour per meaning, the same in every picture of a rehearsal.
+#
+# Apart in lightness as well as in hue, and the hues of the schedules' drawings.
+
+
+BLUE, AMBER, GREEN, RED = "#3b6fc4", "#f0a630", "#2f9e7a", "#bf4636"
+GREY, PURPLE = "#8b95a5", "#8466c4"
+
+MEMORY = {"arguments": BLUE, "outputs": GREEN, "temporaries": AMBER, "code": GREY}
+TIME = {
+    "compute": BLUE,
+    "memory": GREEN,
+    "starting kernels": GREY,
+    "exposed communication": RED,
+}
+CAUSES = {
+    "nobody asked": RED,
+    "gradient sums": PURPLE,
+    "parameter gathers": GREEN,
+    "activation exchanges": AMBER,
+}
+SERIES = (BLUE, AMBER, GREEN, PURPLE, RED, GREY)
+
+
+# The one style sheet of every picture here; all its rules are for what lies in `.mw`.
+
+
+@functools.cache
+def style() -> str:
+    return resources.files(__package__).joinpath("_style.css").read_text(encoding="utf-8")
+
+
+def ink(colour: str) -> str:
+    """The text colour that stands out best on a fill.
+
+    >>> ink("#3b6fc4"), ink("#f0a630")
+    ('#ffffff', '#000000')
+    """
+    return max(_DARK, _LIGHT, key=lambda text: contrast(text, colour))
+
+
+def contrast(one: str, other: str) -> float:
+    """How far apart two colours are in lightness, from 1 to 21, as WCAG counts it.
+
+    >>> contrast("#000000", "#ffffff")
+    21.0
+    """
+    dark, light = sorted((_luminance(one), _luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    linear = [
+        c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb(colour)
+    ]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def rgb(colour: str) -> list[int]:
+    return [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+
+
+# Of black and white one always has a contrast of at least 4.5, as small print needs.
+_DARK, _LIGHT = "#000000", "#ffffff"
+
+
+def html_table(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
+    """The same table for a notebook."""
+
+    def line(tag: str, row: Sequence[str]) -> str:
+        cells = "".join(
+            f'<{tag} style="text-align:{"right" if flush else "left"};padding:2px 10px">'
+            f"{html.escape(cell)}</{tag}>"
+            for cell, flush in zip(row, right, strict=True)
+        )
+        return f"<tr>{cells}</tr>"
+
+    body = "".join(line("td", row) for row in rows[1:])
+    return f"<table><thead>{line('th', rows[0])}</thead><tbody>{body}</tbody></table>"

@@ -1,0 +1,98 @@
+"""Plain text tables and numbers a person can read."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from meshwright.errors import listing
+
+
+def table(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
+    """Columns aligned with spaces; the first row is the heading.
+
+    >>> print(table([["axis", "size"], ["dp", "2"]], [False, True]))
+    axis  size
+    dp       2
+    """
+    widths = [max(len(row[c]) for row in rows) for c in range(len(right))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if flush else cell.ljust(width)
+            for cell, width, flush in zip(row, widths, right, strict=True)
+        ).rstrip()
+        for row in rows
+    )
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(0.0211), duration(0.0000042), duration(2.5)
+    ('21.1 ms', '4.20 us', '2.50 s')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size or unit == "us":
+            return f"{seconds / size:#.3g} {unit}".replace(". ", " ")
+    raise AssertionError
+
+
+def number(value: float) -> str:
+    """
+    >>> number(12.0), number(0.75), number(0.0039)
+    ('12', '0.75', '0.0039')
+    """
+    return f"{value:.3g}"
+
+
+def amount(size: float) -> str:
+    """
+    >>> amount(16 * 2**20), amount(1536), amount(-12)
+    ('16 MiB', '1.5 KiB', '-12 B')
+    """
+    if size < 0:
+        return f"-{amount(-size)}"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
+
+
+def counted(number: int, word: str) -> str:
+    """
+    >>> count(1, "host"), count(1200, "device")
+    ('1 host', '1,200 devices')
+    """
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def tidy(value: float) -> str:
+    """A time without the noise of its last bits.
+
+    >>> tidy(0.1 + 0.2), tidy(1581.0), tidy(1e-16)
+    ('0.3', '1581', '0')
+    """
+    return f"{round(value, 9):.6g}"
+
+
+def plural(count: float, noun: str) -> str:
+    """
+    >>> plural(1, "group"), plural(4.5, "microbatch")
+    ('1 group', '4.5 microbatches')
+    """
+    if count != 1:
+        noun += "es" if noun.endswith("h") else "s"
+    return f"{count:g} {noun}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """
+    >>> ranges([0, 1, 2, 3, 8, 10, 11])
+    '0-3, 8, 10-11'
+    """
+    ordered = sorted(numbers)
+    found = []
+    for _, run in itertools.groupby(enumerate(ordered), lambda pair: pair[1] - pair[0]):
+        inside = [number for _, number in run]
+        found.append(f"{inside[0]}-{inside[-1]}" if len(inside) > 1 else f"{inside[0]}")
+    return listing(found, 6)

@@ -1,0 +1,1 @@
+"""Checkpoints. In: a placed tree and a path. Out: the tree again, on any mesh, verified."""

@@ -1,0 +1,130 @@
+"""`meshwright rehearse MODEL`: what the compiler makes of a step on hardware you do not have."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from meshwright.cli.terminal import call, explained
+from meshwright.errors import RehearsalError, short
+from meshwright.models.presets import model
+from meshwright.rehearsal.api import rehearse, rehearse_model
+from meshwright.rehearsal.rendering import as_text
+from meshwright.rehearsal.result import Rehearsal
+
+DOES_NOT_FIT = 3  # exit code
+
+
+@dataclasses.dataclass
+class RehearseCommand:
+    """Compile a train step for named hardware: does it fit, what does it move, how long does it
+    take. No accelerator is needed. The exit code is 3 where it does not fit."""
+
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """A model (tiny, llama3-8b, mixtral-8x7b, ...), or module:function for a step of your own. The
+    function takes nothing and returns (step, arguments...), or a dict of rehearse's arguments with
+    step and args in it."""
+    mesh: str
+    """The mesh, e.g. "fsdp:-1, tp:4"."""
+    on: str | None = None
+    """Hardware by name, e.g. v5e:16x16, h100:8x4. Default: the live devices."""
+    slices: int = 1
+    """How many of them, joined by the slow network."""
+    dcn: str | None = None
+    """How much of each axis crosses the slow network, e.g. "dp:2". Default: worked out."""
+    batch: int | None = None
+    """Rows of the whole batch, over all devices (models only)."""
+    seq: int | None = None
+    """Length of a row. Default: the model's own (models only)."""
+    set: tuple[str, ...] = ()
+    """Changes to the model, e.g. layers=4 remat=none."""
+    compiler: Literal["vendor", "cpu"] = "vendor"
+    """Whose compiler: the hardware's, or cpu for simulated devices."""
+    deadline: float = 900.0
+    """Seconds after which the compiler is ended."""
+    try_: Annotated[bool, tyro.conf.arg(name="try")] = False
+    """Where it does not fit: compile each way out, too."""
+    no_cache: bool = False
+    """Compile even if the answer is known from before."""
+    json: bool = False
+    """Print JSON."""
+    html: Path | None = None
+    """Also write a report to this file."""
+
+    def run(self) -> int:
+        if self.html is not None and not self.html.parent.is_dir():
+            raise RehearsalError(f"--html {self.html}: there is no folder {self.html.parent}.")
+        result = self._rehearsed()
+        ways = result.remedies(check=True) if self.try_ and not result.fits else ()
+        if self.html is not None:
+            from meshwright.report import page
+
+            self.html.write_text(page(result, remedies=ways), encoding="utf-8")
+        if self.json:
+            found = result.to_json()
+            if self.try_:
+                found["tried"] = [str(way) for way in ways]
+            print(json.dumps(found, indent=2))
+        else:
+            print(as_text(result, ways))
+        return 0 if result.fits else DOES_NOT_FIT
+
+    def _rehearsed(self) -> Rehearsal:
+        options: dict[str, Any] = {
+            "mesh": self.mesh,
+            "on": self.on,
+            "slices": self.slices,
+            "dcn": self.dcn,
+            "compiler": self.compiler,
+            "deadline": self.deadline,
+            "cache": not self.no_cache,
+        }
+        if ":" not in self.source:
+            if self.batch is None:
+                raise RehearsalError("--batch is missing: rows of the whole batch, e.g. 256.")
+            found = model(self.source, **dict(map(_change, self.set)))
+            return rehearse_model(found, batch=self.batch, seq=self.seq, **options)
+        if self.batch is not None or self.seq is not None or self.set:
+            raise RehearsalError(
+                "--batch, --seq and --set go with a model; your function says its own."
+            )
+        step, args, own = _own_step(self.source, call(self.source))
+        twice = [name for name in own if options.get(name) not in (_UNSET.get(name), own[name])]
+        if twice:
+            raise RehearsalError(
+                f"{self.source} says {twice[0]}={short(own[twice[0]])} itself, and the command "
+                f"line says {short(options[twice[0]])}. Say it once."
+            )
+        with explained(f"{self.source}: its step failed"):
+            return rehearse(step, *args, **{**options, **own})
+
+
+_UNSET = {"slices": 1, "compiler": "vendor", "deadline": 900.0, "cache": True}
+
+
+def _change(words: str) -> tuple[str, Any]:
+    """`layers=4` as a name and a value."""
+    name, equals, value = words.partition("=")
+    if not (name and equals and value):
+        raise RehearsalError(f"--set {short(words)}: write NAME=VALUE, e.g. layers=4.")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def _own_step(source: str, found: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The step, its arguments and options, from what a user's function returned."""
+    if isinstance(found, dict) and callable(found.get("step")) and "args" in found:
+        rest = {name: value for name, value in found.items() if name not in ("step", "args")}
+        return found["step"], tuple(found["args"]), rest
+    if isinstance(found, tuple) and len(found) > 1 and callable(found[0]):
+        return found[0], found[1:], {}
+    raise RehearsalError(
+        f"{source} returned {short(found)}. Return (step, arguments...), or a dict with step, "
+        "args and more of rehearse's arguments."
+    )

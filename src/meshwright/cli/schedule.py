@@ -1,0 +1,192 @@
+"""`meshwright schedule NAME`: draw a pipeline schedule, or compare all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+from rich.text import Text
+
+from meshwright._html import ink
+from meshwright._text import tidy
+from meshwright.cli import terminal
+from meshwright.errors import ScheduleError
+from meshwright.schedules.auto import Auto
+from meshwright.schedules.compare import Comparison, compare_schedules, memory_limit, over
+from meshwright.schedules.files import read_schedule, write_schedule, write_text
+from meshwright.schedules.named import NAMED, schedule
+from meshwright.schedules.svg_plot import as_lines, fill
+from meshwright.schedules.timeline import Timeline, simulate
+from meshwright.schedules.types import KINDS, Schedule
+
+
+@dataclasses.dataclass
+class ScheduleCommand:
+    """Draw a pipeline schedule with its bubble and memory, or compare all that fit.
+
+    Tasks are F, the forward; B, the gradient of the input; W, the gradient of the weights; and
+    BW, the whole backward, which costs B + W.
+    """
+
+    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = None
+    """gpipe, 1f1b, eager-1f1b, interleaved-1f1b, looped-bfs, zb-h1, zb-h2, zb-v, dualpipe-v,
+    forward, auto (the best one found), or a .csv or .json file."""
+    groups: int | None = None
+    """How many groups run it."""
+    microbatches: int | None = None
+    """How many microbatches a step has."""
+    stages: int | None = None
+    """Stages of the whole model. Default: one per group, or as many as the schedule has."""
+    costs: str = "F=1,B=1,W=1"
+    """Time of one microbatch through one group's share of the model, in any unit."""
+    latency: float = 0.0
+    """Time a result takes from one group to another, in the same unit."""
+    memory: float | None = None
+    """The most microbatches a group may hold activations of."""
+    compare: bool = False
+    """Show all schedules for these sizes as one table, fastest first."""
+    svg: Path | None = None
+    """Also write the picture to this file."""
+    trace: Path | None = None
+    """Also write a trace to this file, for Perfetto or chrome://tracing."""
+    html: Path | None = None
+    """Also write a page with the picture, or with the table, to this file."""
+    save: Path | None = None
+    """Also write the schedule to this file, .csv or .json."""
+    notation: Literal["meshwright", "torch"] = "meshwright"
+    """Whose letters CSV files are read and written in; in PyTorch's, I is B and B is BW."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self) -> None:
+        found = None if self.name is None else self._find(self.name)
+        if self.compare:
+            self._show_table(found)
+        elif found is None:
+            raise ScheduleError(
+                f"name a schedule, or pass --compare. There are {', '.join(NAMED)}, auto, and "
+                "files that end in .csv or .json."
+            )
+        else:
+            self._show_one(found)
+
+    def _show_one(self, found: Schedule) -> None:
+        timeline = simulate(found, self.costs, self.latency)
+        if excess := over(timeline, memory_limit(self.memory)):
+            raise ScheduleError(f"{found.name}: {excess}. {self._fitting(found)}")
+        self._write(timeline)
+        if self.html is not None:
+            write_text(self.html, terminal.page(found.name, timeline._repr_html_()))
+        if self.json:
+            print(json.dumps(timeline.to_json(), indent=2))
+        else:
+            show_timeline(timeline)
+
+    def _show_table(self, found: Schedule | None) -> None:
+        groups, microbatches = self._sizes(found)
+        if found is not None:
+            self._write(simulate(found, self.costs, self.latency))
+        elif self.svg or self.trace or self.save:
+            raise ScheduleError("--svg, --trace and --save take one schedule: name it.")
+        own = []
+        if found is not None and self.name is not None and _is_file(self.name):
+            own = [dataclasses.replace(found, name=Path(self.name).name)]
+        table = self._comparison(groups, microbatches, own)
+        if self.html is not None:
+            write_text(self.html, terminal.page("schedules", table._repr_html_()))
+        if self.json:
+            print(json.dumps(table.to_json(), indent=2))
+        else:
+            show_comparison(table)
+
+    def _find(self, name: str) -> Schedule:
+        if _is_file(name):
+            found = read_schedule(name, notation=self.notation)
+            self._sizes(found)
+            return found
+        groups, microbatches = self._sizes(None)
+        if name.lower() == "auto":
+            return Auto(self.costs, self.latency, self.memory).build(
+                groups, microbatches, self.stages
+            )
+        return schedule(name, groups=groups, microbatches=microbatches, stages=self.stages)
+
+    def _sizes(self, found: Schedule | None) -> tuple[int, int]:
+        """As asked for, or as a schedule has them; not both, if they differ."""
+        if found is not None:
+            for what in ("groups", "microbatches", "stages"):
+                asked, has = getattr(self, what), getattr(found, what)
+                if asked not in (None, has):
+                    raise ScheduleError(f"{self.name} has {has} {what}, not {asked}.")
+            return found.groups, found.microbatches
+        if self.groups is None or self.microbatches is None:
+            missing = "--groups" if self.groups is None else "--microbatches"
+            raise ScheduleError(f"{missing} is missing: say for how many the schedule is.")
+        return self.groups, self.microbatches
+
+    def _comparison(self, groups: int, microbatches: int, own: list[Schedule]) -> Comparison:
+        return compare_schedules(
+            groups,
+            microbatches,
+            costs=self.costs,
+            latency=self.latency,
+            memory=self.memory,
+            stages=self.stages,
+            also=own,
+        )
+
+    def _fitting(self, found: Schedule) -> str:
+        rows = self._comparison(found.groups, found.microbatches, []).rows
+        names = [
+            f"{row.name} (makespan {tidy(row.timeline.makespan)})"
+            for row in rows
+            if row.fits and row.timeline is not None
+        ]
+        return f"These fit: {', '.join(names)}." if names else "None fits."
+
+    def _write(self, timeline: Timeline) -> None:
+        if self.svg is not None:
+            write_text(self.svg, timeline.svg())
+        if self.trace is not None:
+            write_text(self.trace, json.dumps(timeline.trace()) + "\n")
+        if self.save is not None:
+            write_schedule(timeline.schedule, self.save, notation=self.notation)
+
+
+def _is_file(name: str) -> bool:
+    return name.lower().endswith((".csv", ".json"))
+
+
+# Schedules on a terminal: the plain text, with the kinds of task in their colours.
+
+
+_STYLES = {kind: f"{ink(fill(kind))} on {fill(kind)}" for kind in KINDS}
+
+
+def show_timeline(timeline: Timeline) -> None:
+    lines = []
+    for line in as_lines(timeline):
+        text = Text()
+        for piece, kind in line:
+            text.append(piece, style=_STYLES.get(kind, "bold" if kind else ""))
+        text.rstrip()
+        lines.append(text)
+    _print(lines)
+
+
+def show_comparison(table: Comparison) -> None:
+    head, columns, *rows = str(table).splitlines()
+    lines = [Text(head, style="bold"), Text(columns, style="dim")]
+    for line, row in zip(rows, table.rows, strict=True):
+        lines.append(Text(line, style="" if row.fits else "dim"))
+    _print(lines)
+
+
+def _print(lines: list[Text]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    for line in lines:
+        console.print(line, soft_wrap=True)

@@ -1,0 +1,171 @@
+"""What the commands print: plain when piped, coloured on a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from meshwright.errors import MeshwrightError, near, short
+from meshwright.hardware.topology import Topology, as_text
+from meshwright.placement.placement import Placement, drawing
+
+_COLOURS = ("red", "green", "yellow", "blue", "magenta", "cyan")
+
+
+def show_topology(topology: Topology) -> None:
+    console = _console()
+    first, *rest = as_text(topology).splitlines()
+    _print(console, Text(first, style="bold"))
+    for line in rest:
+        _print(console, Text(line))
+    chip, chips = topology.chip, topology.num_chips
+    if chip.family != "cpu":
+        _print(
+            console,
+            Text(
+                f"  {chip.name}: {chip.tflops:,g} TFLOP/s bf16, {chip.memory_gb:g} GB at "
+                f"{chip.memory_tbps:g} TB/s a chip; in all {chip.tflops * chips / 1000:,.4g} "
+                f"PFLOP/s, {chip.memory_gb * chips / 1000:,.4g} TB"
+            ),
+        )
+
+
+def show_placement(placement: Placement) -> None:
+    console = _console()
+    headline, heading, *rest = str(placement).splitlines()
+    _print(console, Text(headline, style="bold"))
+    _print(console, Text(heading, style="dim"))
+    for line in rest:
+        _print(console, Text(line))
+    title, *lines = drawing(placement).splitlines()
+    _print(console, Text(title, style="dim"))
+    for line in lines:
+        _print(console, _coloured(line))
+
+
+def page(title: str, body: str) -> str:
+    """A whole page around a value's HTML: works offline, readable on a phone."""
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(title)}</title></head>"
+        f'<body style="margin:16px">{body}</body></html>\n'
+    )
+
+
+def _coloured(line: str) -> Text:
+    text = Text()
+    for letter in line:
+        style = _COLOURS[ord(letter) % len(_COLOURS)] if letter.strip() else ""
+        text.append(letter, style=style)
+    return text
+
+
+def _console() -> Console:
+    return Console(highlight=False, soft_wrap=True)
+
+
+def _print(console: Console, text: Text) -> None:
+    console.print(text, soft_wrap=True)
+
+
+# Calling `module:function` of somebody's code; what goes wrong there is said in one line.
+
+
+_OURS = (__file__, importlib.__file__)
+
+
+def call(source: str) -> Any:
+    """What the function returns. The working directory is importable; prints go to stderr."""
+    name, colon, function = source.partition(":")
+    if not (name and colon and function):
+        raise MeshwrightError(f"{short(source)} is not module:function, e.g. my_model:init_shapes.")
+    if name.endswith(".py") or not all(word.isidentifier() for word in name.split(".")):
+        raise MeshwrightError(
+            f"{short(name)} is not the name of a module. Give it as import does, from the folder "
+            f"it is in: {_stem(name)}:{function}."
+        )
+    with _working_directory(), contextlib.redirect_stdout(sys.stderr):
+        found = _function(_module(name), function)
+        with explained(f"{source} failed"):
+            return found()
+
+
+def _stem(name: str) -> str:
+    stem = Path(name).stem
+    return stem if stem.isidentifier() else "my_model"
+
+
+def _module(name: str) -> ModuleType:
+    with explained(f"cannot import {short(name)}"):
+        return importlib.import_module(name)
+
+
+def _function(module: ModuleType, function: str) -> Any:
+    found = getattr(module, function, None)
+    if not callable(found):
+        hint = near(function, [n for n in vars(module) if callable(getattr(module, n))])
+        raise MeshwrightError(f"{module.__name__} has no function {short(function)}.{hint}")
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        code = getattr(found, "__code__", None)
+        where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+        raise MeshwrightError(
+            f"{module.__name__}:{function}{where} cannot be called without arguments: {error}. "
+            "Give a function that needs none."
+        ) from error
+    except ValueError:  # a builtin without a signature
+        pass
+    return found
+
+
+@contextlib.contextmanager
+def _working_directory() -> Iterator[None]:
+    """The working directory on the path, and off it again, whatever else was put there."""
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path[:] = [entry for entry in sys.path if entry is not here]
+
+
+@contextlib.contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Errors of somebody's code in one line, with its place; ours say enough themselves."""
+    try:
+        yield
+    except MeshwrightError:
+        raise
+    except (Exception, SystemExit) as error:
+        lines = str(getattr(error, "msg", error)).splitlines() or [""]
+        text = f"{type(error).__name__}: {lines[0]}".rstrip(": ")
+        raise MeshwrightError(f"{what}: {text}{_where(error)}") from error
+
+
+def _where(error: BaseException) -> str:
+    """The file and line of the user's code that an error comes from."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({error.filename}:{error.lineno})"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename not in _OURS and not frame.filename.startswith("<frozen ")
+    ]
+    # Where it leaves the user's own files for a library is where it can be mended.
+    own = [frame for frame in frames if Path.cwd() in Path(frame.filename).parents]
+    own = [frame for frame in own if "site-packages" not in Path(frame.filename).parts]
+    last = (own or frames)[-1:]
+    return f" ({last[0].filename}:{last[0].lineno})" if last else ""

@@ -1,0 +1,313 @@
+"""`Topology`: every device at a point of a physical grid, and what each direction is."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from meshwright._text import counted
+from meshwright.errors import TopologyError, short
+from meshwright.hardware.chips import Chip
+
+Kind = Literal["network", "torus", "switch", "core"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PhysicalAxis:
+    """One direction of the machine. `speed` in GB/s one way.
+
+    A `torus` direction has links between neighbours (`speed` each); `switch`, `network` and
+    `core` directions join everything at once (`speed` per device). `wraps`: the last chip is
+    linked to the first; `twisted`: that link arrives half way along the longest direction.
+    """
+
+    name: str
+    size: int
+    kind: Kind
+    speed: float
+    wraps: bool = False
+    twisted: bool = False
+
+    def __str__(self) -> str:
+        if self.kind == "network":
+            return f"{self.size} {self.name}{'s' if self.size > 1 else ''} over the slow network"
+        ends = " twisted" if self.twisted else (" wraps" if self.wraps else "")
+        return f"{self.name} {self.size}{ends}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Topology:
+    """Where the devices are: pure data, made without touching any of them.
+
+    `axes` run from the slowest network to the fastest; `shape` is their sizes. `host` gives
+    the host of every grid point. `index` gives, for every grid point, the place of its
+    device in `devices` (or in the hardware's own order when there are no devices).
+
+    >>> import meshwright as mw
+    >>> pod = mw.topology("v5p:4x4x8", slices=2)
+    >>> pod.num_devices, pod.num_hosts, pod.num_slices, pod.shape
+    (256, 64, 2, (2, 4, 4, 8))
+    """
+
+    name: str
+    chip: Chip
+    axes: tuple[PhysicalAxis, ...]
+    host: np.ndarray
+    index: np.ndarray
+    devices: tuple[Any, ...] | None = None
+    scattered: bool = False
+
+    def __post_init__(self) -> None:
+        for array in (self.host, self.index):  # shared and cached, so nobody may write to them
+            array.setflags(write=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(axis.size for axis in self.axes)
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_chips(self) -> int:
+        return self.num_devices // self.size_of("core")
+
+    @property
+    def num_hosts(self) -> int:
+        return int(np.unique(self.host).size)
+
+    @property
+    def num_slices(self) -> int:
+        """Parts joined by the slow network: slices, NVLink domains, or hosts."""
+        return self.size_of("network")
+
+    @property
+    def slices(self) -> np.ndarray:
+        """The slice of every grid point."""
+        inside = self.num_devices // self.num_slices
+        return (np.arange(self.num_devices) // inside).reshape(self.shape)
+
+    @property
+    def coords(self) -> np.ndarray:
+        """Grid coordinates of every device, `(devices, directions)`, in grid order."""
+        return np.stack(np.unravel_index(np.arange(self.num_devices), self.shape), axis=-1)
+
+    def size_of(self, kind: Kind) -> int:
+        return math.prod(axis.size for axis in self.axes if axis.kind == kind)
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        return as_html(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything a script needs, as plain data."""
+        return as_json(self)
+
+
+# `topology(...)`: one door for names, device lists and ready topologies.
+
+
+def topology(
+    source: str | Sequence[Any] | Topology,
+    *,
+    slices: int = 1,
+    chips_per_host: Sequence[int] | None = None,
+    twisted: bool | None = None,
+    speeds: Mapping[str, float] | None = None,
+    sort_slices: bool = True,
+) -> Topology:
+    """The hardware behind a name such as `v5p:8x8x8`, or behind JAX devices.
+
+    Names: `v4: v5e: v5p: v6e: tpu7x:` with a shape (`v5p:4x4x8_twisted` for a twisted torus),
+    `a100: h100: h200: b200: gb200:` with GPUs per NVLink domain and domains (`h100:8x4` is 4
+    hosts of 8), `cpu:` with devices and hosts. `slices` joins several by the slow network.
+    `chips_per_host` overrides how a TPU slice is cut into hosts, `speeds` any of `link`,
+    `network`, `core` in GB/s. Device lists: `sort_slices=False` keeps slices in the order
+    in which they appear.
+
+    >>> print(topology("v5e:16x16"))
+    v5e:16x16: 256 devices on 64 hosts
+      x 16 wraps, 50 GB/s a link
+      y 16 wraps, 50 GB/s a link
+    """
+    if twisted is not None and not isinstance(twisted, bool):
+        raise TopologyError(f"twisted: {short(twisted)} is not True, False or None.")
+    if isinstance(source, Topology):
+        if slices != 1 or chips_per_host is not None or twisted is not None or speeds:
+            raise TopologyError(
+                f"{source.name}: a ready topology takes no further options. "
+                "Pass them where it is made, topology(name, slices=...)."
+            )
+        return source
+    if isinstance(source, str):
+        from meshwright.hardware.named import from_name
+
+        return from_name(source, slices, chips_per_host, twisted, speeds)
+    if isinstance(source, Mapping) or not hasattr(source, "__iter__"):
+        raise TopologyError(
+            f"cannot read hardware from {short(source)}. "
+            "Pass a name such as 'v5p:8x8x8', or a list of JAX devices."
+        )
+    if slices != 1 or chips_per_host is not None:
+        raise TopologyError("slices and chips_per_host are read off the devices; leave them out.")
+    from meshwright.hardware.live import from_devices
+
+    return from_devices(list(source), twisted, speeds, sort_slices)
+
+
+# A topology as text, HTML and JSON.
+
+
+def headline(topology: Topology) -> str:
+    parts = [counted(topology.num_devices, "device")]
+    if topology.num_chips != topology.num_devices:
+        parts.append(counted(topology.num_chips, "chip"))
+    return f"{topology.name}: {' = '.join(parts)} on {counted(topology.num_hosts, 'host')}"
+
+
+def lines(topology: Topology) -> list[str]:
+    unit = {"torus": "a link", "switch": "a device", "network": "a device", "core": "between cores"}
+    return [f"{axis}, {axis.speed:.4g} GB/s {unit[axis.kind]}" for axis in topology.axes]
+
+
+def as_text(topology: Topology) -> str:
+    note = ["scattered: these devices fill no box, their links are unknown"]
+    shown = lines(topology) + (note if topology.scattered else [])
+    return "\n  ".join([headline(topology), *shown])
+
+
+def as_html(topology: Topology) -> str:
+    rows = "".join(f"<li>{html.escape(line)}</li>" for line in lines(topology))
+    return f"<div><b>{html.escape(headline(topology))}</b><ul>{rows}</ul></div>"
+
+
+def as_json(topology: Topology) -> dict[str, Any]:
+    chip = topology.chip
+    return {
+        "name": topology.name,
+        "chip": chip.name,
+        "devices": topology.num_devices,
+        "chips": topology.num_chips,
+        "hosts": topology.num_hosts,
+        "slices": topology.num_slices,
+        "scattered": topology.scattered,
+        "axes": [
+            {
+                "name": axis.name,
+                "size": axis.size,
+                "kind": axis.kind,
+                "gb_per_s": axis.speed,
+                "wraps": axis.wraps,
+                "twisted": axis.twisted,
+            }
+            for axis in topology.axes
+        ],
+        "memory_gb": chip.memory_gb,
+        "bf16_tflops": chip.tflops,
+    }
+
+
+# A compact, host-aligned part of a topology.
+
+
+def compact_part(topology: Topology, devices: int, slices: int | None = None) -> Topology:
+    """The part with `devices` devices that touches the fewest slices, then the fewest hosts.
+
+    Among those, the box with the shortest sides; where every box is spread over too many
+    hosts, simply host after host. `slices` asks for a number of slices. A ring stays one only
+    where the part covers a whole side. `index` still points into the whole topology's devices.
+
+    >>> import meshwright as mw
+    >>> print(compact_part(mw.topology("v5e:16x16"), 8).shape)
+    (2, 4)
+    """
+    if devices == topology.num_devices:
+        return topology
+    if devices < 1:
+        raise TopologyError(f"{devices} devices of {topology.name}: at least 1 is needed.")
+    if devices > topology.num_devices:
+        raise TopologyError(
+            f"Not enough devices: {devices} asked for, {topology.name} has {topology.num_devices}."
+        )
+    best = min(
+        (
+            box
+            for box in _boxes(topology.shape, devices)
+            if slices in (None, _slices(topology, box))
+        ),
+        key=lambda box: _badness(topology, box),
+        default=None,
+    )
+    if slices in (None, 1):
+        host_by_host = _first(topology, devices)
+        if best is None or _badness(topology, best)[1] > 1.5 * host_by_host.num_hosts:
+            return host_by_host
+    elif best is None:
+        raise TopologyError(
+            f"no part of {topology.name} has {devices} devices in {slices} equal slices."
+        )
+    where = tuple(slice(0, side) for side in best)
+    axes = tuple(
+        dataclasses.replace(
+            axis,
+            size=side,
+            wraps=axis.wraps and side == axis.size,
+            twisted=axis.twisted and best == topology.shape,
+        )
+        for axis, side in zip(topology.axes, best, strict=True)
+    )
+    keep = [d for d, axis in enumerate(axes) if axis.size > 1 or axis.kind == "torus"]
+    keep = keep or [len(axes) - 1]
+    shape = tuple(axes[d].size for d in keep)
+    return dataclasses.replace(
+        topology,
+        name=f"{devices} of {topology.name}",
+        axes=tuple(axes[d] for d in keep),
+        host=topology.host[where].reshape(shape),
+        index=topology.index[where].reshape(shape),
+    )
+
+
+def _boxes(shape: tuple[int, ...], volume: int) -> Iterator[tuple[int, ...]]:
+    """Every box of this volume that fits."""
+    sides = [[d for d in range(1, side + 1) if volume % d == 0] for side in shape[:-1]]
+    for box in itertools.product(*sides):
+        last, rest = divmod(volume, math.prod(box))
+        if not rest and 0 < last <= shape[-1]:
+            yield (*box, last)
+
+
+def _slices(topology: Topology, box: tuple[int, ...]) -> int:
+    return math.prod(s for s, a in zip(box, topology.axes, strict=True) if a.kind == "network")
+
+
+def _badness(topology: Topology, box: tuple[int, ...]) -> tuple[float, ...]:
+    slices = _slices(topology, box)
+    hosts = np.unique(topology.host[tuple(slice(0, side) for side in box)]).size
+    torus = [s for s, a in zip(box, topology.axes, strict=True) if a.kind == "torus"]
+    spread = sum(torus) if torus else 0
+    return (slices, hosts, spread, *box)
+
+
+def _first(topology: Topology, devices: int) -> Topology:
+    """No box has this volume: take devices host by host."""
+    order = np.argsort(topology.host.ravel(), kind="stable")[:devices]
+    name = "chip" if topology.chip.family == "tpu" else topology.axes[-1].name
+    speed = min(axis.speed for axis in topology.axes)
+    return dataclasses.replace(
+        topology,
+        name=f"{devices} of {topology.name}",
+        axes=(PhysicalAxis(name, devices, "switch", speed),),
+        host=topology.host.ravel()[order],
+        index=topology.index.ravel()[order],
+        scattered=True,
+    )

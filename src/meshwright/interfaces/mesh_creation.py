@@ -1,0 +1,329 @@
+"""`create_mesh` and `parse_mesh_from_string`: the interface of an older library, kept exactly."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from meshwright import _compat
+from meshwright._checks import check_distinct, check_flag, check_list, check_name, check_positive
+from meshwright.errors import MeshError, SpecError, listing, near, short
+from meshwright.meshes.build import AXIS_TYPES, from_placement, placement_of, prepare, warn_idle
+from meshwright.meshes.devices import live_devices, target
+from meshwright.spec.mesh_spec import MeshSpec
+
+DEFAULT_DIMS = (1, -1, 1, 1, 1)
+DEFAULT_NAMES = ("dp", "fsdp", "ep", "tp", "sp")
+BACKENDS = ("cpu", "gpu", "tpu")
+
+_MOST_MESHES = 256
+_meshes: dict[Any, Mesh] = {}
+
+
+def create_mesh(
+    axis_dims: Sequence[int] = DEFAULT_DIMS,
+    axis_names: Sequence[str] = DEFAULT_NAMES,
+    dcn_mesh_dims: Sequence[int] | None = None,
+    should_sort_granules_by_key: bool = True,
+    allow_split_physical_axes: bool = True,
+    backend: str | None = None,
+    use_jax: bool = False,
+    axis_types: Any = None,
+) -> Mesh:
+    """A mesh over all devices of a backend; the same request gives the same mesh object.
+
+    -1 takes the devices that are left. `dcn_mesh_dims` says how each axis is spread over the
+    slow network (worked out when missing), `use_jax` builds the meshes of a single host with
+    `jax.make_mesh`. `mesh(...)` is the modern spelling.
+
+    >>> import meshwright as mw
+    >>> dict(mw.create_mesh((2, -1), ("dp", "tp")).shape)
+    {'dp': 2, 'tp': 4}
+    """
+    _check_backend(backend)
+    sort_slices = check_flag("should_sort_granules_by_key", should_sort_granules_by_key)
+    allow_split = check_flag("allow_split_physical_axes", allow_split_physical_axes)
+    use_jax = check_flag("use_jax", use_jax)
+    dims, names = check_list("axis_dims", axis_dims), check_list("axis_names", axis_names)
+    dcn = None if dcn_mesh_dims is None else check_list("dcn_mesh_dims", dcn_mesh_dims)
+    try:
+        key = (
+            _compat.client_of(backend),
+            tuple(dims),
+            tuple(names),
+            None if dcn is None else tuple(dcn),
+            sort_slices,
+            allow_split,
+            use_jax,
+            tuple(axis_types) if isinstance(axis_types, list) else axis_types,
+        )
+        found = _meshes.get(key)
+    except (TypeError, RuntimeError, ValueError):  # unhashable or unknown: the checks below say
+        key, found = None, None
+    if found is not None and _exactly_ints(dims, dcn):
+        return found
+    spec = MeshSpec.parse(dims, names=names).with_types(axis_types)
+    hardware = target(None, live_devices(backend), 1, sort_slices)
+    if use_jax and hardware.num_slices == 1 and hardware.num_hosts == 1:
+        resolved, part = prepare(spec, hardware, dcn)
+        warn_idle(resolved, part, hardware)
+        devices = hardware.devices or ()
+        built = _with_jax(resolved, [devices[i] for i in sorted(part.index.flat)])
+    else:
+        placed = placement_of(spec, hardware, dcn, allow_split=allow_split)
+        warn_idle(placed.spec, placed.topology, hardware)
+        built = from_placement(placed)
+    if key is not None and built.size == hardware.num_devices:  # a part warns every time
+        if len(_meshes) >= _MOST_MESHES:
+            _meshes.clear()
+        _meshes[key] = built
+    return built
+
+
+def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
+    """A mesh from `"dp:2,tp:4"` (named) or `"2,4"` (positional, in the order of `names`).
+
+    >>> import meshwright as mw
+    >>> mw.parse_mesh_from_string("2,4", ["data", "model"]).axis_names
+    ('data', 'model')
+    """
+    if not isinstance(axis_dims, str):
+        raise SpecError(f"axis_dims: {short(axis_dims)} is not a string such as '2,4'.")
+    names = [check_name(name) for name in check_list("names", names)]
+    check_distinct(names)
+    if ":" in axis_dims or "=" in axis_dims:
+        spec = MeshSpec.parse(axis_dims)
+        for name in spec.names:
+            if name not in names:
+                known = listing(short(n, 20) for n in names)
+                raise SpecError(
+                    f"unknown axis {name!r} in {short(axis_dims)}: names are {known}."
+                    f"{near(name, names)}"
+                )
+        missing = [name for name in names if name not in spec.names]
+        if missing:
+            raise SpecError(
+                f"{short(axis_dims)} lacks {listing(short(n, 20) for n in missing)}. "
+                "Give every name a size."
+            )
+    else:
+        spec = MeshSpec.parse(axis_dims, names=names)
+    dims: list[Any] = [a.fast if a.slow is None else (a.slow, a.fast) for a in spec.axes]
+    return create_mesh(dims, spec.names, axis_types=spec.types)
+
+
+def _exactly_ints(*values: Sequence[Any] | None) -> bool:
+    """`True == 1 == 1.0` as a cache key; only integers may use it."""
+    return all(type(size) is int for sizes in values if sizes is not None for size in sizes)
+
+
+def _check_backend(backend: object) -> None:
+    if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
+        hint = near(backend, BACKENDS) if isinstance(backend, str) else ""
+        raise MeshError(f"backend: {short(backend)} is not one of {', '.join(BACKENDS)}.{hint}")
+
+
+def _with_jax(spec: MeshSpec, devices: list[Any]) -> Mesh:
+    types = tuple(AXIS_TYPES[kind] for kind in spec.types)
+    try:
+        return _compat.make_mesh(spec.sizes, spec.names, types, devices)
+    except Exception as error:
+        reason = str(error).split("\n")[0][:200]
+        raise MeshError(
+            f"jax.make_mesh cannot build '{spec}' ({type(error).__name__}: {reason}). "
+            "Leave use_jax out to place it here."
+        ) from error
+
+
+# Working on the CPU, whatever accelerator is present.
+
+
+def create_cpu_mesh(
+    axis_dims: Sequence[int] = DEFAULT_DIMS, axis_names: Sequence[str] = DEFAULT_NAMES
+) -> Mesh:
+    """A mesh over all CPU devices of this host.
+
+    >>> import meshwright as mw
+    >>> mw.create_cpu_mesh().shape["fsdp"]
+    8
+    """
+    dims, names = check_list("axis_dims", axis_dims), check_list("axis_names", axis_names)
+    spec = MeshSpec.parse(dims, names=names)
+    hardware = target(None, _cpu_devices(), 1)
+    placed = placement_of(spec, hardware)
+    warn_idle(placed.spec, placed.topology, hardware)
+    return from_placement(placed)
+
+
+@contextlib.contextmanager
+def force_cpu() -> Iterator[Any]:
+    """Make the CPU the default device inside; yields it. Restored on exit, errors included.
+
+    >>> import meshwright as mw
+    >>> with mw.force_cpu() as device:
+    ...     device.platform
+    'cpu'
+    """
+    device = _cpu_devices()[0]
+    with jax.default_device(device):
+        yield device
+
+
+@contextlib.contextmanager
+def cpu_context() -> Iterator[Mesh]:
+    """`force_cpu` with the CPU mesh as the current mesh; yields the mesh.
+
+    Enter it around jitted calls: inside one, JAX no longer lets the mesh change.
+
+    >>> import jax
+    >>> import meshwright as mw
+    >>> with mw.cpu_context() as mesh:
+    ...     jax.sharding.get_abstract_mesh().axis_names
+    ('dp', 'fsdp', 'ep', 'tp', 'sp')
+    """
+    built = create_cpu_mesh()
+    with force_cpu():
+        try:
+            current = jax.set_mesh(built)
+        except ValueError as error:
+            raise MeshError(
+                f"cpu_context cannot make its mesh the current one here ({error}) "
+                "Enter it around the jitted call."
+            ) from error
+        with current:
+            yield built
+
+
+def _cpu_devices() -> list[Any]:
+    try:
+        return list(jax.local_devices(backend="cpu"))
+    except RuntimeError as error:
+        raise MeshError(
+            "JAX runs without its CPU backend here. Add cpu to JAX_PLATFORMS, e.g. 'tpu,cpu', "
+            "or leave it unset."
+        ) from error
+
+
+# This host's share of a global mesh.
+
+
+def calculate_host_mesh_shape(
+    global_mesh_shape: Sequence[int],
+    total_devices: int | None = None,
+    num_processes: int | None = None,
+) -> tuple[int, ...]:
+    """The part of a global mesh shape that one host holds; leading axes are split first.
+
+    `total_devices` are the devices of this host, `num_processes` the number of hosts.
+
+    >>> calculate_host_mesh_shape((2, 4), total_devices=4, num_processes=2)
+    (1, 4)
+    >>> calculate_host_mesh_shape((3, 4), total_devices=6, num_processes=2)
+    (3, 2)
+    """
+    shape = check_list("global_mesh_shape", global_mesh_shape)
+    sizes = MeshSpec.parse(shape, names=[f"dim{d}" for d in range(len(shape))]).sizes
+    local = _local_devices() if total_devices is None else total_devices
+    processes = jax.process_count() if num_processes is None else num_processes
+    local = check_positive("total_devices", local)
+    processes = check_positive("num_processes", processes)
+    if -1 in sizes:
+        raise MeshError(f"mesh {sizes}: sizes must be known here, not -1.")
+    if math.prod(sizes) != local * processes:
+        raise MeshError(
+            f"mesh {sizes} has {math.prod(sizes)} devices, but {processes} processes with {local} "
+            f"local devices each have {local * processes}. Make the two equal."
+        )
+    share, left = [], processes
+    for (
+        size
+    ) in sizes:  # leading axes take as many hosts as they can; the products match, so all fit
+        hosts = math.gcd(size, left)
+        share.append(size // hosts)
+        left //= hosts
+    return tuple(share)
+
+
+def _local_devices() -> int:
+    me = jax.process_index()
+    return sum(device.process_index == me for device in live_devices())
+
+
+# `DeviceMeshManager`: the interface of an older library, a thin door on the same core.
+
+
+class DeviceMeshManager:
+    """Meshes over a fixed set of devices.
+
+    >>> import meshwright as mw
+    >>> manager = mw.DeviceMeshManager()
+    >>> manager.get_mesh_info(manager.create_device_mesh({"data": 2, "model": 4}))
+    {'total_devices': 8, 'axes': {'data': 2, 'model': 4}}
+    """
+
+    def __init__(self, devices: Sequence[Any] | None = None):
+        given = live_devices() if devices is None else check_list("devices", devices)
+        self.devices: list[Any] = list(given)
+        target(None, self.devices, 1)  # refuse bad devices here, not at the first mesh
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.devices)
+
+    def create_device_mesh(
+        self,
+        mesh_shape: Mapping[str, int] | Sequence[tuple[str, int]],
+        devices: Sequence[Any] | None = None,
+    ) -> Mesh:
+        """A mesh from `{"data": 2, "model": 1}` or pairs; fewer devices than there are is fine."""
+        if isinstance(mesh_shape, str) or not isinstance(mesh_shape, (Mapping, list, tuple)):
+            raise MeshError(f"mesh_shape: {short(mesh_shape)} is not a dict or a list of pairs.")
+        spec = MeshSpec.parse(mesh_shape)
+        chosen = self.devices if devices is None else check_list("devices", devices)
+        hardware = target(None, chosen, 1)
+        if spec.size is not None and spec.size > hardware.num_devices:
+            raise MeshError(
+                f"Not enough devices: '{spec}' needs {spec.size}, there are {hardware.num_devices}."
+            )
+        known = math.prod(size for size in spec.sizes if size != -1)
+        if spec.size is None and known > hardware.num_devices:
+            raise MeshError(
+                f"Not enough devices: '{spec}' needs at least {known}, there are "
+                f"{hardware.num_devices}."
+            )
+        return from_placement(placement_of(spec, hardware))
+
+    def create_data_parallel_mesh(
+        self, num_devices: int | None = None, axis_name: str = "data"
+    ) -> Mesh:
+        """One axis over `num_devices`, or all."""
+        return self.create_device_mesh([(axis_name, -1 if num_devices is None else num_devices)])
+
+    def create_model_parallel_mesh(
+        self, num_devices: int | None = None, axis_name: str = "model"
+    ) -> Mesh:
+        """One axis over `num_devices`, or all."""
+        return self.create_device_mesh([(axis_name, -1 if num_devices is None else num_devices)])
+
+    def create_hybrid_mesh(
+        self,
+        data_parallel_size: int = 1,
+        model_parallel_size: int = 1,
+        data_axis: str = "data",
+        model_axis: str = "model",
+    ) -> Mesh:
+        """Two axes, data outside and model inside."""
+        return self.create_device_mesh(
+            [(data_axis, data_parallel_size), (model_axis, model_parallel_size)]
+        )
+
+    def get_mesh_info(self, mesh: Mesh) -> dict[str, Any]:
+        """`{"total_devices": n, "axes": {name: size}}`."""
+        if not isinstance(mesh, (Mesh, AbstractMesh)):
+            raise MeshError(f"{short(mesh)} is not a mesh.")
+        return {"total_devices": mesh.size, "axes": dict(mesh.shape)}

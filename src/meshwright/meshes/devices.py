@@ -1,0 +1,171 @@
+"""Where a mesh is to be built: live devices, a device list, or hardware that is not there."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from meshwright import _compat
+from meshwright._checks import check_list
+from meshwright.errors import MeshError
+from meshwright.hardware.chips import target_config
+from meshwright.hardware.live import check_devices
+from meshwright.hardware.named import check_count
+from meshwright.hardware.topology import Topology
+from meshwright.hardware.topology import topology as read_topology
+
+
+def target(on: Any, devices: Any, slices: int, sort_slices: bool = True) -> Topology:
+    """The topology to build on; it holds devices whenever there are any to be had."""
+    if on is not None and devices is not None:
+        raise MeshError("pass the devices once: either on=... or devices=..., not both.")
+    on = devices if on is None else on
+    if isinstance(on, str):
+        named = read_topology(on, slices=check_count("slices", slices))
+        return _with_cpu_devices(named) if named.chip.family == "cpu" else _named(on, int(slices))
+    if isinstance(on, Topology):
+        if not one_slice(slices):
+            raise MeshError(f"{on.name} says its slices itself: topology(name, slices=...).")
+        check_current(on.devices or ())
+        return on if on.devices is not None else _with_compiler(on)
+    if not one_slice(slices):
+        raise MeshError("slices goes with a hardware name; devices know their slices themselves.")
+    found = live_devices() if on is None else on
+    if _iterable(on):
+        found = check_list("devices", found)
+        check_devices(found)
+        check_current(found)
+        return _live(tuple(found), sort_slices)
+    return read_topology(found)
+
+
+def live_devices(backend: str | None = None) -> list[Any]:
+    """`jax.devices`, with an error of ours when there is no such backend."""
+    try:
+        return list(jax.devices(backend))
+    except RuntimeError as error:
+        reason = str(error).split("\n")[0][:200]
+        which = "JAX" if backend is None else f"backend {backend!r}"
+        raise MeshError(
+            f"{which} has no devices here ({reason}). Use backend 'cpu', or set JAX_PLATFORMS=cpu "
+            "before JAX starts."
+        ) from error
+
+
+def one_slice(slices: object) -> bool:
+    return isinstance(slices, numbers.Integral) and slices == 1
+
+
+def _iterable(on: Any) -> bool:
+    return on is None or (hasattr(on, "__iter__") and not isinstance(on, dict))
+
+
+def check_current(devices: Sequence[Any]) -> None:
+    """Refuse devices of a backend that is gone."""
+    first = devices[0] if devices else None
+    if first is None or not hasattr(first, "client") or _compat.is_compile_only(first):
+        return
+    if first.client is not _current_client(first.platform):
+        raise MeshError(
+            f"these {len(devices)} {first.platform} devices belong to a backend that was reset. "
+            "Ask jax.devices() again and build the mesh from those."
+        )
+
+
+def _current_client(platform: str) -> Any:
+    try:
+        return _compat.client_of(platform)
+    except RuntimeError:  # the platform itself is gone
+        return None
+
+
+@functools.lru_cache(maxsize=64)
+def _live(devices: tuple[Any, ...], sort_slices: bool) -> Topology:
+    return read_topology(devices, sort_slices=sort_slices)
+
+
+@functools.lru_cache(maxsize=64)
+def _named(name: str, slices: int) -> Topology:
+    return _with_compiler(read_topology(name, slices=slices))
+
+
+def _with_compiler(topology: Topology) -> Topology:
+    """The same topology with devices: the compiler's, or simulated ones for a CPU."""
+    chip = topology.chip
+    if chip.family == "cpu":
+        return _with_cpu_devices(topology)
+    if not _compat.compiler_installed(chip.family):
+        return topology
+    try:
+        devices = _tpu(topology) if chip.family == "tpu" else _gpu(topology)
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0][:300]
+        raise MeshError(
+            f"{topology.name}: the {chip.family} compiler is installed but cannot describe this "
+            f"hardware ({type(error).__name__}: {reason}). Use abstract_mesh(...), or set "
+            "JAX_PLATFORMS=cpu before jax starts when there is no such accelerator here."
+        ) from error
+    return attach(topology, devices)
+
+
+def attach(topology: Topology, devices: Sequence[Any]) -> Topology:
+    """The topology of these devices, with the wiring that a name told us."""
+    found = read_topology(devices)
+    if found.shape != topology.shape or found.chip.name != topology.chip.name:
+        raise MeshError(
+            f"the devices form {found.name} {found.shape}, not {topology.name} {topology.shape}."
+        )
+    return dataclasses.replace(topology, index=found.index, host=found.host, devices=found.devices)
+
+
+def _with_cpu_devices(topology: Topology) -> Topology:
+    devices = live_devices("cpu")
+    if len(devices) < topology.num_devices:
+        return topology
+    found = read_topology(devices[: topology.num_devices])
+    return found if found.shape == topology.shape else topology
+
+
+def _tpu(topology: Topology) -> list[Any]:
+    slices = topology.num_slices
+    sides = [axis.size for axis in topology.axes if axis.kind == "torus"]
+    twisted = any(axis.twisted for axis in topology.axes)
+    name = f"{topology.chip.name}:{'x'.join(map(str, sides))}" + ("_twisted" if twisted else "")
+    options: dict[str, Any] = {"chips_per_host_bounds": _host_bounds(topology)}
+    wraps = [axis.wraps for axis in topology.axes if axis.kind == "torus"]
+    if len(sides) == 3 and all(wraps):
+        options["wrap"] = (True, True, True)
+    if slices > 1:
+        options["num_slices"] = slices
+    if topology.chip.name == "v4":
+        options["chip_config_name"] = "megacore"
+    return _compat.compile_only_devices("tpu", name, **options)
+
+
+def _host_bounds(topology: Topology) -> tuple[int, ...]:
+    """The box of the first host, read off the grid."""
+    dims = [d for d, axis in enumerate(topology.axes) if axis.kind == "torus"]
+    at = tuple(slice(None) if d in dims else 0 for d in range(len(topology.shape)))
+    first = topology.host[at] == topology.host.ravel()[0]
+    sides = [
+        int(first.any(axis=tuple(o for o in range(len(dims)) if o != d)).sum())
+        for d in range(len(dims))
+    ]
+    return tuple(sides + [1] * (3 - len(sides)))
+
+
+def _gpu(topology: Topology) -> list[Any]:
+    domains = topology.num_slices
+    hosts = topology.num_hosts // domains
+    per_host = topology.num_devices // topology.num_hosts
+    return _compat.compile_only_devices(
+        "cuda",
+        "topology",
+        target_config=target_config(topology.chip),
+        topology=f"{domains}x{hosts}x{per_host}",
+    )

@@ -1,1 +1,0 @@
-"""In: a timeline. Out: a picture of it for the terminal, a page, or a trace viewer."""

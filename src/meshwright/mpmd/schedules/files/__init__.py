@@ -1,1 +1,0 @@
-"""In: a file. Out: a schedule, checked; and back."""

@@ -1,1 +1,0 @@
-"""In: a name and sizes. Out: the schedule of that name."""

@@ -1,5 +1,0 @@
-"""The watch over peers. In: what this process does. Out: when one fails, all end, with one line."""
-
-from meshwright.mpmd.watching.watch import Watch
-
-__all__ = ["Watch"]

@@ -1,0 +1,10 @@
+from meshwright.rehearsal.api import rehearse as rehearse
+from meshwright.rehearsal.api import rehearse_model as rehearse_model
+from meshwright.rehearsal.collectives.types import Clash as Clash
+from meshwright.rehearsal.collectives.types import Collective as Collective
+from meshwright.rehearsal.collectives.types import Ledger as Ledger
+from meshwright.rehearsal.memory import Memory as Memory
+from meshwright.rehearsal.pipelines import PipelineRehearsal as PipelineRehearsal
+from meshwright.rehearsal.pipelines import rehearse_pipeline as rehearse_pipeline
+from meshwright.rehearsal.result import Rehearsal as Rehearsal
+from meshwright.rehearsal.step_time import StepTime as StepTime

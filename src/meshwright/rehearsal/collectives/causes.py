@@ -1,0 +1,338 @@
+"""Why a collective is there: rules of thumb, in the order in which they are tried.
+
+1. The partitioner complained of this operation (`clashes`): **nobody asked**.
+2. It gathers an argument of the program, looked at through casts, copies, cuts and loops, or makes
+   a result that leaves the program in an argument's shape: **parameter gathers**. Arguments of 32
+   or more whole-number bits are data (tokens, positions), not parameters.
+3. It sums in the backward pass, over data axes or something of a parameter's shape (whole, or a
+   layer of a stack, cut further by at most its own group): **gradient sums**. So are sums of that
+   shape over data axes that the user wrote, or whose name the compiler lost, outside the forward
+   pass of a program that has a backward pass. Parameters are arguments whose shape is also that of
+   a result; where there are none, all arguments.
+4. Any other sum, whatever is written as a collective by the user (`psum`, `all_gather`,
+   `ppermute`, ...) or by a sharding constraint, and gathers for an operation that needs all of its
+   operand (a dot, a sum, a sort, a lookup): **activation exchanges**.
+5. A permutation at a dot, within a slice, is a step of a gather or a sum that the compiler spread
+   over the dot's pieces (a windowed einsum). An argument, also one that a loop hands round, makes
+   it a **parameter gather**. What a loop hands round is otherwise an **activation exchange**. The
+   rest is judged as sums are, by rule 3 with uncut shapes: a **gradient sum**, or else an
+   **activation exchange**.
+6. The rest moves arrays from one sharding to another on behalf of operations that need no such
+   thing, as an addition or a reshape: **nobody asked**.
+
+A name the compiler lost (it does, in programs for several slices) is looked up at the neighbours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+
+from meshwright.axes import role
+from meshwright.hlo.dataflow import Origin
+from meshwright.hlo.instructions import Instruction, Leaf, Source, bits, primitives
+from meshwright.hlo.program import Program
+from meshwright.rehearsal.collectives.find import Found
+from meshwright.rehearsal.collectives.types import (
+    ACTIVATION_EXCHANGES,
+    GRADIENT_SUMS,
+    NOBODY_ASKED,
+    PARAMETER_GATHERS,
+    AxisPart,
+    Clash,
+)
+
+_SUMS = ("all-reduce", "reduce-scatter")
+_WRITTEN = frozenset(
+    "psum pmax pmin psum2 psum_invariant pmean all_gather all_gather_invariant all_to_all "
+    "ppermute pbroadcast psend precv reduce_scatter psum_scatter ragged_all_to_all pcast "
+    "sharding_constraint reshard".split()
+)
+_NEEDS_ALL = re.compile(
+    r"dot_general|conv_general_dilated|reduce|arg(max|min)|cum|sort|top_k|gather|scatter|"
+    r"dynamic_(update_)?slice|concatenate|custom_call|fft|cholesky|triangular_solve|svd|eigh|qr"
+)
+_FORWARD, _BACKWARD = "jvp(", "transpose("
+_SHIFTS = re.compile(r"slice|pad|concatenate|roll|rev|conv_general_dilated|cum|reduce_window")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    name: str
+    why: str
+    clash: Clash | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Causes:
+    """The rules, for one program."""
+
+    program: Program
+    clashes: Sequence[Clash] = ()
+
+    def of(self, found: Found, op_name: str, axes: tuple[AxisPart, ...] | None, size: int) -> Cause:
+        clash = self._clash(found, op_name)
+        if clash is not None:
+            return Cause(NOBODY_ASKED, "the partitioner found no way between two shardings", clash)
+        operations = primitives(op_name)
+        at = " and ".join(operations) or "an operation without a name"
+        argument = self._argument(found)
+        if argument is not None and found.kind == "all-gather":
+            return Cause(PARAMETER_GATHERS, f"gathers {argument}")
+        if found.kind == "all-gather" and self._leaves_as_argument(found):
+            return Cause(PARAMETER_GATHERS, "gathers a result that replaces an argument")
+        if found.kind in _SUMS:
+            if self._sums_gradients(found, op_name, axes, size):
+                return Cause(GRADIENT_SUMS, f"sums gradients of {at}")
+            return Cause(ACTIVATION_EXCHANGES, f"sums for {at}")
+        if any(operation in _WRITTEN for operation in operations):
+            return Cause(ACTIVATION_EXCHANGES, f"asked for by {at}")
+        if _may_be_a_piece(found) and any(map(_is_dot, operations)):
+            return self._piece_by_piece(found, op_name, axes)
+        needed = _SHIFTS if found.kind == "collective-permute" else _NEEDS_ALL
+        if any(needed.search(operation) for operation in operations):
+            return Cause(ACTIVATION_EXCHANGES, f"needed by {at}")
+        return Cause(NOBODY_ASKED, f"moved to another sharding at {at}")
+
+    def _piece_by_piece(
+        self, found: Found, op_name: str, axes: tuple[AxisPart, ...] | None
+    ) -> Cause:
+        """The cause of one step of a windowed einsum."""
+        pieces = f"piece by piece for {' and '.join(filter(_is_dot, primitives(op_name)))}"
+        argument = self._argument(found)
+        if argument is not None:
+            return Cause(PARAMETER_GATHERS, f"gathers {argument} {pieces}")
+        if not handed_round(self.program, found.instruction) and self._sums_gradients(
+            found, op_name, axes, 1
+        ):
+            return Cause(GRADIENT_SUMS, f"sums gradients {pieces}")
+        return Cause(ACTIVATION_EXCHANGES, f"exchanged {pieces}")
+
+    def _clash(self, found: Found, op_name: str) -> Clash | None:
+        """The complaint about the operation it serves; one without a name goes by its shape."""
+        if found.kind in _SUMS:
+            return None
+        shapes = {str(leaf) for shape in (*found.operands, found.results) for leaf in shape.leaves}
+        for clash in self.clashes:
+            if clash.op_name == op_name if clash.op_name else clash.shape in shapes:
+                return clash
+        return None
+
+    def _argument(self, found: Found) -> str | None:
+        """The name of the argument that is moved, if it is one."""
+        where = self.program.computations[found.instruction.computation]
+        for operand in where.operands(found.instruction)[:1]:
+            origin = first_origin(self.program, operand).instruction
+            if origin.opcode == "parameter" and origin.computation == self.program.entry.name:
+                if _may_be_parameter(origin.shape.leaves[0]):
+                    return origin.op_name or f"argument {origin.inside}"
+        return None
+
+    def _leaves_as_argument(self, found: Found) -> bool:
+        """Whether the result goes straight out of the program in an argument's shape."""
+        entry = self.program.entry
+        shapes = {str(leaf) for leaf in self._arguments}
+        if found.instruction.computation != entry.name or entry.root.opcode != "tuple":
+            return False
+        return str(found.results.leaves[0]) in shapes and any(
+            self._uncopied(result).name in found.parts for result in entry.operands(entry.root)
+        )
+
+    def _uncopied(self, result: Instruction) -> Instruction:
+        while result.opcode in ("copy", "copy-start", "copy-done", "bitcast"):
+            result = self.program.entry.by_name[result.operands[0]]
+        return result
+
+    @functools.cached_property
+    def _arguments(self) -> tuple[Leaf, ...]:
+        return tuple(
+            leaf
+            for parameter in self.program.entry.parameters.values()
+            for leaf in parameter.shape.leaves
+            if leaf.dims and _may_be_parameter(leaf)
+        )
+
+    def _sums_gradients(
+        self, found: Found, op_name: str, axes: tuple[AxisPart, ...] | None, size: int
+    ) -> bool:
+        backward = _BACKWARD in op_name
+        data = bool(axes) and all(role(part.name).moves == "weights" for part in axes or ())
+        if backward and data:
+            return True
+        if not backward and not (data and self._may_be_of_gradients(found, op_name)):
+            return False
+        leaves = [leaf for shape in found.operands for leaf in shape.leaves]
+        fits = self._as_large_as_a_parameter if found.transfer else self._like_a_parameter
+        fitting = sum(leaf.bytes for leaf in leaves if fits(leaf, size))
+        return 2 * fitting > sum(leaf.bytes for leaf in leaves)
+
+    def _may_be_of_gradients(self, found: Found, op_name: str) -> bool:
+        """Whether a sum outside the backward pass may be of what that pass made.
+
+        It may where the user wrote it (`psum` of the gradients) or the compiler lost its name, and
+        where there is a backward pass at all.
+        """
+        if _FORWARD in op_name or not self._has_backward:
+            return False
+        written = any(operation in _WRITTEN for operation in primitives(op_name))
+        return written or not found.instruction.op_name
+
+    @functools.cached_property
+    def _has_backward(self) -> bool:
+        return any(
+            _BACKWARD in instruction.op_name
+            for computation in self.program.computations.values()
+            for instruction in computation.instructions
+        )
+
+    @functools.cached_property
+    def _parameters(self) -> tuple[Leaf, ...]:
+        """Arguments that come out again, new or as gradients; all of them where none does.
+
+        A batch does not come out.
+        """
+        results = {tuple(_plain(leaf.dims)) for leaf in self.program.entry.root.shape.leaves}
+        again = tuple(leaf for leaf in self._arguments if tuple(_plain(leaf.dims)) in results)
+        return again or self._arguments
+
+    def _as_large_as_a_parameter(self, leaf: Leaf, size: int) -> bool:
+        """What goes between slices is sent in a form of the network's own."""
+        return any(
+            leaf.elements in (argument.elements, argument.elements // argument.dims[0])
+            for argument in self._parameters
+            if len(argument.dims) > 1
+        )
+
+    def _like_a_parameter(self, leaf: Leaf, size: int) -> bool:
+        dims = _plain(leaf.dims)
+        return bool(dims) and any(
+            _is_cut_of(_plain(given), dims, size)
+            for argument in self._parameters
+            for given in (argument.dims, argument.dims[1:])
+        )
+
+
+def _may_be_a_piece(found: Found) -> bool:
+    """Whether it permutes within a slice: dots are not spread over slices."""
+    between = found.transfer is not None and found.transfer.between_slices
+    return found.kind == "collective-permute" and not between
+
+
+def _is_dot(operation: str) -> bool:
+    return "dot_general" in operation
+
+
+def _may_be_parameter(leaf: Leaf) -> bool:
+    return leaf.dtype[0] not in "sup" or bits(leaf.dtype) <= 8
+
+
+def _plain(dims: tuple[int, ...]) -> list[int]:
+    return sorted(dim for dim in dims if dim > 1)
+
+
+def _is_cut_of(given: list[int], found: list[int], size: int) -> bool:
+    """Whether two shapes are the same but for cuts that the group itself may have made."""
+    if len(given) != len(found):
+        return False
+    ratio = 1
+    for one, other in zip(given, found, strict=True):
+        small, large = sorted((one, other))
+        if large % small:
+            return False
+        ratio *= large // small
+    return size % ratio == 0
+
+
+# Which operation a collective serves, and where the user wrote it.
+#
+# Compilers lose the name of a collective now and then, and of most of them in programs for several
+# slices, or call it by the argument it moves. The next best witness is a neighbour: for a gather
+# what reads it, for anything else what made it, fusions looked into.
+
+
+_STEPS = 4
+# What stands between a collective and the operation it serves, with the name of something else.
+_SAYS_NOTHING = frozenset("parameter constant while tuple get-tuple-element conditional".split())
+
+
+def named(program: Program, found: Found) -> tuple[str, Source | None]:
+    """Its operation and source; an empty name and `None` where nothing around it has any."""
+    made, read = _makers(program, found.first), _readers(program, found.last)
+    around = (read, made) if found.kind == "all-gather" else (made, read)
+    for witness in itertools.chain((found.instruction, found.last, found.first), *around):
+        name = witness.op_name
+        if name and name not in program.arguments and witness.opcode not in _SAYS_NOTHING:
+            return name, program.source(witness)
+    return "", None
+
+
+def _makers(program: Program, instruction: Instruction) -> Iterator[Instruction]:
+    """Instructions whose results it uses, nearest first."""
+    where = program.computations[instruction.computation]
+    front = list(where.operands(instruction))
+    for _ in range(_STEPS):
+        for maker in front:
+            yield from _with_inside(program, maker)
+        front = [earlier for maker in front for earlier in where.operands(maker)]
+
+
+def _readers(program: Program, instruction: Instruction) -> Iterator[Instruction]:
+    """Instructions that use its result, nearest first."""
+    where = program.computations[instruction.computation]
+    front = where.users.get(instruction.name, [])
+    for _ in range(_STEPS):
+        for reader in front:
+            yield from _with_inside(program, reader)
+        front = [later for reader in front for later in where.users.get(reader.name, [])]
+
+
+def _with_inside(program: Program, instruction: Instruction) -> Iterator[Instruction]:
+    yield instruction
+    if instruction.opcode == "fusion":
+        for _, name in instruction.called:
+            yield from reversed(program.computations[name].instructions)
+
+
+# Loops that hand a value from device to device, and add nothing to it.
+#
+# So a compiler gathers an array piece by piece while it works on the pieces that have come.
+
+
+def first_origin(program: Program, value: Instruction) -> Origin:
+    """Where a value comes from, also through loops that hand it round."""
+    origin = program.tracer.origin(value)
+    while (loop := _loop(program, origin)) is not None and _goes_round(
+        program, loop, origin.path[0]
+    ):
+        (given,) = program.computations[loop.computation].operands(loop)
+        origin = program.tracer.origin(given, origin.path)
+    return origin
+
+
+def handed_round(program: Program, moving: Instruction) -> bool:
+    """Whether what an instruction moves is handed round by a loop."""
+    where = program.computations[moving.computation]
+    origin = program.tracer.origin(where.operands(moving)[0])
+    loop = _loop(program, origin)
+    return loop is not None and _goes_round(program, loop, origin.path[0])
+
+
+def _loop(program: Program, origin: Origin) -> Instruction | None:
+    """The loop whose state a value is, within the loop or after it."""
+    instruction = origin.instruction
+    if not origin.path:
+        return None
+    if instruction.opcode == "parameter":
+        callers = program.tracer.callers.get(instruction.computation, [])
+        instruction = callers[0] if len(callers) == 1 else instruction
+    return instruction if instruction.opcode == "while" else None
+
+
+def _goes_round(program: Program, loop: Instruction, index: int) -> bool:
+    """Whether every round of a loop hands an element of its state on, changing nothing."""
+    body = program.computations[dict(loop.called)["body"]]
+    before = program.tracer.origin(body.root, (index,))
+    return before == Origin(body.parameters[0], (index,))

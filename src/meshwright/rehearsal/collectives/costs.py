@@ -1,0 +1,156 @@
+"""What a collective costs: the placement's model applied to the devices it joins.
+
+An all-gather of `b` bytes takes the model's time for 1 GiB, its part for bandwidth scaled by `b`.
+A reduce-scatter takes as long, an all-reduce twice as long. An all-to-all takes as long over a
+switch or a network; over a ring of `n` chips its messages travel a quarter of the ring on average,
+so it takes `n / 4` times as long (over `k` whole directions, `k * longest / 4` times).
+
+A permutation is routed pair by pair, direction by direction, and takes as long as its busiest link.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from meshwright.hardware.topology import Topology
+from meshwright.placement.cost_model import LATENCY, PAYLOAD, covers_whole
+from meshwright.placement.placement import AxisPlan, Placement
+from meshwright.placement.placer import measure
+from meshwright.rehearsal.collectives.types import AxisPart
+from meshwright.spec.mesh_spec import MeshSpec
+
+_INSIDE = {"tpu": "ICI", "gpu": "NVLink", "cpu": "memory"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    links: str
+    seconds: float
+
+
+NOTHING = Cost("-", 0.0)
+
+
+def group_cost(kind: str, size: int, plan: AxisPlan, topology: Topology) -> Cost:
+    """The cost of one run of a collective of `size` bytes over groups that lie as planned."""
+    if plan.size == 1:
+        return NOTHING
+    fixed = _latency(topology, plan)
+    moving = (plan.cost.all_gather - fixed) * size / PAYLOAD
+    if kind == "all-reduce":
+        fixed, moving = 2 * fixed, 2 * moving
+    elif kind in ("all-to-all", "ragged-all-to-all"):
+        moving *= _detour(topology, plan)
+    return Cost(_links(topology, plan), fixed + moving)
+
+
+def pairs_cost(size: int, pairs: np.ndarray, placement: Placement) -> Cost:
+    """The cost of a permutation. `pairs` hold mesh positions of senders and receivers."""
+    topology = placement.topology
+    coords = grid_coords(placement)[pairs]
+    seconds, kind = permutation_cost(topology, coords, size)
+    if not kind:
+        return NOTHING
+    return Cost("network" if kind == "network" else _INSIDE[topology.chip.family], seconds)
+
+
+def plan_of(
+    placement: Placement, groups: Sequence[np.ndarray], axes: tuple[AxisPart, ...] | None
+) -> AxisPlan:
+    """How the groups lie on the hardware: as an axis of the mesh does, or measured anew."""
+    if axes is not None and len(axes) == 1 and axes[0].whole:
+        return next(axis for axis in placement.axes if axis.name == axes[0].name)
+    members = max(group.size for group in groups)
+    largest = np.stack([group for group in groups if group.size == members])
+    spec = MeshSpec.parse([("group", members), ("rest", len(largest))])
+    places = placement.positions.ravel()[largest.T]
+    return measure(spec, placement.topology, places).axes[0]
+
+
+def grid_coords(placement: Placement) -> np.ndarray:
+    """The place of every mesh position on the machine's grid, `(positions, directions)`."""
+    topology = placement.topology
+    point_of = np.empty(int(topology.index.max()) + 1, np.int64)
+    point_of[topology.index.ravel()] = np.arange(topology.num_devices)
+    coords: np.ndarray = topology.coords[point_of[placement.positions.ravel()]]
+    return coords
+
+
+def _latency(topology: Topology, plan: AxisPlan) -> float:
+    if plan.parts is not None:
+        return sum(LATENCY[topology.axes[p.dim].kind] * (p.factor - 1) for p in plan.parts)
+    slowest = "network" if plan.slow > 1 else topology.axes[-1].kind
+    return LATENCY[slowest] * (plan.size - 1)
+
+
+def _detour(topology: Topology, plan: AxisPlan) -> float:
+    """How much longer an all-to-all takes than an all-gather that leaves as many bytes."""
+    ring = [p.factor for p in plan.parts or () if topology.axes[p.dim].kind == "torus"]
+    if not ring:
+        return 1.0
+    if covers_whole(topology, plan.parts or ()):
+        return max(1.0, len(ring) * max(ring) / 4)
+    return max(1.0, math.prod(ring) / 4)
+
+
+def _links(topology: Topology, plan: AxisPlan) -> str:
+    if plan.slow == plan.size:
+        return "network"
+    family = topology.chip.family
+    inside = f"ICI {plan.cost.shape}" if family == "tpu" else _INSIDE[family]
+    return f"{inside}, network" if plan.slow > 1 else inside
+
+
+# A permutation on the wires: every message on its route, the busiest link decides.
+
+
+def permutation_cost(topology: Topology, coords: np.ndarray, size: int) -> tuple[float, str]:
+    """Seconds, and the slowest kind of link used (empty: nobody sends to another).
+
+    `coords`: `(pairs, 2, directions)`, sender and receiver on the machine's grid.
+    """
+    moving = coords[(coords[:, 0] != coords[:, 1]).any(axis=1)]
+    if not len(moving):
+        return 0.0, ""
+    crossed = (moving[:, 0] != moving[:, 1]).any(axis=0)
+    seconds, slowest = 0.0, ""
+    for dim, axis in reversed(list(enumerate(topology.axes))):
+        if crossed[dim]:
+            load, hops = _load(topology, moving, dim) if axis.kind == "torus" else (1, 1)
+            here = LATENCY[axis.kind] * hops + size * load / (axis.speed * 1e9)
+            if here > seconds:
+                seconds, slowest = here, axis.kind
+    return seconds, slowest
+
+
+def _load(topology: Topology, pairs: np.ndarray, dim: int) -> tuple[int, int]:
+    """Messages on the busiest link of a direction, one way, and the most hops of any."""
+    axis = topology.axes[dim]
+    hops = pairs[:, 1, dim] - pairs[:, 0, dim]
+    if axis.wraps and not axis.twisted:
+        hops = (hops + axis.size // 2) % axis.size - axis.size // 2
+    # Messages move direction by direction: earlier ones are done, later ones not begun.
+    lines = np.concatenate([pairs[:, 1, :dim], pairs[:, 0, dim:]], axis=1)
+    lines[:, dim] = 0
+    lines[:, [d for d, a in enumerate(topology.axes) if a.kind == "core"]] = 0
+    line = np.ravel_multi_index(tuple(lines.T), topology.shape)
+    busiest = 0
+    for way in (1, -1):
+        going = hops * way > 0
+        if going.any():
+            first = pairs[going, 0 if way == 1 else 1, dim]
+            busiest = max(busiest, _busiest(line[going], first, np.abs(hops[going]), axis.size))
+    return busiest, int(np.abs(hops).max())
+
+
+def _busiest(line: np.ndarray, first: np.ndarray, length: np.ndarray, size: int) -> int:
+    _, row = np.unique(line, return_inverse=True)
+    changes = np.zeros((row.max() + 1, 2 * size + 1), np.int64)
+    np.add.at(changes, (row, first), 1)
+    np.add.at(changes, (row, first + length), -1)
+    along = np.cumsum(changes, axis=1)
+    return int((along[:, :size] + along[:, size : 2 * size]).max())

@@ -1,1 +1,0 @@
-"""The vendor's compiler, in a process of its own. In: a program. Out: what it made of it."""

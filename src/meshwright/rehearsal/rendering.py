@@ -1,0 +1,434 @@
+"""A rehearsal as text for the terminal and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from meshwright._html import (
+    CAUSES,
+    GREY,
+    MEMORY,
+    SERIES,
+    TIME,
+    Html,
+    Lane,
+    Part,
+    bars,
+    grid,
+    join,
+    legend,
+    style,
+    tag,
+)
+from meshwright._text import amount, duration
+from meshwright.partitioning.report import (
+    REPORT_HEADING,
+    REPORT_RIGHT,
+    LeafRow,
+    PartitionReport,
+    drawing,
+    report_headline,
+)
+from meshwright.placement.placement import (
+    PLACEMENT_HEADING,
+    PLACEMENT_RIGHT,
+    Placement,
+    drawings,
+    footnote,
+    placement_headline,
+    placement_rows,
+)
+from meshwright.rehearsal.collectives.types import (
+    BESIDE,
+    COLLECTIVE_HEADING,
+    COLLECTIVE_RIGHT,
+    MOST_ROWS,
+    NOBODY_ASKED,
+    Collective,
+    Ledger,
+    cause_line,
+    collective_rows,
+    collectives_headline,
+)
+from meshwright.rehearsal.memory import Buffer, Memory
+from meshwright.rehearsal.remedies import Remedy
+from meshwright.rehearsal.result import Rehearsal
+
+_WORST = 3  # replicated arrays that are named
+
+
+def as_text(result: Rehearsal, ways: Sequence[Remedy] = ()) -> str:
+    """All of it. `ways` are the ways out, where they were tried."""
+    parts = [headline(result), str(result.memory)]
+    if result.time is not None:
+        parts += [str(result.collectives), str(result.time)]
+    if advice := next_steps(result, ways):
+        parts.append("\n".join(map(_item, advice)))
+    return "\n\n".join(parts)
+
+
+def headline(result: Rehearsal) -> str:
+    """What was compiled, for what, by which compiler."""
+    placed = result.placement
+    devices = placed.topology.num_devices
+    how = "kept from before" if result.from_cache else f"compiled in {result.compile_seconds:.1f} s"
+    lines = [
+        f"{result.name} as {placed.spec} on {placed.topology.name} "
+        f"({devices} device{'' if devices == 1 else 's'}), {how} by {result.compiler}"
+    ]
+    if result.stand_in:
+        lines.append(
+            f"Compiled for simulated CPU devices in place of {placed.topology.chip.name}: the "
+            "partitioning is real, memory and fusion are the CPU's."
+        )
+    return "\n".join(lines)
+
+
+def next_steps(result: Rehearsal, ways: Sequence[Remedy] = ()) -> list[str]:
+    """What a reader would do about it, most important first."""
+    found = []
+    if not result.fits:
+        found += [str(remedy) for remedy in ways or result.remedies()]
+    unasked = [entry for entry in result.collectives if entry.cause == "nobody asked"]
+    if unasked:
+        worst = max(unasked, key=lambda entry: entry.total_seconds)
+        place = f" from {worst.source}" if worst.source else ""
+        found.append(
+            f"{len(unasked)} collectives that nobody asked for. The largest: {worst.kind} of "
+            f"{worst.shape}{place}. Constrain what it works on to one sharding."
+        )
+    copies = result.placement.topology.num_devices
+    given = result.request.specs is not None  # then they were meant to be whole
+    for row in () if given else result.arguments.replicated[:_WORST]:
+        if row.bytes * copies > 0.05 * result.memory.limit and copies > 1:
+            found.append(f"{row.path} ({row.text}) is whole on every device: give it a spec.")
+    return found
+
+
+def _item(line: str) -> str:
+    return textwrap.fill(line, 100, initial_indent="- ", subsequent_indent="  ")
+
+
+def as_json(result: Rehearsal) -> dict[str, Any]:
+    return {
+        "name": result.name,
+        "mesh": str(result.placement.spec),
+        "on": result.placement.topology.name,
+        "devices": result.placement.topology.num_devices,
+        "compiler": result.compiler,
+        "stand_in": result.stand_in,
+        "compile_seconds": result.compile_seconds,
+        "from_cache": result.from_cache,
+        "fits": result.fits,
+        "memory": result.memory.to_json(),
+        "collectives": None if result.time is None else result.collectives.to_json(),
+        "time": None if result.time is None else result.time.to_json(),
+        "arguments": result.arguments.to_json(),
+        "next": next_steps(result),
+    }
+
+
+# A rehearsal as HTML: for a notebook whole, for a report section by section.
+
+
+def as_html(result: Rehearsal) -> str:
+    """One self-contained block, no scripts and nothing fetched."""
+    parts = [verdict(result)]
+    if advice := next_steps(result):
+        parts.append(tag("section", tag("h2", "What to do next"), advised(advice)))
+    parts += [tag("section", tag("h2", title), body) for title, body in sections(result).values()]
+    return tag("div", tag("style", Html(style())), *parts, class_="mw")
+
+
+def sections(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> dict[str, tuple[str, Html]]:
+    """Title and content of every section, by a short name for links."""
+    return {
+        "memory": ("Memory", memory(result, remedies)),
+        "time": ("Where a step's time goes", steptime(result)),
+        "mesh": ("The mesh on the machine", mesh(result.placement)),
+        "collectives": ("What moves between devices", _moves(result)),
+        "shardings": ("How the arrays are cut", shardings(result.arguments)),
+    }
+
+
+def advised(lines: Sequence[str]) -> Html:
+    """Steps in order."""
+    return tag(
+        "ol", join(tag("li", f"{line[:1].upper()}{line[1:]}") for line in lines), class_="next"
+    )
+
+
+def _moves(result: Rehearsal) -> Html:
+    if result.time is None:
+        return tag("p", "Not known: the compiler gave up before it had a program.")
+    return moves(result.collectives)
+
+
+# Memory: stacked parts against the limit, and the largest buffers with where they come from.
+
+
+_BUFFERS = 12
+
+
+def memory(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> Html:
+    """The bar of a device, one for each way out, and what lives at the peak."""
+    use, devices = result.memory, result.placement.topology.num_devices
+    alike = "the device" if devices == 1 else f"each of {devices:,} devices, all alike"
+    lanes = [lane(alike, use), *map(_way_out, remedies)]
+    drawn = bars(lanes, amount, limit=use.limit)
+    note = tag("p", f"Note: {use.note}.", class_="note") if use.note else ""
+    return join([drawn, legend(parts(use), amount, use.peak), note, buffers(use)])
+
+
+def lane(title: str, use: Memory) -> Lane:
+    return Lane(f"{title}: {amount(use.peak)}", parts(use))
+
+
+def parts(use: Memory) -> tuple[Part, ...]:
+    """What is allocated at once; results that overwrite an argument are counted as that."""
+    sizes = {**use.parts(), "outputs": use.outputs - use.aliased}
+    return tuple(Part(name, sizes[name], colour) for name, colour in MEMORY.items())
+
+
+def _way_out(remedy: Remedy) -> Lane:
+    title = f"{remedy.what} ({remedy.how})"
+    if remedy.tried is not None:
+        return lane(f"{title}, compiled", remedy.tried.memory)
+    if remedy.peak is None or remedy.failed:
+        return Lane(f"{title}: {remedy.failed or 'not tried'}", ())
+    expected = Part("expected", max(0, remedy.peak), GREY)
+    return Lane(f"{title}: about {amount(remedy.peak)}", (expected,))
+
+
+def buffers(use: Memory) -> Html:
+    """What lives at the peak, the largest first."""
+    if not use.buffers:
+        return Html()
+    shown = use.buffers[:_BUFFERS]
+    largest = shown[0].bytes or 1
+    rows = [
+        [tag("code", b.shape), amount(b.bytes), _share(b.bytes / largest), *_origin(b)]
+        for b in shown
+    ]
+    heading = ["array", "bytes", "", "source", "made by"]
+    table = grid("Largest buffers", heading, rows, [False, True, False, False, False])
+    left = len(use.buffers) - len(shown)
+    more = tag("p", f"and {left:,} smaller ones", class_="note") if left else ""
+    return join([tag("h3", "Largest buffers at the peak"), table, more])
+
+
+def _share(share: float) -> Html:
+    return tag("span", tag("i", style=f"width:{share:.1%}"), class_="share")
+
+
+def _origin(buffer: Buffer) -> tuple[object, object]:
+    made = buffer.made_by
+    if buffer.source is None:
+        return "", made[:60]
+    where = f" in {buffer.source.function}" if buffer.source.function else ""
+    return tag("code", f"{buffer.source}{where}"[:80]), made[:60]
+
+
+# The mesh on the machine: what each axis costs, and the devices drawn once per axis.
+
+
+def mesh(placed: Placement) -> Html:
+    notes = (tag("p", line, class_="note") for line in footnote(placed).splitlines())
+    return join(
+        [
+            tag("p", f"{placement_headline(placed)}."),
+            tag("div", Html(drawings(placed)), class_="figures devices"),
+            grid("Mesh axes", PLACEMENT_HEADING, placement_rows(placed), PLACEMENT_RIGHT),
+            *notes,
+        ]
+    )
+
+
+# The ledger of collectives, a table per cause; what nobody asked for comes first.
+
+
+def moves(ledger: Ledger) -> Html:
+    if not len(ledger):
+        return tag("p", "No collectives: nothing moves between devices.")
+    causes = ledger.by_cause()
+    parts = [tag("p", f"{collectives_headline(ledger)}.")]
+    if NOBODY_ASKED not in causes:
+        parts.append(tag("p", "Nothing moves that nobody asked for.", class_="note"))
+    for cause, entries in causes.items():
+        merged = collective_rows(entries)
+        mark = tag("i", style=f"background:{CAUSES[cause]}")
+        title = tag("summary", mark, tag("span", cause_line(cause, entries)))
+        left = len(merged) - MOST_ROWS
+        parts.append(
+            tag(
+                "details",
+                title,
+                grid(cause, COLLECTIVE_HEADING, merged[:MOST_ROWS], COLLECTIVE_RIGHT),
+                tag("p", f"and {left:,} more rows", class_="note") if left > 0 else "",
+                open="",
+            )
+        )
+    parts += [
+        tag("p", f"Shardings that clash: {clash}", class_="clash") for clash in ledger.clashes
+    ]
+    if any(entry.asynchronous for entry in ledger):
+        parts.append(tag("p", BESIDE, class_="note"))
+    return join(parts)
+
+
+# How the arguments are cut: a drawing of every large one that differs, and the table of all.
+
+
+_DRAWN, _ROWS = 8, 150
+
+
+@dataclasses.dataclass(frozen=True)
+class _Alike:
+    """Arrays of one shape that are cut in one way."""
+
+    row: LeafRow
+    number: int
+
+
+def shardings(report: PartitionReport) -> Html:
+    figures = tag("div", *map(_figure, _alike(report.rows)), class_="figures arrays")
+    shown = sorted(report.rows, key=lambda row: -row.device_bytes)[:_ROWS]
+    cells = [
+        [
+            tag("code", row.path),
+            tag("code", row.text),
+            amount(row.bytes),
+            amount(row.device_bytes),
+            f"{row.copies:,}",
+        ]
+        for row in shown
+    ]
+    left = len(report.rows) - len(shown)
+    table = tag(
+        "details",
+        tag("summary", tag("span", f"All {len(report.rows):,} arrays, largest on a device first")),
+        grid("Shardings", REPORT_HEADING, cells, REPORT_RIGHT),
+        tag("p", f"and {left:,} smaller ones", class_="note") if left else "",
+    )
+    words = "The piece of the first device is filled; axes stand behind the dims they cut."
+    return join(
+        [tag("p", f"{report_headline(report)}."), tag("p", words, class_="note"), figures, table]
+    )
+
+
+def _alike(rows: Iterable[LeafRow]) -> list[_Alike]:
+    found: dict[str, _Alike] = {}
+    for row in rows:
+        if row.shape:
+            before = found.get(row.text, _Alike(row, 0))
+            named = min(before.row, row, key=lambda each: len(each.path))
+            found[row.text] = _Alike(named, before.number + 1)
+    return sorted(found.values(), key=lambda a: -a.row.bytes * a.number)[:_DRAWN]
+
+
+def _figure(alike: _Alike) -> Html:
+    row = alike.row
+    others = f" and {alike.number - 1} alike" if alike.number > 1 else ""
+    said = f"{amount(row.device_bytes)} of {amount(row.bytes)} on a device"
+    return tag(
+        "figure",
+        tag("figcaption", tag("code", row.text), tag("small", f"{row.path}{others}")),
+        Html(drawing(row.shape, row.local)),
+        tag("small", said),
+    )
+
+
+# Where the time of a step goes, and the communication in it by cause and by axis.
+
+
+def steptime(result: Rehearsal) -> Html:
+    """Lanes on one time scale: the step, its communication by cause, and by mesh axis."""
+    timing = result.time
+    if timing is None:
+        return tag("p", "The compiler ran out of memory, so there is no program to time.")
+    own = tuple(Part(name, timing.parts()[name], colour) for name, colour in TIME.items())
+    lanes = [Lane(f"a step: {duration(timing.total)}", own)]
+    if len(result.collectives):
+        hidden = f", {duration(timing.hidden)} of it hidden" if timing.hidden else ""
+        lanes.append(
+            Lane(f"communication by cause{hidden}", grouped(result.collectives, _cause, CAUSES))
+        )
+        axes = sorted({entry.over for entry in result.collectives})
+        colours = {axis: SERIES[at % len(SERIES)] for at, axis in enumerate(axes)}
+        lanes.append(Lane("communication by axis", grouped(result.collectives, _over, colours)))
+    whole = max(lane.size for lane in lanes)
+    drawn = (
+        (bars([lane], duration, whole=whole), legend(lane.parts, duration, lane.size))
+        for lane in lanes
+    )
+    compiler = Html()
+    if timing.compiler is not None:
+        compiler = tag(
+            "p",
+            f"The compiler's own estimate of its kernels: {duration(timing.compiler)}.",
+            class_="note",
+        )
+    return join([*(piece for pair in drawn for piece in pair), compiler])
+
+
+def grouped(
+    ledger: Ledger, key: Callable[[Collective], str], colours: dict[str, str]
+) -> tuple[Part, ...]:
+    """The time of all collectives, one part per group."""
+    seconds = dict.fromkeys(colours, 0.0)
+    for entry in ledger:
+        seconds[key(entry)] += entry.total_seconds
+    return tuple(Part(name, size, colours[name]) for name, size in seconds.items())
+
+
+def _cause(entry: Collective) -> str:
+    return entry.cause
+
+
+def _over(entry: Collective) -> str:
+    return entry.over
+
+
+# The top of a report: does it fit, and the few numbers that matter.
+
+
+def verdict(result: Rehearsal) -> Html:
+    """Fits or not, by how much, and what was compiled."""
+    first, *more = headline(result).splitlines()
+    good = result.fits
+    return tag(
+        "header",
+        tag("h1", f"{result.name} on {result.placement.topology.name}"),
+        tag("p", first, class_="what"),
+        tag(
+            "p",
+            tag("strong", "fits" if good else "does not fit"),
+            tag("span", result.memory.verdict().partition(": ")[2]),
+            class_="verdict good" if good else "verdict bad",
+        ),
+        *(tag("p", line, class_="note") for line in more),
+        tag("dl", _tiles(result), class_="tiles"),
+    )
+
+
+def _tiles(result: Rehearsal) -> Html:
+    memory, timing = result.memory, result.time
+    sign = "to spare" if memory.margin >= 0 else "too much"
+    found = [("memory of a device", f"{memory.peak / memory.limit:.0%}", _of(result))]
+    found.append((sign, amount(abs(memory.margin)), f"limit {amount(memory.limit)}"))
+    if timing is not None:
+        found.append(("modelled step", duration(timing.total), "by the model"))
+        found.append(("utilisation", f"{timing.utilisation:.0%}", "of the chip's peak"))
+        sent = result.collectives
+        found.append(("sent by a device", amount(sent.moved), f"{len(sent):,} collectives"))
+    return join(
+        tag("div", tag("dt", name), tag("dd", value), tag("dd", note, class_="small"))
+        for name, value, note in found
+    )
+
+
+def _of(result: Rehearsal) -> str:
+    return f"{amount(result.memory.peak)} of {amount(result.memory.limit)}"

@@ -1,0 +1,301 @@
+"""A task: one kind of work on one microbatch at one stage."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from meshwright._checks import check_at_least, check_time
+from meshwright.errors import ScheduleError, near, short
+
+# F: forward. B: the gradient of the stage's input. W: the gradient of its weights.
+# BW: the whole backward, both gradients in one task.
+KINDS = ("F", "B", "W", "BW")
+
+
+class Task(NamedTuple):
+    """`kind` of work on `microbatch` at `stage`; prints as `2F5`: stage 2, forward, microbatch 5.
+
+    >>> Task("BW", 2, 5), str(Task("BW", 2, 5))
+    (Task(kind='BW', stage=2, microbatch=5), '2BW5')
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+# A task as the plain tuple it equals: quicker to make, for the loops over all tasks.
+Key = tuple[str, int, int]
+
+
+def needs(task: Key, stages: int) -> tuple[Key, ...]:
+    """What must be done before a task. A `B` in the answer stands for `BW` as well.
+
+    >>> needs(Task("BW", 1, 0), stages=4)
+    (('F', 1, 0), ('B', 2, 0))
+    """
+    kind, stage, microbatch = task
+    if kind == "F":
+        return (("F", stage - 1, microbatch),) if stage else ()
+    if kind == "W":
+        return (("B", stage, microbatch),)
+    own = ("F", stage, microbatch)
+    return (own, ("B", stage + 1, microbatch)) if stage + 1 < stages else (own,)
+
+
+def gives(task: Key) -> Key:
+    """What others wait for when they wait for this task."""
+    return ("B", task[1], task[2]) if task[0] == "BW" else task
+
+
+# `Schedule`: for each group, the list of its tasks. Nothing but data.
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Which group runs which task, in which order.
+
+    `tasks[g]` is what group `g` runs, one after the other; `group_of[s]` is the group of stage
+    `s`. `overlapped[g]` holds positions in `tasks[g]`: the task there and the next one run as
+    one, each hiding the other's communication (DualPipeV). `check` proves a schedule, `simulate`
+    times it, `print` draws it.
+
+    >>> import meshwright as mw
+    >>> two = mw.Schedule("mine", microbatches=1, group_of=(0, 1),
+    ...                   tasks=([("F", 0, 0), ("BW", 0, 0)], [("F", 1, 0), ("BW", 1, 0)]))
+    >>> [str(task) for task in two.tasks[1]]
+    ['1F0', '1BW0']
+    """
+
+    name: str
+    microbatches: int
+    group_of: tuple[int, ...]
+    tasks: tuple[tuple[Task, ...], ...]
+    overlapped: tuple[frozenset[int], ...] = ()
+
+    def __post_init__(self) -> None:
+        name = self.name
+        if not isinstance(name, str) or not name:
+            raise ScheduleError(f"a schedule's name is a word, not {short(name)}.")
+        check_at_least(self.microbatches, "microbatches", name)
+        for what, rows in (("tasks", self.tasks), ("group_of", self.group_of)):
+            if not isinstance(rows, Sequence) or isinstance(rows, str):
+                raise ScheduleError(f"{name}: {what} is a list, not {short(rows)}.")
+        tasks = tuple(tuple(_tasks(row, f"{name}: group {g}")) for g, row in enumerate(self.tasks))
+        if not tasks:
+            raise ScheduleError(f"{name}: no groups. Give one list of tasks per group.")
+        pairs = tuple(map(frozenset, self.overlapped)) or (frozenset(),) * len(tasks)
+        _check_groups(name, self.group_of, len(tasks))
+        _check_pairs(name, pairs, tasks)
+        for field, value in (
+            ("tasks", tasks),
+            ("overlapped", pairs),
+            ("group_of", tuple(self.group_of)),
+        ):
+            object.__setattr__(self, field, value)
+
+    @property
+    def groups(self) -> int:
+        """How many groups run it."""
+        return len(self.tasks)
+
+    @property
+    def stages(self) -> int:
+        """How many stages the model is cut into."""
+        return len(self.group_of)
+
+    @functools.cached_property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of every group."""
+        return tuple(
+            tuple(stage for stage, at in enumerate(self.group_of) if at == group)
+            for group in range(self.groups)
+        )
+
+    @functools.cached_property
+    def forward_only(self) -> bool:
+        """Whether there is no backward at all (inference)."""
+        return all(task.kind == "F" for row in self.tasks for task in row)
+
+    @functools.cached_property
+    def counts(self) -> dict[str, int]:
+        """How many tasks there are of every kind."""
+        return dict(Counter(task.kind for row in self.tasks for task in row))
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.microbatches, self.group_of, self.tasks))
+
+    def __repr__(self) -> str:
+        return (
+            f"Schedule({self.name!r}, groups={self.groups}, stages={self.stages}, "
+            f"microbatches={self.microbatches}, tasks={sum(map(len, self.tasks))})"
+        )
+
+    def __str__(self) -> str:
+        from meshwright.schedules.timeline import simulate
+
+        return str(simulate(self))
+
+    def _repr_html_(self) -> str:
+        from meshwright.schedules.timeline import simulate
+
+        return simulate(self)._repr_html_()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; `read_schedule` reads it back."""
+        from meshwright.schedules.files import as_json
+
+        return as_json(self)
+
+
+def _tasks(row: Iterable[Any], where: str) -> Iterable[Task]:
+    if not isinstance(row, Iterable):
+        raise ScheduleError(f"{where}: its tasks are a list, not {short(row)}.")
+    for position, item in enumerate(row):
+        if type(item) is Task and item.kind in KINDS:
+            yield item
+            continue
+        if not isinstance(item, Sequence) or isinstance(item, str) or len(item) != 3:
+            raise ScheduleError(
+                f"{where}, position {position}: {short(item)} is not (kind, stage, microbatch)."
+            )
+        kind, stage, microbatch = item
+        if kind not in KINDS:
+            raise ScheduleError(
+                f"{where}, position {position}: kind {short(kind)} is not one of {list(KINDS)}."
+            )
+        at = f"{where}, position {position}"
+        yield Task(
+            kind,
+            check_at_least(stage, "stage", at, 0),
+            check_at_least(microbatch, "microbatch", at, 0),
+        )
+
+
+def _check_groups(name: str, group_of: Sequence[int], groups: int) -> None:
+    if not len(group_of):
+        raise ScheduleError(f"{name}: no stages. group_of names the group of every stage.")
+    for stage, group in enumerate(group_of):
+        if check_at_least(group, f"the group of stage {stage}", name, 0) >= groups:
+            raise ScheduleError(
+                f"{name}: stage {stage} is in group {group}, but there are {groups} groups, "
+                f"0 to {groups - 1}."
+            )
+    if idle := sorted(set(range(groups)) - set(group_of)):
+        raise ScheduleError(f"{name}: group {idle[0]} has no stage. Give each group at least one.")
+
+
+def _check_pairs(
+    name: str, pairs: Sequence[frozenset[int]], tasks: Sequence[Sequence[Task]]
+) -> None:
+    if len(pairs) != len(tasks):
+        raise ScheduleError(
+            f"{name}: overlapped has {len(pairs)} groups, tasks has {len(tasks)}. Give one each."
+        )
+    for group, starts in enumerate(pairs):
+        for start in sorted(starts):
+            if start < 0 or start + 1 >= len(tasks[group]) or start + 1 in starts:
+                raise ScheduleError(
+                    f"{name}: group {group}: position {start} cannot be overlapped with the next: "
+                    "there is none, or it is itself the first of a pair."
+                )
+
+
+# What tasks cost, in any unit of time: the same for all stages, or stage by stage.
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Time of one microbatch through one group's share of the model.
+
+    `F` is the forward, `B` the gradient of the input, `W` the gradient of the weights; the whole
+    backward (`BW`) costs both unless it is given, and a forward overlapped with a whole backward
+    (`FB`) costs the sum of the two.
+
+    >>> Costs.parse("F=1, B=1.5, W=0.5").BW
+    2.0
+    """
+
+    F: float = 1.0
+    B: float = 1.0
+    W: float = 1.0
+    BW: float = None  # type: ignore[assignment]  # filled in below
+    FB: float = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        for field in ("F", "B", "W", "BW", "FB"):
+            if getattr(self, field) is None:
+                default = self.B + self.W if field == "BW" else self.F + self.BW
+                object.__setattr__(self, field, default)
+            object.__setattr__(self, field, check_time(getattr(self, field), f"cost {field}"))
+        if self.F <= 0 or self.BW <= 0:
+            raise ScheduleError(
+                f"cost F={self.F:g}, BW={self.BW:g}: a forward and a whole backward take time."
+            )
+
+    @classmethod
+    def parse(cls, costs: Any) -> Costs:
+        """From `"F=1,B=1,W=1"` or a mapping; what is not said costs 1."""
+        if isinstance(costs, Costs):
+            return costs
+        if isinstance(costs, str):
+            pairs = [_pair(part) for part in costs.split(",") if part.strip()]
+            if twice := [kind for kind, n in Counter(k for k, _ in pairs).items() if n > 1]:
+                raise ScheduleError(f"costs: {twice[0]} is given twice in {short(costs)}.")
+            costs = dict(pairs)
+        if not isinstance(costs, Mapping):
+            raise ScheduleError(f"costs are 'F=1,B=1,W=1', a mapping or Costs, not {short(costs)}.")
+        known = [field.name for field in dataclasses.fields(cls)]
+        for kind in costs:
+            if kind not in known:
+                raise ScheduleError(
+                    f"costs: {short(kind)} is not one of {known}.{near(str(kind), known)}"
+                )
+        return cls(**costs)
+
+    def divided(self, parts: int) -> Costs:
+        """The cost of one of `parts` equal parts."""
+        return Costs(*(getattr(self, f.name) / parts for f in dataclasses.fields(self)))
+
+
+AnyCosts = Costs | str | Mapping[str, float] | Sequence[Any]
+
+
+def per_stage(costs: AnyCosts, schedule: Schedule) -> tuple[Costs, ...]:
+    """The costs of every stage: as given, or each group's share cut evenly over its stages."""
+    if isinstance(costs, (Costs, str, Mapping)):
+        one = Costs.parse(costs)
+        return tuple(one.divided(len(schedule.stages_of[g])) for g in schedule.group_of)
+    if not isinstance(costs, Sequence):
+        raise ScheduleError(f"costs are Costs, or a list with one per stage, not {short(costs)}.")
+    if len(costs) != schedule.stages:
+        raise ScheduleError(
+            f"{schedule.name}: {len(costs)} costs for {schedule.stages} stages. Give one per "
+            "stage, or one for all."
+        )
+    return tuple(Costs.parse(one) for one in costs)
+
+
+def _pair(part: str) -> tuple[str, float]:
+    name, _, value = part.partition("=")
+    try:
+        return name.strip(), float(value)
+    except ValueError:
+        raise ScheduleError(
+            f"costs: {short(part.strip())} is not kind=time. Write e.g. 'F=1,B=1,W=1'."
+        ) from None
+
+
+NAMES = {
+    "F": "forward",
+    "B": "gradient of the input",
+    "W": "gradient of the weights",
+    "BW": "whole backward",
+}

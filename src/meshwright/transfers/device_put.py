@@ -1,0 +1,426 @@
+"""`shard(...)`: a tree placed by its specs in one batched transfer, checked first."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from meshwright._checks import check_flag
+from meshwright.errors import PartitionError, short
+from meshwright.partitioning.decide import settle
+from meshwright.partitioning.optimizer_state import _follow, _unplaced
+from meshwright.trees.specs import (
+    AnyMesh,
+    check_constrained,
+    check_specs,
+    entry_axes,
+    match_specs,
+    mesh_axes,
+    plain_specs,
+    problems,
+    ways,
+)
+from meshwright.trees.walk import Leaf, Walk, is_shape, refuse, tie_problems, walk
+
+
+def shard(
+    tree: Any,
+    mesh: AnyMesh,
+    specs: Any = None,
+    *,
+    narrow: Narrow = "error",
+    local: bool = False,
+    **options: Any,
+) -> Any:
+    """The tree with every array placed on the mesh; other leaves pass through.
+
+    `specs` is a tree of `PartitionSpec`s as `partition` makes it (or of `NamedSharding`s on this
+    mesh, as `shardings` does), or one for all; without it `partition(tree, mesh, **options)`
+    decides. Leaves may be host or device arrays, `FromCallback`s, or `ShapeDtypeStruct`s, which
+    come back with their sharding. An array that the tree holds twice is placed once, and stays
+    one. In several processes host arrays must be the same everywhere, and each process copies only
+    its own pieces; `local=True` says that they are this process's part instead. 64-bit values that
+    JAX would narrow are refused, or converted with `narrow="convert"`, integers if they fit.
+
+    >>> import numpy as np, meshwright as mw
+    >>> placed = mw.shard({"w": np.ones((512, 512), "float32")}, mw.mesh("fsdp:4, tp:2"))
+    >>> placed["w"].sharding.spec
+    P('fsdp', 'tp')
+    """
+    check_narrow(narrow)
+    local = check_flag("local", local)
+    found = walk(tree)
+    refuse("shard", [*tie_problems(tree), *value_problems(found.arrays, narrow, "shard")])
+    per_leaf = _specs(found, tree, mesh, specs, options, local)
+    shardings = [NamedSharding(mesh, spec) for spec in per_leaf]
+    return found.rebuild(put(found.arrays, shardings, local))
+
+
+def _specs(
+    found: Walk, tree: Any, mesh: AnyMesh, specs: Any, options: dict[str, Any], local: bool
+) -> list[PartitionSpec]:
+    specs = plain_specs(specs, mesh)
+    if not local:
+        return settle("shard", found, tree, mesh, specs, options)
+    if specs is None or options:
+        raise PartitionError("local=True needs specs: a part does not tell the whole shape.")
+    per_leaf = match_specs(found, specs)
+    check_parts("shard", found.arrays, per_leaf, mesh)
+    return per_leaf
+
+
+def put(
+    leaves: Sequence[Leaf],
+    shardings: Sequence[NamedSharding],
+    local: bool = False,
+    what: str = "shard",
+) -> list[Any]:
+    """Place checked leaves: one call for all that a single process holds."""
+    check_constrained(what, leaves, shardings)
+    names = [(id(leaf.value), to) for leaf, to in zip(leaves, shardings, strict=True)]
+    single = dict(zip(names, leaves, strict=True))
+    placed = _each(list(single.values()), [to for _, to in single], local)
+    by_name = dict(zip(single, placed, strict=True))
+    return [by_name[name] for name in names]
+
+
+def _each(leaves: Sequence[Leaf], shardings: Sequence[NamedSharding], local: bool) -> list[Any]:
+    if shardings and isinstance(shardings[0].mesh, AbstractMesh):
+        return [_abstract(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
+    results: list[Any] = [None] * len(leaves)
+    together = []
+    for place, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
+        if isinstance(leaf.value, jax.ShapeDtypeStruct):
+            results[place] = _abstract(leaf, sharding)
+        elif isinstance(leaf.value, FromCallback):
+            results[place] = make_from_callback(leaf, sharding)
+        elif local:
+            results[place] = jax.make_array_from_process_local_data(  # type: ignore[no-untyped-call]
+                sharding, in_native_order(leaf.value)
+            )
+        elif not sharding.is_fully_addressable:
+            results[place] = _across(leaf, sharding)
+        else:
+            together.append(place)
+    values = [_source(leaves[i].value, shardings[i]) for i in together]
+    placed = jax.device_put(values, [shardings[i] for i in together])
+    for place, value in zip(together, placed, strict=True):
+        results[place] = value
+    return results
+
+
+def _source(value: Any, sharding: NamedSharding) -> Any:
+    """A CPU device's array as the host memory it is.
+
+    JAX cuts an array on a device by a program per array, three times slower than slicing; and
+    what it does not cut it shares, so that donating one array would delete the other.
+    """
+    if not isinstance(value, jax.Array):
+        return in_native_order(value)
+    if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return value
+    here: set[Any] = value.sharding.device_set
+    if len(here) > 1 or here == sharding.device_set:
+        return value
+    (device,) = here
+    return np.asarray(value) if device.platform == "cpu" else value
+
+
+def _abstract(leaf: Leaf, sharding: NamedSharding) -> Any:
+    return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+        leaf.shape, kept_dtype(leaf), sharding=sharding
+    )
+
+
+def _across(leaf: Leaf, sharding: NamedSharding) -> Any:
+    """A global array from one that every process has whole."""
+    value = leaf.value
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        from meshwright.transfers.resharding import reshard
+
+        return reshard(value, sharding.mesh, sharding.spec)
+    keys = isinstance(value, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    host = value if keys else in_native_order(np.asarray(value))
+    # The dtype is for processes that hold no piece and so have nothing to read it from.
+    return jax.make_array_from_callback(
+        leaf.shape, sharding, lambda index: host[index], dtype=kept_dtype(leaf)
+    )
+
+
+# Arrays from `FromCallback`s: the function is called for what this process holds, and checked.
+
+
+def make_from_callback(leaf: Leaf, sharding: NamedSharding) -> Any:
+    """The array, its pieces checked as they come; equal pieces of several devices made once."""
+    local, kept = sharding.shard_shape(leaf.shape), kept_dtype(leaf)
+    made: dict[Any, Any] = {}
+
+    def piece(index: Any) -> Any:
+        key = tuple(side.indices(size) for side, size in zip(index, leaf.shape, strict=True))
+        if key not in made:
+            made[key] = _checked(leaf, index, local, kept)
+        return made[key]
+
+    return jax.make_array_from_callback(leaf.shape, sharding, piece, dtype=kept)
+
+
+def _checked(leaf: Leaf, index: Any, local: tuple[int, ...], kept: Any) -> Any:
+    try:
+        made = leaf.value.fn(index)
+    except Exception as error:
+        error.add_note(f"{leaf.where}: raised by the function for the piece at {short(index)}.")
+        raise
+    shape, dtype = getattr(made, "shape", None), getattr(made, "dtype", None)
+    if shape != local or native(dtype) not in (kept, native(leaf.dtype)):
+        raise PartitionError(
+            f"{leaf.where}: the function gave {dtype} {shape} for the piece at {short(index)}, "
+            f"which is {leaf.dtype} {local}. Return that part of the array."
+        )
+    outside = does_not_fit(made, kept)
+    if outside:
+        raise PartitionError(f"{leaf.where}: the piece at {short(index)} {outside}")
+    return in_native_order(made)
+
+
+# `FromCallback`: an array that a function makes piece by piece, where the pieces are needed.
+
+
+@dataclasses.dataclass(frozen=True)
+class FromCallback:
+    """An array that is only made where it is needed: `fn(index)` gives the piece at `index`.
+
+    Stands in a tree like an array; `shard` calls `fn` for the pieces of this process alone, once
+    for each.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    fn: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        if not is_shape(self.shape):
+            raise PartitionError(
+                f"FromCallback: {short(self.shape)} is not a shape, e.g. (1024, 4096)."
+            )
+        if not callable(self.fn):
+            raise PartitionError(
+                f"FromCallback: {short(self.fn)} is not a function. Pass one that takes an index "
+                "and returns that part of the array."
+            )
+        object.__setattr__(self, "shape", tuple(int(side) for side in self.shape))
+        object.__setattr__(self, "dtype", _read_dtype(self.dtype))
+
+
+def _read_dtype(dtype: Any) -> Any:
+    try:
+        if dtype is not None:
+            return dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
+    except TypeError:
+        pass
+    raise PartitionError(f"FromCallback: {short(dtype)} is not a dtype, e.g. 'float32'.")
+
+
+# Arrays of which every process brings its part: does each part fall into equal pieces?
+
+
+def check_parts(
+    what: str, leaves: Sequence[Leaf], specs: Sequence[PartitionSpec], mesh: AnyMesh
+) -> None:
+    """Refuse parts that cannot be cut as their specs say; names every one of this process."""
+    sizes = mesh_axes(mesh)
+    refuse(
+        what,
+        [
+            problem
+            for leaf, spec in zip(leaves, specs, strict=True)
+            for problem in _problems(leaf, spec, mesh, sizes)
+        ],
+    )
+
+
+def _problems(
+    leaf: Leaf, spec: PartitionSpec, mesh: AnyMesh, sizes: Mapping[str, int]
+) -> Iterator[str]:
+    if not isinstance(leaf.value, (jax.Array, np.ndarray, np.generic)):  # it tells its whole shape
+        yield from problems(leaf.path, leaf.shape, spec, sizes)
+        return
+    # A part says nothing of the whole dims, which is what must divide there: zero always does.
+    wrong = list(problems(leaf.path, (0,) * len(leaf.shape), spec, sizes))
+    yield from wrong
+    if wrong or isinstance(mesh, AbstractMesh) or PartitionSpec.UNCONSTRAINED in tuple(spec):
+        return
+    for dim, (size, entry) in enumerate(zip(leaf.shape, spec, strict=False)):
+        pieces = _pieces_here(mesh, entry)
+        axes = ", ".join(entry_axes(entry))
+        if pieces is None:
+            yield (
+                f"{leaf.where}: dim {dim}: axes {axes} do not give every process an equal part of "
+                "its own. Put them first in the mesh, or pass the whole array without local=True."
+            )
+        elif pieces and size % pieces:
+            yield (
+                f"{leaf.where}: dim {dim}: this process's part has size {size}, not divisible by "
+                f"the {pieces} pieces it holds (axes {axes}). Pad it to "
+                f"{-(-size // pieces) * pieces}, or drop the last batch."
+            )
+
+
+@functools.lru_cache(maxsize=256)
+def _pieces_here(mesh: Any, entry: Any) -> int | None:
+    """How many pieces of a dim this process holds, or None, as `share` says."""
+    count = ways(entry, mesh_axes(mesh))
+    held: dict[int, set[int]] = collections.defaultdict(set)
+    cut = NamedSharding(mesh, PartitionSpec(entry))  # type: ignore[no-untyped-call]
+    indices: dict[Any, Any] = dict(cut.devices_indices_map((count,)))
+    for device, (side,) in indices.items():
+        held[device.process_index].add(side.start or 0)
+    return share(held, count, jax.process_index())
+
+
+def share(held: Mapping[int, Collection[int]], count: int, process: int) -> int | None:
+    """How many of `count` pieces a process holds; None where parts overlap or are not equal.
+
+    >>> share({0: {0, 1}, 1: {2, 3}}, 4, process=0), share({0: {0, 1}, 1: {1, 2}}, 3, process=0)
+    (2, None)
+    """
+    parts = {frozenset(pieces) for pieces in held.values()}
+    if len({len(part) for part in parts}) > 1 or sum(map(len, parts)) != count:
+        return None
+    return len(held.get(process, ()))
+
+
+# Can these values be placed as they are? Tracers, deleted arrays and narrowing are refused.
+
+
+Narrow = Literal["error", "convert"]
+# Those with an option `narrow`; the others have none to speak of.
+_NARROWING = ("shard", "init")
+
+
+def check_narrow(narrow: object) -> None:
+    if not isinstance(narrow, str) or narrow not in ("error", "convert"):
+        raise PartitionError(f"narrow: {short(narrow)} is not 'error' or 'convert'.")
+
+
+def check_values(leaves: Sequence[Leaf], narrow: Narrow = "error", what: str = "shard") -> None:
+    """Refuse what cannot be placed, all at once; `what` is the function that was called."""
+    refuse(what, value_problems(leaves, narrow, what))
+
+
+def value_problems(leaves: Sequence[Leaf], narrow: Narrow, what: str) -> list[str]:
+    """Tracers, deleted arrays, what is no array, values JAX would narrow."""
+    found = ((leaf, _problem(leaf, narrow, what)) for leaf in leaves)
+    return [f"{leaf.where}: {problem}" for leaf, problem in found if problem]
+
+
+def _problem(leaf: Leaf, narrow: Narrow, what: str) -> str:
+    value = leaf.value
+    if isinstance(value, jax.core.Tracer):
+        return (
+            "a tracer. Under jit use jax.lax.with_sharding_constraint with the specs of "
+            "partition, or jit's in_shardings."
+        )
+    if isinstance(value, jax.Array):
+        gone = value.is_deleted()
+        return "the array was deleted or donated. Use the one it went into." if gone else ""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return ""
+    if not isinstance(value, (np.ndarray, np.generic, FromCallback)):
+        return (
+            f"{type(value).__name__} has a shape but is no array. Read it with numpy.asarray(x), "
+            "or in pieces with FromCallback(x.shape, x.dtype, lambda index: x[index]); a shape "
+            "alone is a jax.ShapeDtypeStruct."
+        )
+    kept = kept_dtype(leaf)
+    if kept is None:
+        return (
+            f"{type(value).__name__} of {leaf.dtype} cannot be placed. "
+            "Make it an array of numbers first."
+        )
+    if kept == native(leaf.dtype):
+        return ""
+    if narrow == "convert":
+        return does_not_fit(value, kept)
+    hint = ", or pass narrow='convert'" if what in _NARROWING else ""
+    convert = "Convert it, enable" if hint else "Convert it, or enable"
+    return f"{leaf.dtype} would become {kept}. {convert} jax_enable_x64{hint}."
+
+
+def kept_dtype(leaf: Leaf) -> Any:
+    """The dtype a leaf has once placed; None for text, objects and masked arrays."""
+    if isinstance(leaf.value, (jax.Array, jax.ShapeDtypeStruct)):
+        return leaf.dtype
+    if not _holds_numbers(leaf.dtype) or isinstance(leaf.value, np.ma.MaskedArray):
+        return None
+    return jax.dtypes.canonicalize_dtype(native(leaf.dtype), allow_extended_dtype=True)
+
+
+@functools.lru_cache(maxsize=256)
+def _holds_numbers(dtype: Any) -> bool:
+    kinds = (np.number, np.bool_, jax.dtypes.prng_key)
+    return any(jax.numpy.issubdtype(dtype, kind) for kind in kinds)
+
+
+def does_not_fit(value: Any, kept: Any) -> str:
+    """What is lost when integers of numpy become `kept`, which has fewer bits; or nothing."""
+    if not isinstance(value, (np.ndarray, np.generic)) or value.dtype.kind not in "iu":
+        return ""
+    if native(value.dtype) == kept or not value.size:
+        return ""
+    low, high, room = int(value.min()), int(value.max()), np.iinfo(kept)
+    if room.min <= low and high <= room.max:
+        return ""
+    return (
+        f"holds integers from {low} to {high}, and {kept} only those from {room.min} to "
+        f"{room.max}. Enable jax_enable_x64, or take others."
+    )
+
+
+def native(dtype: Any) -> Any:
+    """The same dtype in the byte order of this machine."""
+    return dtype if getattr(dtype, "isnative", True) else dtype.newbyteorder("=")
+
+
+def in_native_order(value: Any) -> Any:
+    """Numpy's arrays in the byte order of this machine, which is all that JAX takes."""
+    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.isnative:
+        return np.asarray(value, native(value.dtype))
+    return value
+
+
+def shard_like(
+    state: Any, params: Any, mesh: AnyMesh | None = None, *, unmatched: str = "error"
+) -> Any:
+    """The state placed beside the parameters it follows, as `partition_like` decides.
+
+    The parameters must be placed already. Under `jit`, where nothing is, use `partition_like`.
+
+    >>> import jax, optax, meshwright as mw
+    >>> params = mw.shard({"w": jax.numpy.ones((64, 64))}, mw.mesh("fsdp:8"))
+    >>> state = mw.shard_like(optax.adam(1e-3).init(params), params)
+    >>> state[0].mu["w"].sharding == params["w"].sharding
+    True
+    """
+    found, of_params = walk(state), walk(params)
+    refuse("shard_like", tie_problems(state))
+    refuse("shard_like", [text for leaf in of_params.arrays if (text := _unplaced(leaf))])
+    specs = [leaf.value.sharding.spec for leaf in of_params.arrays]
+    meshes = [leaf.value.sharding.mesh for leaf in of_params.arrays]
+    if not meshes and mesh is None:
+        raise PartitionError("the parameters hold no arrays, so there is nothing to follow.")
+    if any(other != meshes[0] for other in meshes):
+        raise PartitionError("the parameters stand on several meshes; call shard_like for each.")
+    target = meshes[0] if mesh is None else mesh
+    per_leaf = _follow(found.arrays, of_params.arrays, specs, unmatched)
+    check_specs("shard_like", found.arrays, per_leaf, target)
+    check_values(found.arrays, what="shard_like")
+    shardings = [NamedSharding(target, spec) for spec in per_leaf]
+    return found.rebuild(put(found.arrays, shardings, what="shard_like"))

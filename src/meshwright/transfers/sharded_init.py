@@ -1,0 +1,170 @@
+"""`init(...)`: run an initialiser so that no array ever exists whole on one device."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from meshwright.errors import PartitionError, listing, near, short
+from meshwright.partitioning.decide import Options, settle
+from meshwright.transfers.device_put import Narrow, check_narrow, in_native_order, value_problems
+from meshwright.trees.specs import check_constrained, mesh_axes, plain_specs
+from meshwright.trees.walk import Leaf, Walk, refuse, tie_problems, walk
+
+
+def init(
+    fn: Callable[..., Any],
+    *args: Any,
+    mesh: Mesh,
+    specs: Any = None,
+    narrow: Narrow = "error",
+    **options: Any,
+) -> Any:
+    """`fn(*args)` computed straight into its shardings.
+
+    `specs`, or the options of `partition`, decide; the result's shapes are found without running
+    `fn`. Arrays among the arguments are traced; all else (sizes, configurations, functions) is
+    handed to `fn` as it is. Leaves that are no arrays come back as `fn` returns them. 64-bit
+    values of numpy are refused or, with `narrow="convert"`, converted, as `shard` does.
+
+    >>> import jax, meshwright as mw
+    >>> normal = lambda key: {"w": jax.random.normal(key, (256, 256))}
+    >>> w = mw.init(normal, jax.random.key(0), mesh=mw.mesh("fsdp:8"))["w"]
+    >>> w.addressable_shards[0].data.shape
+    (32, 256)
+    """
+    if not callable(fn):
+        raise PartitionError(f"init: {short(fn)} is not a function.")
+    check_narrow(narrow)
+    _check_options(options)
+    mesh_axes(mesh)
+    if not isinstance(mesh, Mesh):
+        raise PartitionError("init computes: it needs a Mesh of devices, not an AbstractMesh.")
+    specs = plain_specs(specs, mesh)
+    given = _arrays_of(args)
+    refuse("init", list(_argument_problems(given.arrays, mesh, narrow)))
+    trees: list[Any] = []
+
+    def arrays(traced: Sequence[Any]) -> list[Any]:
+        """The arrays alone; the tree they stand in, with shapes for them, goes to `trees`."""
+        tree = fn(*given.rebuild(traced))
+        made = walk(tree)
+        refuse("init", [*tie_problems(tree), *_result_problems(made.arrays, narrow)])
+        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in made.arrays]  # type: ignore[no-untyped-call]
+        trees.append(made.rebuild(shapes))
+        return [in_native_order(leaf.value) for leaf in made.arrays]
+
+    values = [in_native_order(leaf.value) for leaf in given.arrays]
+    with _mesh_of_its_own(mesh):
+        with _explained():
+            jax.eval_shape(arrays, values)
+        found = walk(trees[0])
+        per_leaf = settle("init", found, trees[0], mesh, specs, options)
+        shardings = [NamedSharding(mesh, spec) for spec in per_leaf]
+        check_constrained("init", found.arrays, shardings)
+        return found.rebuild(jax.jit(arrays, out_shardings=shardings)(values))
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Before `fn` is called: an argument meant for it, by name, would be missed there first."""
+    known = [field.name for field in dataclasses.fields(Options)]
+    for name in options:
+        if name not in known:
+            raise PartitionError(
+                f"init: no option {name!r}.{near(name, known)} Bind an argument of the function "
+                f"with functools.partial(fn, {name}=...). Options: specs, narrow, "
+                f"{listing(known, 12)}."
+            )
+    Options(**options)
+
+
+def _arrays_of(args: tuple[Any, ...]) -> Walk:
+    """The arguments, with those leaves as arrays that can be traced."""
+    given = walk(args)
+    traced = [leaf for leaf in given.arrays if isinstance(leaf.value, (jax.Array, np.ndarray))]
+    named = tuple(leaf._replace(path=f"argument {leaf.path}") for leaf in traced)
+    return dataclasses.replace(given, arrays=named)
+
+
+def _argument_problems(leaves: Sequence[Leaf], mesh: Mesh, narrow: Narrow) -> Iterator[str]:
+    here = [leaf for leaf in leaves if not isinstance(leaf.value, jax.core.Tracer)]
+    yield from value_problems(here, narrow, "init")
+    for leaf in here:
+        value = leaf.value
+        if isinstance(value, jax.Array) and not value.is_deleted() and value.committed:
+            if not _lies_on(value.sharding, mesh):
+                devices: set[Any] = value.sharding.device_set
+                there = listing(sorted(device.id for device in devices), 4)
+                yield (
+                    f"{leaf.where}: lies on devices {there}, not on the {mesh.size} of the mesh in "
+                    "their order. Move it first: reshard(x, mesh, PartitionSpec())."
+                )
+
+
+def _lies_on(sharding: Any, mesh: Mesh) -> bool:
+    """Whether a program on the mesh takes an array: the same devices, in the same order."""
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return sharding.mesh == mesh or _same_devices(sharding.mesh, mesh)
+    return bool(sharding.device_set == set(mesh.devices.flat))
+
+
+def _same_devices(one: Mesh, other: Mesh) -> bool:
+    return np.array_equal(one.devices.ravel(), other.devices.ravel())
+
+
+def _result_problems(leaves: Sequence[Leaf], narrow: Narrow) -> Iterator[str]:
+    """What `fn` returns beside tracers: constants of numpy and JAX, and what is no array."""
+    others = [leaf for leaf in leaves if not isinstance(leaf.value, jax.core.Tracer)]
+    arrays = [
+        leaf for leaf in others if isinstance(leaf.value, (jax.Array, np.ndarray, np.generic))
+    ]
+    yield from value_problems(arrays, narrow, "init")
+    for leaf in others:
+        if not isinstance(leaf.value, (jax.Array, np.ndarray, np.generic)):
+            yield f"{leaf.where}: {type(leaf.value).__name__} holds no values. Return an array."
+
+
+@contextlib.contextmanager
+def _mesh_of_its_own(mesh: Mesh) -> Iterator[None]:
+    """A mesh of other devices that the caller has set would be taken for the program's own."""
+    try:
+        around = jax.sharding.get_mesh()
+    except ValueError:  # under jit, where none can be set
+        yield
+        return
+    if around.empty or _same_devices(around, mesh):
+        yield
+    else:
+        with jax.set_mesh(mesh):
+            yield
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Words beside errors of the caller's function that only tracing it can raise."""
+    try:
+        yield
+    except PartitionError:
+        raise
+    except ValueError as error:
+        text = str(error)
+        if "flax" in sys.modules and ("out_sharding" in text or "Resource axis" in text):
+            raise PartitionError(
+                "init: Flax NNX takes the names of a variable for axes of a mesh "
+                f"({short(text, 120)}). They are logical: call init within "
+                "nnx.use_eager_sharding(False)."
+            ) from error
+        raise
+    except TypeError as error:  # JAX's errors about tracers are such
+        error.add_note(
+            "meshwright.init traces the function: arrays among its arguments have no values yet. "
+            "Pass sizes as Python numbers, or bind them with functools.partial."
+        )
+        raise

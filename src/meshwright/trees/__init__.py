@@ -1,0 +1,1 @@
+"""Trees of arrays. In: any pytree. Out: leaves with their paths, and checked specs. No devices."""

@@ -1,0 +1,65 @@
+"""While a step runs, each group holds what its schedule was proved to hold, and no more."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import meshwright as mw
+from meshwright.pipelines.runtime import begin
+from meshwright.trees.split import take_apart
+
+GROUPS = 4
+PARAMS = [jnp.eye(8)] * 8
+ROWS = jnp.ones((32, 8))
+
+
+def loss(stages):
+    def value(params, x):
+        for n, w in enumerate(params):
+            x = jnp.tanh(x @ w)
+            if (n + 1) % (8 // stages) == 0 and n < 7:
+                x = mw.stage(x)
+        return jnp.mean(x**2)
+
+    return value
+
+
+def held(step, args):
+    """The most stage activations that each group has at once."""
+    jax.block_until_ready(step(*args))
+    (plan,) = step._plans.values()
+    cells = begin(plan.assembled.board, take_apart(args).arrays, step.mine)
+    made, most = {}, [0] * GROUPS
+    for operation in plan.operations:
+        results = operation.call(*[cells[cell] for cell in operation.ins])
+        for cell, result in zip(operation.outs, results, strict=True):
+            cells[cell] = result
+        task = operation.task
+        if task is not None and task.kind == "F":
+            kept = operation.outs[: len(plan.programs["F", task.stage].outs)]
+            made.update(dict.fromkeys(kept, (operation.group, task.stage, task.microbatch)))
+        for group in range(GROUPS):
+            live = {at for cell, at in made.items() if cells[cell] is not None and at[0] == group}
+            most[group] = max(most[group], len(live))
+        for cell in operation.drop:
+            cells[cell] = None
+    # Nothing but results and constants is left.
+    wanted = {cell for by_group in plan.assembled.results for cell in by_group.values()}
+    left = {n for n, value in enumerate(cells) if value is not None}
+    assert left <= wanted | set(plan.assembled.board.fixed)
+    return tuple(most), plan.proof.live
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b", "zb-h1"])
+def test_live_activations_are_the_proved_peak(name):
+    groups = mw.MpmdMesh(mw.mesh(f"pp:{GROUPS}", devices=jax.devices()[:GROUPS]), "pp")
+    step = mw.pipeline(loss(4), groups, schedule=name, microbatches=8)
+    counted, proved = held(step, (PARAMS, ROWS))
+    assert counted == proved
+
+
+def test_several_stages_per_group_never_hold_more():
+    groups = mw.MpmdMesh(mw.mesh(f"pp:{GROUPS}", devices=jax.devices()[:GROUPS]), "pp")
+    step = mw.pipeline(loss(8), groups, schedule="zb-v", microbatches=8)
+    counted, proved = held(step, (PARAMS, ROWS))
+    assert all(have <= most for have, most in zip(counted, proved, strict=True))

@@ -1,0 +1,309 @@
+"""Routes: every shard of the target is made once, of boxes that are where they are taken from."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import meshwright as mw
+from meshwright.errors import TransferError
+from meshwright.transfers import links, routes, transfer_plan
+
+WHOLE = P()
+
+
+def mesh(places, *sizes, names="ab"):
+    devices = np.array(jax.devices())[list(places)].reshape(sizes or -1)
+    return Mesh(devices, tuple(names[: devices.ndim]))
+
+
+def end(places, *sizes, spec=WHOLE):
+    return NamedSharding(mesh(places, *sizes), spec)
+
+
+def shape_of(shape, sharding, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+@st.composite
+def ends(draw, shape=(8, 16)):
+    """Any devices in any order and grid, and a spec that divides the shape."""
+    places = draw(st.permutations(range(8)))
+    sizes = draw(st.sampled_from([(1,), (2,), (4,), (8,), (2, 2), (2, 4), (4, 2), (1, 2)]))
+    at = mesh(places[: math.prod(sizes)], *sizes)
+    entries = draw(st.permutations([*at.axis_names, None]))[: len(shape)]
+    if draw(st.booleans()) and at.devices.ndim == 2:
+        entries = draw(st.permutations([("b", "a"), None]))
+    return NamedSharding(at, P(*entries))
+
+
+@pytest.fixture(params=[1, 2, 4, 8])
+def processes(request, monkeypatch):
+    """The eight devices as those of several processes."""
+    for module in (transfer_plan, transfer_plan, routes, transfer_plan, links):
+        if hasattr(module, "process_of"):
+            monkeypatch.setattr(module, "process_of", lambda device: owner(device, request.param))
+    return request.param
+
+
+def owner(device, count):
+    return device.id * count // 8
+
+
+def carried_out(route, values, count):
+    """The lots after all steps, done with numpy; no step takes what is not there."""
+    plan, store = route.plan, {}
+    for number, lot in enumerate(plan.lots):
+        if route.items[lot.item].held.get(lot.device) == lot.box:
+            store[number] = part(values, lot.box)
+    for name in ("cut", "gather", "pack", "send", "join", "copy"):
+        for step in getattr(plan, name):
+            made, taken = plan.lots[step.made], [plan.lots[lot] for lot in step.of]
+            same_device = all(lot.device == made.device for lot in taken)
+            same_process = {owner(lot.device, count) for lot in (made, *taken)}
+            assert same_device or name in ("gather", "send", "copy")
+            assert len(same_process) == 1 or name == "send"
+            room = np.full(tuple(stop - start for start, stop in made.box), -1, values.dtype)
+            covered = np.zeros(room.shape, int)
+            for lot, number in zip(taken, step.of, strict=True):
+                if name == "cut":
+                    room[...] = part(store[number], within(made.box, lot.box))
+                    covered += 1
+                else:
+                    inner = tuple(slice(*side) for side in within(lot.box, made.box))
+                    room[inner] = store[number]
+                    covered[inner] += 1
+            assert (covered == 1).all()
+            store[step.made] = room
+    return store
+
+
+def part(values, box):
+    return values[tuple(slice(*side) for side in box)]
+
+
+def within(box, outer):
+    return tuple((a - c, b - c) for (a, b), (c, _) in zip(box, outer, strict=True))
+
+
+@settings(max_examples=40, deadline=None)
+@given(source=ends(), target=ends())
+def check_steps(count, source, target):
+    values = np.arange(128).reshape(8, 16)
+    route = mw.route(shape_of((8, 16), source), target)
+    store = carried_out(route, values, count)
+    for device, box in route.items[0].wanted.items():
+        assert (store[route.lot(0, device)] == part(values, box)).all()
+    made = [step.made for step in (*route.plan.join, *route.plan.copy)]
+    assert len(made) == len(set(made))
+    # What crosses, crosses once for every process, however many of its devices need it.
+    for process in route.receivers:
+        needs = {
+            box for device, box in route.items[0].wanted.items() if owner(device, count) == process
+        }
+        crossing = [
+            size
+            for (sender, receiver), size in route.traffic.items()
+            if sender != receiver == process
+        ]
+        assert sum(crossing) <= 4 * sum(part(values, box).size for box in needs)
+
+
+def test_every_shard_is_made_once_of_what_is_there(processes):
+    check_steps(processes)
+
+
+def test_what_one_process_gives_to_a_shard_crosses_in_one_piece(monkeypatch):
+    for module in (transfer_plan, transfer_plan, routes, transfer_plan):
+        monkeypatch.setattr(module, "process_of", lambda device: device.id // 4)
+    route = mw.route(
+        shape_of((8, 16), end(range(4), spec=P("a"))), end(range(4, 8), spec=P(None, "a"))
+    )
+    assert len(route.plan.send) == 4
+    assert len(route.plan.pack) == 4
+    assert route.plan.join == ()
+    assert not route.joins_on_arrival
+    assert route.traffic == {(0, 1): 512}
+    # Each device of the source puts one shard together.
+    assert {route.plan.lots[step.made].device.id for step in route.plan.pack} == {0, 1, 2, 3}
+
+
+def test_what_several_processes_give_is_joined_on_arrival(monkeypatch):
+    for module in (transfer_plan, transfer_plan, routes, transfer_plan):
+        monkeypatch.setattr(module, "process_of", lambda device: device.id // 2)
+    route = mw.route(
+        shape_of((8, 16), end(range(4), spec=P("a"))), end(range(4, 8), spec=P(None, "a"))
+    )
+    assert route.joins_on_arrival
+    assert "joined on arrival" in str(route)
+    assert route.traffic == {(0, 2): 128, (0, 3): 128, (1, 2): 128, (1, 3): 128}
+    assert str(route).splitlines()[-4:] == [
+        "process 0 to 2: 128 B",
+        "process 0 to 3: 128 B",
+        "process 1 to 2: 128 B",
+        "process 1 to 3: 128 B",
+    ]
+
+
+def test_replicas_take_turns_and_a_replicated_target_is_fed_once_a_process(monkeypatch):
+    for module in (transfer_plan, transfer_plan, routes, transfer_plan):
+        monkeypatch.setattr(module, "process_of", lambda device: device.id // 2)
+    tree = [shape_of((8,), end(range(4))) for _ in range(4)]
+    route = mw.route(tree, end(range(4, 8)))
+    lots = route.plan.lots
+    givers = [lots[step.of[0]].device.id for step in route.plan.send]
+    takers = [lots[step.made].device.id for step in route.plan.send]
+    assert sorted(givers) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert sorted(takers) == [4, 4, 5, 5, 6, 6, 7, 7]
+    assert len(route.plan.copy) == 8
+
+
+def test_a_device_that_holds_its_shard_sends_nothing():
+    route = mw.route(shape_of((8,), end(range(4))), end((2, 3, 4), spec=WHOLE))
+    assert [route.plan.lots[step.made].device.id for step in route.plan.send] == [4]
+
+
+def test_equal_splits_travel_whole(monkeypatch):
+    tree = {
+        "same": shape_of((8, 16), end(range(4), spec=P("a"))),
+        "turned": shape_of((8, 16), end(range(4), spec=P("a"))),
+        "scalar": shape_of((), end(range(4))),
+        "none": shape_of((0, 4), end(range(4), spec=P(None, "a"))),
+    }
+    targets = {
+        "same": end(range(4, 8), spec=P("a")),
+        "turned": end(range(4, 8), spec=P(None, "a")),
+        "scalar": end(range(4, 8)),
+        "none": end(range(4, 8), spec=P(None, "a")),
+    }
+    names = [item.where for item in mw.route(tree, targets).items]
+    assert names == ["none", "same", "scalar", "turned"]
+    assert links.whole_here(mw.route(tree, targets)) == {1, 2}
+    for module in (transfer_plan, transfer_plan, routes, transfer_plan, links):
+        if hasattr(module, "process_of"):
+            monkeypatch.setattr(module, "process_of", lambda device: device.id // 4)
+    route = mw.route(tree, targets)
+    # A replicated array crosses once, and is copied there.
+    assert links.whole_pulled(route) == {1}
+    assert links.whole_put(route) == {1}
+
+
+def test_a_name_tells_routes_apart_and_is_the_same_for_the_same():
+    def named(shape, source, target):
+        return mw.route({"x": shape_of(shape, source)}, target).name
+
+    first, last = end(range(4), spec=P("a")), end(range(4, 8), spec=P("a"))
+    name = named((8, 8), first, last)
+    assert name == named((8, 8), end(range(4), spec=P("a", None)), last)
+    others = {
+        named((8, 4), first, last),
+        named((8, 8), first, end(range(4, 8))),
+        named((8, 8), end((1, 0, 2, 3), spec=P("a")), last),
+        mw.route({"y": shape_of((8, 8), first)}, last).name,
+        mw.route({"x": shape_of((8, 8), first, "int32")}, last).name,
+    }
+    assert len(others) == 5
+    assert name not in others
+
+
+def test_a_route_shows_itself():
+    route = mw.route({"w": shape_of((8, 8), end(range(4), spec=P("a")), "bfloat16")}, end((7,)))
+    assert str(route).splitlines() == [
+        "1 array, 128 B: 4 devices to 1, 4 pieces, inside process 0",
+        "path  array            from          to  pieces",
+        "w     bf16[8,8]  4 of [2,8]  1 of [8,8]       4",
+    ]
+    assert "4 of [2,8]" in route._repr_html_()
+    told = json.loads(json.dumps(route.to_json()))
+    assert told["traffic"] == [{"from": 0, "to": 0, "bytes": 128}]
+    assert told["arrays"][0]["to_devices"] == [7]
+    assert told["senders"] == told["receivers"] == [0]
+
+
+def test_a_long_route_is_cut_short():
+    tree = [shape_of((), end((0,))) for _ in range(60)]
+    text = str(mw.route(tree, end((1,))))
+    assert text.splitlines()[-1] == "... and 10 more arrays"
+
+
+def test_sources_may_be_named_apart_and_be_single_devices():
+    device = SingleDeviceSharding(jax.devices()[1])
+    route = mw.route({"x": np.zeros((4, 4))}, {"x": end((2, 3), spec=P("a"))}, source=device)
+    assert route.to_json()["arrays"][0]["from_devices"] == [1]
+
+
+def test_a_route_moves_nothing_and_takes_arrays_too():
+    array = jax.device_put(jnp.zeros(8), end(range(4), spec=P("a")))
+    assert mw.route(array, end((5,))).bytes == 32
+
+
+@pytest.mark.parametrize(
+    ("tree", "target", "text"),
+    [
+        ({"x": "text"}, end((1,)), "'text' is no array or shape. Only arrays travel"),
+        ({}, end((1,)), "no arrays. Pass at least one."),
+        ({"x": np.zeros(4)}, end((1,)), "x: does not say where it lies. Pass source="),
+        ({"x": shape_of((8,), end((0,)))}, "tp", "target: 'tp' is not a sharding"),
+        ({"x": shape_of((8,), end((0,)))}, {"y": end((1,))}, "nor a tree of them like the arrays"),
+        (
+            {"x": shape_of((6, 8), end((0,)))},
+            end(range(4), spec=P("a")),
+            r"x: target: dim 0 has size 6, not divisible by 4",
+        ),
+        (
+            {"x": shape_of((8,), end((0,)))},
+            NamedSharding(AbstractMesh((2,), ("a",)), P("a")),
+            "x: target: an AbstractMesh has no devices",
+        ),
+        (
+            {"x": shape_of((8,), end((0,)))},
+            NamedSharding(mesh((1,)), WHOLE, memory_kind="pinned_host"),
+            "x: target: memory kind 'pinned_host' does not travel",
+        ),
+        (
+            {"x": shape_of((8,), end((0,)))},
+            NamedSharding(mesh((1,)), P(P.UNCONSTRAINED)),
+            "x: target: .* leaves a dim open",
+        ),
+    ],
+)
+def test_what_cannot_be_routed_is_refused(tree, target, text):
+    with pytest.raises(TransferError, match=text):
+        mw.route(tree, target)
+
+
+def test_a_source_that_does_not_fit_is_refused():
+    with pytest.raises(TransferError, match=r"x: source: .* 2 entries for an array with 1 dims"):
+        mw.route({"x": np.zeros(6)}, end((1,)), source=end(range(2), spec=P("a", None)))
+    with pytest.raises(TransferError, match=r"x: source: 3 is not a sharding. Pass"):
+        mw.route({"x": np.zeros(6)}, end((1,)), source=3)
+
+
+def test_every_bad_array_is_named_at_once():
+    tree = {"a": shape_of((6,), end((0,))), "b": shape_of((7,), end((0,)))}
+    with pytest.raises(TransferError, match=r"2 problems, nothing was moved.\n  a: .*\n  b: "):
+        mw.route(tree, end(range(4), spec=P("a")))
+
+
+def test_a_tracer_is_refused():
+    with pytest.raises(TransferError, match=r"x: a tracer. Transfers happen outside jit"):
+        jax.jit(lambda x: mw.route({"x": x}, end((1,))))(1.0)
+
+
+def test_platforms_do_not_mix():
+    class Odd:
+        platform = "gpu"
+
+    class OddSharding:
+        device_set = frozenset({Odd()})
+
+    leaf = routes.walk(shape_of((8,), end((0,)))).arrays[0]
+    problem = next(routes.pair_problems(leaf, end((0,)), OddSharding()))
+    assert "from cpu to gpu. A route stays on one platform; meshwright.reshard" in problem
