@@ -41,6 +41,7 @@ LEAVES = (
     "_checks",
     "_text",
     "_html",
+    "_show",
     "_progress",
     "_processes",
 )

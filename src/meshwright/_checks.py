@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.errors import RehearsalError, ScheduleError, SpecError, near, short
+from meshwright.errors import MeshwrightError, RehearsalError, ScheduleError, SpecError, near, short
 
 LARGEST = 2**31 - 1
 MOST_AXES = 32  # what an array may have
@@ -51,12 +51,26 @@ def check_size(name: str, size: object) -> int:
     return value
 
 
-def check_positive(what: str, value: object) -> int:
-    """A number of devices, slices or processes."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < 1:
-        raise SpecError(f"{what}: {short(value)} is not a positive integer.")
-    if int(value) > LARGEST:
-        raise SpecError(f"{what}: {short(value)} is more than {LARGEST}.")
+def check_integer(
+    what: str,
+    value: object,
+    *,
+    least: int = 1,
+    most: int = LARGEST,
+    error: type[MeshwrightError] = SpecError,
+) -> int:
+    """Return a count or an index as an `int`: an integer (no boolean) from `least` to `most`.
+
+    >>> check_integer("slices", 0)
+    Traceback (most recent call last):
+    ...
+    meshwright.errors.SpecError: slices: 0 is not a positive integer.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < least:
+        wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        raise error(f"{what}: {short(value)} is not {wanted}.")
+    if int(value) > most:
+        raise error(f"{what}: {short(value)} is more than {most}.")
     return int(value)
 
 
@@ -98,13 +112,6 @@ def check_distinct(names: Sequence[str]) -> None:
         if name in seen:
             raise SpecError(f"axis {name!r} appears twice. Give every axis a name of its own.")
         seen.add(name)
-
-
-def check_at_least(value: Any, what: str, where: str, least: int = 1) -> int:
-    """A whole number of at least `least`, or an error that says what it is for."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < least:
-        raise ScheduleError(f"{where}: {what} is a whole number from {least}, not {short(value)}.")
-    return int(value)
 
 
 def check_time(value: Any, what: str) -> float:

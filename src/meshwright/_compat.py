@@ -8,7 +8,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -240,6 +240,15 @@ def jaxprs() -> Any:
     from jax.extend import core
 
     return core
+
+
+# What a program consists of. JAX ships no types for these, so to a type checker they are `Any`; the
+# names say which thing is meant where.
+Jaxpr: TypeAlias = Any  # `jax.extend.core.Jaxpr`
+Var: TypeAlias = Any  # `jax.extend.core.Var`: a variable of a jaxpr
+Atom: TypeAlias = Any  # a `Var` or a `Literal`: an operand of an equation
+Eqn: TypeAlias = Any  # `jax.extend.core.JaxprEqn`: one primitive, its operands, its results
+Aval: TypeAlias = Any  # `jax.core.ShapedArray`: shape and dtype of a variable
 
 
 @functools.cache

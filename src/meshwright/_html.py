@@ -273,3 +273,13 @@ def html_table(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
 
     body = "".join(line("td", row) for row in rows[1:])
     return f"<table><thead>{line('th', rows[0])}</thead><tbody>{body}</tbody></table>"
+
+
+def page(title: str, body: str) -> str:
+    """A whole page around a value's HTML: works offline, readable on a phone."""
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(title)}</title></head>"
+        f'<body style="margin:16px">{body}</body></html>\n'
+    )

@@ -58,14 +58,6 @@ def amount(size: float) -> str:
     return f"{size:.4g} TiB"
 
 
-def counted(number: int, word: str) -> str:
-    """
-    >>> count(1, "host"), count(1200, "device")
-    ('1 host', '1,200 devices')
-    """
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
-
-
 def tidy(value: float) -> str:
     """A time without the noise of its last bits.
 
@@ -76,13 +68,26 @@ def tidy(value: float) -> str:
 
 
 def plural(count: float, noun: str) -> str:
+    """Count things: the number and the noun, in the plural unless there is one.
+
+    >>> plural(1, "host"), plural(1200, "device"), plural(4.5, "microbatch"), plural(2, "process")
+    ('1 host', '1,200 devices', '4.5 microbatches', '2 processes')
     """
-    >>> plural(1, "group"), plural(4.5, "microbatch")
-    ('1 group', '4.5 microbatches')
+    number = f"{count:,}" if isinstance(count, int) else f"{count:g}"
+    return f"{number} {plural_noun(count, noun)}"
+
+
+def plural_noun(count: float, noun: str) -> str:
+    """The noun alone, in the plural unless `count` is one.
+
+    >>> plural_noun(1, "process"), plural_noun(3, "process"), plural_noun(0, "entry")
+    ('process', 'processes', 'entries')
     """
-    if count != 1:
-        noun += "es" if noun.endswith("h") else "s"
-    return f"{count:g} {noun}"
+    if count == 1:
+        return noun
+    if noun.endswith("y"):
+        return f"{noun[:-1]}ies"
+    return f"{noun}es" if noun.endswith(("h", "s", "x")) else f"{noun}s"
 
 
 def ranges(numbers: Iterable[int]) -> str:

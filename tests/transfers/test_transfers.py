@@ -255,7 +255,7 @@ def test_keys_that_processes_may_tell_apart_differently_are_refused(link, key):
 
 def test_numbers_are_63_bits_and_all_different():
     made = {
-        links.number(name, links.key_text(key), turn, *pair)
+        links.message_number(name, links.key_text(key), turn, *pair)
         for name in ("a", "b")
         for key in (1, "1", (1,), (1, 1), 11)
         for turn in range(3)
@@ -263,7 +263,7 @@ def test_numbers_are_63_bits_and_all_different():
     }
     assert len(made) == 2 * 5 * 3 * 3
     assert all(0 <= number < 2**63 for number in made)
-    assert links.number("a", "1", 0, 0, 1) == 8_019_859_571_376_092_054
+    assert links.message_number("a", "1", 0, 0, 1) == 8_019_859_571_376_092_054
 
 
 def test_not_a_route_is_refused(link):

@@ -129,9 +129,9 @@ def planned(process, step, plan="plan 0", phase="running"):
         ([(0, 5, ""), (1, 4, "", DONE)], None),
     ],
 )
-def test_steps_with_a_plan_are_made_together(failure_detector, culprit):
-    found = {state[0]: planned(*state) for state in failure_detector}
-    one = judge(count=len(failure_detector))
+def test_steps_with_a_plan_are_made_together(states, culprit):
+    found = {state[0]: planned(*state) for state in states}
+    one = judge(count=len(states))
     assert one.look(found, POLL) is None  # seen once, they may not have said all yet
     fault = one.look(found, POLL)
     assert (fault and fault.what) == culprit

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Union
 
 import tyro
 
+from meshwright._html import page
 from meshwright._version import __version__
 from meshwright.cli import terminal
 from meshwright.cli.partition import PartitionCommand
@@ -121,8 +122,8 @@ class MeshCommand:
         placed = placement_of(MeshSpec.parse(self.spec), hardware, self.dcn)
         warn_idle(placed.spec, placed.topology, hardware)
         if self.html is not None:
-            page = terminal.page(str(placed.spec), placed._repr_html_())
-            self.html.write_text(page, encoding="utf-8")
+            text = page(str(placed.spec), placed._repr_html_())
+            self.html.write_text(text, encoding="utf-8")
         if self.json:
             print(json.dumps(placed.to_json(), indent=2))
         else:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from jax.sharding import AbstractMesh
 
-from meshwright.cli import terminal
+from meshwright._html import page
 from meshwright.cli.terminal import call
 from meshwright.errors import PartitionError, short
 from meshwright.meshes.build import abstract_mesh
@@ -50,8 +50,8 @@ class PartitionCommand:
     def run(self) -> None:
         report = self._report()
         if self.html is not None:
-            page = terminal.page(self.source, report._repr_html_())
-            self.html.write_text(page, encoding="utf-8")
+            text = page(self.source, report._repr_html_())
+            self.html.write_text(text, encoding="utf-8")
         print(json.dumps(report.to_json(), indent=2) if self.json else report)
 
     def _report(self) -> PartitionReport:

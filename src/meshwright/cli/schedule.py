@@ -11,9 +11,8 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from meshwright._html import ink
+from meshwright._html import ink, page
 from meshwright._text import tidy
-from meshwright.cli import terminal
 from meshwright.errors import ScheduleError
 from meshwright.schedules.auto import Auto
 from meshwright.schedules.compare import Comparison, compare_schedules, memory_limit, over
@@ -80,7 +79,7 @@ class ScheduleCommand:
             raise ScheduleError(f"{found.name}: {excess}. {self._fitting(found)}")
         self._write(timeline)
         if self.html is not None:
-            write_text(self.html, terminal.page(found.name, timeline._repr_html_()))
+            write_text(self.html, page(found.name, timeline._repr_html_()))
         if self.json:
             print(json.dumps(timeline.to_json(), indent=2))
         else:
@@ -97,7 +96,7 @@ class ScheduleCommand:
             own = [dataclasses.replace(found, name=Path(self.name).name)]
         table = self._comparison(groups, microbatches, own)
         if self.html is not None:
-            write_text(self.html, terminal.page("schedules", table._repr_html_()))
+            write_text(self.html, page("schedules", table._repr_html_()))
         if self.json:
             print(json.dumps(table.to_json(), indent=2))
         else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import html
 import importlib
 import inspect
 import sys
@@ -52,16 +51,6 @@ def show_placement(placement: Placement) -> None:
     _print(console, Text(title, style="dim"))
     for line in lines:
         _print(console, _coloured(line))
-
-
-def page(title: str, body: str) -> str:
-    """A whole page around a value's HTML: works offline, readable on a phone."""
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)}</title></head>"
-        f'<body style="margin:16px">{body}</body></html>\n'
-    )
 
 
 def _coloured(line: str) -> Text:

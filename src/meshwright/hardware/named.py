@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from meshwright._checks import check_integer
 from meshwright.errors import TopologyError, listing, near, short
 from meshwright.hardware.chips import CHIPS, Chip
 from meshwright.hardware.topology import PhysicalAxis, Topology
@@ -82,11 +83,8 @@ def with_speeds(chip: Chip, speeds: Mapping[str, float] | None) -> Chip:
 
 
 def check_count(what: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < 1:
-        raise TopologyError(f"{what}: {short(value)} is not a positive integer.")
-    if int(value) > LARGEST:
-        raise TopologyError(f"{what}: {short(value)} is more than {LARGEST}.")
-    return int(value)
+    """Return a number of chips, hosts or slices that a machine can have."""
+    return check_integer(what, value, most=LARGEST, error=TopologyError)
 
 
 def check_total(name: str, devices: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from meshwright._text import counted
+from meshwright._text import plural
 from meshwright.errors import TopologyError, short
 from meshwright.hardware.chips import Chip
 
@@ -168,10 +168,10 @@ def topology(
 
 
 def headline(topology: Topology) -> str:
-    parts = [counted(topology.num_devices, "device")]
+    parts = [plural(topology.num_devices, "device")]
     if topology.num_chips != topology.num_devices:
-        parts.append(counted(topology.num_chips, "chip"))
-    return f"{topology.name}: {' = '.join(parts)} on {counted(topology.num_hosts, 'host')}"
+        parts.append(plural(topology.num_chips, "chip"))
+    return f"{topology.name}: {' = '.join(parts)} on {plural(topology.num_hosts, 'host')}"
 
 
 def lines(topology: Topology) -> list[str]:

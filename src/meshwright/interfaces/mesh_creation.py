@@ -11,7 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from meshwright import _compat
-from meshwright._checks import check_distinct, check_flag, check_list, check_name, check_positive
+from meshwright._checks import check_distinct, check_flag, check_integer, check_list, check_name
 from meshwright.errors import MeshError, SpecError, listing, near, short
 from meshwright.meshes.build import AXIS_TYPES, from_placement, placement_of, prepare, warn_idle
 from meshwright.meshes.devices import live_devices, target
@@ -230,8 +230,8 @@ def calculate_host_mesh_shape(
     sizes = MeshSpec.parse(shape, names=[f"dim{d}" for d in range(len(shape))]).sizes
     local = _local_devices() if total_devices is None else total_devices
     processes = jax.process_count() if num_processes is None else num_processes
-    local = check_positive("total_devices", local)
-    processes = check_positive("num_processes", processes)
+    local = check_integer("total_devices", local)
+    processes = check_integer("num_processes", processes)
     if -1 in sizes:
         raise MeshError(f"mesh {sizes}: sizes must be known here, not -1.")
     if math.prod(sizes) != local * processes:

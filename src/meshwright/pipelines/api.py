@@ -8,8 +8,8 @@ from typing import Any
 
 from jax.sharding import AxisType
 
-from meshwright._checks import check_at_least
-from meshwright.errors import PipelineError, near, short
+from meshwright._checks import check_integer
+from meshwright.errors import PipelineError, ScheduleError, near, short
 from meshwright.mpmd.groups import Groups, as_groups
 from meshwright.pipelines.arguments import takes_places
 from meshwright.pipelines.plan import Planner
@@ -59,7 +59,7 @@ def pipeline(
     """
     if not callable(fn):
         fn = chained(fn)
-    check_at_least(microbatches, "microbatches", "pipeline")
+    check_integer("pipeline: microbatches", microbatches, error=ScheduleError)
     donated = donate if isinstance(donate, (tuple, list)) else (donate,)
     if any(isinstance(n, bool) or not isinstance(n, int) for n in donated):
         raise PipelineError(f"donate: {short(donate)} is not an argument's number, or several.")

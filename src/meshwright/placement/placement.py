@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from meshwright._html import html_table
-from meshwright._text import counted, duration, number, table
+from meshwright._text import duration, number, plural, table
 from meshwright.hardware.topology import Topology
 from meshwright.hardware.topology import as_json as topology_json
 from meshwright.placement.cost_model import AxisCost, Parts
@@ -111,10 +111,10 @@ def placement_headline(placement: Placement) -> str:
     network = topology.axes[0]
     joined = ""
     if network.kind == "network" and network.name != "host":
-        joined = f", {counted(network.size, network.name)}"
+        joined = f", {plural(network.size, network.name)}"
     return (
-        f"{placement.spec} on {topology.name} ({counted(topology.num_devices, 'device')}, "
-        f"{counted(topology.num_hosts, 'host')}{joined})"
+        f"{placement.spec} on {topology.name} ({plural(topology.num_devices, 'device')}, "
+        f"{plural(topology.num_hosts, 'host')}{joined})"
     )
 
 

@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from meshwright._checks import check_at_least, check_time
+from meshwright._checks import check_integer, check_time
 from meshwright.errors import ScheduleError, short
 from meshwright.schedules.named import NAMED, fits, schedule
 from meshwright.schedules.timeline import Timeline, simulate
@@ -41,12 +41,12 @@ class Auto:
 
     def build(self, groups: int, microbatches: int, stages: int | None = None) -> Schedule:
         """The best schedule found for so many groups and microbatches."""
-        groups = check_at_least(groups, "groups", "auto")
-        microbatches = check_at_least(microbatches, "microbatches", "auto")
+        groups = check_integer("auto: groups", groups, error=ScheduleError)
+        microbatches = check_integer("auto: microbatches", microbatches, error=ScheduleError)
         if stages is None and isinstance(self.costs, (list, tuple)):
             stages = len(self.costs)
         if stages is not None:
-            check_at_least(stages, "stages", "auto", groups)
+            check_integer("auto: stages", stages, least=groups, error=ScheduleError)
         limit, latency = _limit(self.memory), check_time(self.latency, "latency")
         tried = list(self._named(groups, microbatches, stages, latency))
         fitting = [one for one in tried if max(one.memory) <= limit]

@@ -7,7 +7,7 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from meshwright._checks import check_at_least, check_time
+from meshwright._checks import check_integer, check_time
 from meshwright._html import html_table
 from meshwright._text import plural, table, tidy
 from meshwright.errors import ScheduleError, short
@@ -96,8 +96,10 @@ def compare_schedules(
     >>> [row.name for row in found.rows if not row.fits]
     ['dualpipe-v', 'zb-h2', 'interleaved-1f1b', 'looped-bfs', 'eager-1f1b', 'gpipe']
     """
-    groups = check_at_least(groups, "groups", "compare_schedules")
-    microbatches = check_at_least(microbatches, "microbatches", "compare_schedules")
+    groups = check_integer("compare_schedules: groups", groups, error=ScheduleError)
+    microbatches = check_integer(
+        "compare_schedules: microbatches", microbatches, error=ScheduleError
+    )
     latency, memory = check_time(latency, "latency"), memory_limit(memory)
     if isinstance(costs, (Costs, str, Mapping)):
         costs = Costs.parse(costs)

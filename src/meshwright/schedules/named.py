@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from meshwright._checks import check_at_least
+from meshwright._checks import check_integer
 from meshwright.errors import ScheduleError, near, short
 from meshwright.schedules.types import Schedule, Task
 
@@ -339,11 +339,13 @@ def schedule(name: str, *, groups: int, microbatches: int, stages: int | None = 
     name = check_name(name)
     named = NAMED[name]
     groups, microbatches = (
-        check_at_least(groups, "groups", name),
-        check_at_least(microbatches, "microbatches", name),
+        check_integer(f"{name}: groups", groups, error=ScheduleError),
+        check_integer(f"{name}: microbatches", microbatches, error=ScheduleError),
     )
     stages = (
-        groups * named.default_chunks if stages is None else check_at_least(stages, "stages", name)
+        groups * named.default_chunks
+        if stages is None
+        else check_integer(f"{name}: stages", stages, error=ScheduleError)
     )
     _check_stages(name, named, groups, stages)
     if stages * microbatches > MOST:

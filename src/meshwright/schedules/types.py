@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from meshwright._checks import check_at_least, check_time
+from meshwright._checks import check_integer, check_time
 from meshwright.errors import ScheduleError, near, short
 
-# F: forward. B: the gradient of the stage's input. W: the gradient of its weights.
-# BW: the whole backward, both gradients in one task.
-KINDS = ("F", "B", "W", "BW")
+
+class TaskKind(enum.StrEnum):
+    """What a task does; each is equal to its letters, so schedules may be written with these."""
+
+    FORWARD = "F"
+    INPUT_GRADIENT = "B"  # the gradient of the stage's input
+    WEIGHT_GRADIENT = "W"  # the gradient of the stage's weights
+    BACKWARD = "BW"  # both gradients in one task
+
+
+KINDS = tuple(str(kind) for kind in TaskKind)
 
 
 class Task(NamedTuple):
@@ -84,7 +93,7 @@ class Schedule:
         name = self.name
         if not isinstance(name, str) or not name:
             raise ScheduleError(f"a schedule's name is a word, not {short(name)}.")
-        check_at_least(self.microbatches, "microbatches", name)
+        check_integer(f"{name}: microbatches", self.microbatches, error=ScheduleError)
         for what, rows in (("tasks", self.tasks), ("group_of", self.group_of)):
             if not isinstance(rows, Sequence) or isinstance(rows, str):
                 raise ScheduleError(f"{name}: {what} is a list, not {short(rows)}.")
@@ -174,8 +183,8 @@ def _tasks(row: Iterable[Any], where: str) -> Iterable[Task]:
         at = f"{where}, position {position}"
         yield Task(
             kind,
-            check_at_least(stage, "stage", at, 0),
-            check_at_least(microbatch, "microbatch", at, 0),
+            check_integer(f"{at}: stage", stage, least=0, error=ScheduleError),
+            check_integer(f"{at}: microbatch", microbatch, least=0, error=ScheduleError),
         )
 
 
@@ -183,7 +192,12 @@ def _check_groups(name: str, group_of: Sequence[int], groups: int) -> None:
     if not len(group_of):
         raise ScheduleError(f"{name}: no stages. group_of names the group of every stage.")
     for stage, group in enumerate(group_of):
-        if check_at_least(group, f"the group of stage {stage}", name, 0) >= groups:
+        if (
+            check_integer(
+                f"{name}: the group of stage {stage}", group, least=0, error=ScheduleError
+            )
+            >= groups
+        ):
             raise ScheduleError(
                 f"{name}: stage {stage} is in group {group}, but there are {groups} groups, "
                 f"0 to {groups - 1}."

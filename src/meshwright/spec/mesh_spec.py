@@ -11,8 +11,8 @@ from meshwright._checks import (
     LARGEST,
     MOST_AXES,
     check_distinct,
+    check_integer,
     check_name,
-    check_positive,
     check_size,
     check_type,
 )
@@ -187,7 +187,7 @@ class MeshSpec:
             raise SpecError(f"dcn: {short(dcn)} is not a dict, a sequence or a string like 'dp:2'.")
         sizes = [check_size(a.name, part) for a, part in zip(self.axes, parts, strict=True)]
         if slices is not None:
-            sizes = _fill(sizes, check_positive("slices", slices))
+            sizes = _fill(sizes, check_integer("slices", slices))
         return MeshSpec(tuple(_spread(a, size) for a, size in zip(self.axes, sizes, strict=True)))
 
     def _check_known(self, what: str, given: Mapping[Any, Any]) -> None:
@@ -249,9 +249,9 @@ def _spread(axis: AxisSpec, slow: int) -> AxisSpec:
 
 def resolve(spec: MeshSpec, devices: int, slices: int | None = None) -> MeshSpec:
     """See `MeshSpec.resolve`."""
-    devices = check_positive("devices", devices)
+    devices = check_integer("devices", devices)
     if slices is not None:
-        slices = check_positive("slices", slices)
+        slices = check_integer("slices", slices)
         if devices % slices:
             raise SpecError(f"{devices} devices do not form {slices} equal slices.")
     axes = _fill_slow(spec, devices, slices)

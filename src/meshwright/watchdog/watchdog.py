@@ -9,7 +9,7 @@ import sys
 import types
 
 from meshwright import _compat
-from meshwright._processes import Combine, confer
+from meshwright._processes import Combine, combine_texts
 from meshwright.errors import PipelineError, short
 from meshwright.watchdog.failure_detector import State
 from meshwright.watchdog.monitor import Guard
@@ -63,7 +63,7 @@ class Watch:
         self.closed = False
         self._doing = self._waiting = ""
         self._at: tuple[int | None, str] = (None, "")  # told together: step and plan
-        self._moves = self._conferred = 0
+        self._moves = 0
         self._guard: Guard | None = None
 
     @property
@@ -103,19 +103,16 @@ class Watch:
 
     def confer(self, about: str, text: str, combine: Combine) -> str:
         """What process 0 makes of the texts of all processes, each of which must call this."""
-        process, count = _compat.coordination_place()
         if self._guard is None:
             return combine([text])
-        number, self._conferred = self._conferred, self._conferred + 1
 
         def waits(other: int) -> None:
             self.waiting = f"{about} of process {other}"
 
-        room = f"meshwright/conferring/{self._guard.room}/{number} {about}"
-        client = _compat.coordination_client()
-        answer = confer(client, room, process, count, text, combine, waits)
+        # No timeout: if a process does not come, this watch ends the others.
+        answer = combine_texts(f"conferring/{self._guard.room}", text, combine, on_wait=waits)
         self.waiting = ""
-        return answer
+        return str(answer)
 
     def start(self) -> Watch:
         """Begin; once. The others may do so later."""
