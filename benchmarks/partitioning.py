@@ -99,7 +99,7 @@ def sizes() -> None:
             size = mw.MeshSpec.parse(spec).size
             mesh = mw.mesh(spec, devices=jax.devices()[:size])
             axes = [axis for axis in ("fsdp", "sp", "ep", "tp") if axis in mesh.axis_names]
-            report = mw.describe(tree, mesh, axes=axes)
+            report = mw.explain(tree, mesh, axes=axes)
             bytes_theirs, unplaceable = "-", "-"
             if theirs_installed:
                 found, wrong = _eformer_bytes(tree, mesh)
@@ -187,7 +187,7 @@ def _eformer_bytes(tree: Any, mesh: Any) -> tuple[int, int]:
         spec = helper.create_partition_spec(leaf.shape, helper._suggest_methods(leaf.shape))
         bad = any(problems("", leaf.shape, spec, axes))
         wrong += bad
-        report = mw.describe(
+        report = mw.explain(
             {"x": leaf},
             mesh,
             {"x": mw.partition({"x": leaf}, mesh, rules=[("x", spec)], uneven="replicate")["x"]},

@@ -28,6 +28,7 @@ import numpy as np
 import meshwright as mw
 from meshwright._text import duration, table
 from meshwright.pipelines.runtime import begin
+from meshwright.pipelines.step import PipelineStep
 from meshwright.trees.split import take_apart
 
 LAYERS, GROUPS = 8, 4
@@ -57,7 +58,7 @@ def loss(params: Any, x: Any, y: Any) -> Any:
     for n, (w, b) in enumerate(params):
         x = jnp.tanh(x @ w + b)
         if n % 2 and n + 1 < LAYERS:
-            x = mw.stage(x)
+            x = mw.stage_end(x)
     return jnp.mean((x - y) ** 2)
 
 
@@ -107,7 +108,7 @@ def compare(
     print(f"share of a group's time in the pipeline without a bubble: {predicted:.2f}\n")
 
 
-def bare_loop(step: mw.PipelineStep, args: Any, steps: int) -> tuple[float, int]:
+def bare_loop(step: PipelineStep, args: Any, steps: int) -> tuple[float, int]:
     """The compiled tasks and transfers of a step, called one after the other with stored values."""
     plan = next(reversed(step._plans.values()))
     tasks = sum(operation.task is not None for operation in plan.operations)
@@ -167,7 +168,7 @@ def memory() -> None:
         print(f"  {name:12} {held(plan, take_apart(args).arrays, step)} {plan.proof.live}")
 
 
-def held(plan: Any, arrays: Any, step: mw.PipelineStep) -> tuple[int, ...]:
+def held(plan: Any, arrays: Any, step: PipelineStep) -> tuple[int, ...]:
     """The most microbatches whose stage activations are in cells at the same time."""
     gc.collect()
     cells = begin(plan.assembled.board, arrays, step.mine)

@@ -91,7 +91,7 @@ def loss(params: list[jax.Array], x: jax.Array) -> jax.Array:
     for n, weight in enumerate(params):
         h = jnp.tanh(h @ weight)
         if n == LAYERS // 2 - 1:
-            h = mw.stage(h)
+            h = mw.stage_end(h)
     return jnp.mean((h - x) ** 2)
 
 

@@ -27,7 +27,9 @@ MODELS = (
 )
 
 
-def rehearsed(on: str, name: str, batch: int, seq: int | None, changes: dict) -> mw.Rehearsal:
+def rehearsed(
+    on: str, name: str, batch: int, seq: int | None, changes: dict
+) -> mw.rehearsal.Rehearsal:
     model = mw.models.model(name, **changes)
     return mw.rehearse_model(model, batch=batch, seq=seq, mesh="dp:1", on=on, cache=False)
 

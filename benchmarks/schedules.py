@@ -39,11 +39,11 @@ def times() -> None:
     rows = [["16 groups x 512 microbatches", "tasks", "build", "check", "simulate"]]
     for name in NAMED:
         start = time.perf_counter()
-        built = mw.schedule(name, groups=16, microbatches=512)
+        built = mw.schedules.schedule(name, groups=16, microbatches=512)
         after_build = time.perf_counter()
-        mw.check(built)
+        mw.schedules.check(built)
         after_check = time.perf_counter()
-        mw.simulate(built)
+        mw.schedules.simulate(built)
         end = time.perf_counter()
         steps = (after_build - start, after_check - after_build, end - after_check)
         rows.append([name, f"{sum(built.counts.values()):,}", *map(duration, steps)])
@@ -51,9 +51,9 @@ def times() -> None:
     rows = [["Auto, 8 groups x 64 microbatches", "time", "makespan", "found"]]
     for latency, memory in ((0.0, None), (0.25, None), (0.25, 8.0), (0.25, 6.0)):
         start = time.perf_counter()
-        found = mw.Auto(latency=latency, memory=memory).build(8, 64)
+        found = mw.schedules.Auto(latency=latency, memory=memory).build(8, 64)
         taken = time.perf_counter() - start
-        makespan = mw.simulate(found, latency=latency).makespan
+        makespan = mw.schedules.simulate(found, latency=latency).makespan
         limit = "no limit" if memory is None else f"at most {memory:g} held"
         name = f"latency {latency:g}, {limit}"
         rows.append([name, duration(taken), f"{makespan:g}", found.name])
@@ -69,7 +69,7 @@ def markdown() -> str:
     ]
     cells: dict[str, list[str]] = {}
     for _, groups, microbatches, latency in columns:
-        for row in mw.compare_schedules(groups, microbatches, latency=latency).rows:
+        for row in mw.schedules.compare_schedules(groups, microbatches, latency=latency).rows:
             cells.setdefault(row.name, []).append(_cell(row.timeline))
     lines = [["schedule", *(name for name, *_ in columns)], ["---"] * (1 + len(columns))]
     lines += [[name, *cells[name]] for name in [*cells] if name != "auto"]
@@ -78,7 +78,7 @@ def markdown() -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _cell(timeline: mw.Timeline | None) -> str:
+def _cell(timeline: mw.schedules.Timeline | None) -> str:
     if timeline is None:
         return "-"
     return f"{100 * timeline.idle:.1f} %, {max(timeline.memory):g}"

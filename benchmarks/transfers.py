@@ -37,7 +37,7 @@ DEADLINE = 300
 def start(port: int, me: int) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4)
-    mw.allow_puts()
+    mw.transfers.allow_puts()
     address = f"127.0.0.1:{port}"
     jax.distributed.initialize(address, 2, me, coordinator_bind_address=address)
 
@@ -84,9 +84,9 @@ def meet() -> None:
 
 def ways(arrays: list[jax.Array], target: NamedSharding, same: bool) -> dict[str, Any]:
     """What is compared: a call of each process per message."""
-    route = mw.route(arrays, target)
+    route = mw.transfers.route(arrays, target)
     names = ["local"] if jax.process_count() == 1 else ["pull", "put"]
-    links = {name: mw.connect(way=name) for name in names}
+    links = {name: mw.transfers.connect(way=name) for name in names}
     found: dict[str, Any] = {}
     if same or len(names) == 1:
         found["device_put"] = lambda: jax.device_put(arrays, [target] * len(arrays))

@@ -41,7 +41,7 @@ def main() -> None:
     say(f"2. {MODEL}: how every parameter is cut")
     big = mw.models.model(MODEL)
     mesh = mw.abstract_mesh(placed.spec)
-    print(mw.describe(big.shapes()["params"], mesh, rules=big.rules(mesh), unused="allow"))
+    print(mw.explain(big.shapes()["params"], mesh, rules=big.rules(mesh), unused="allow"))
 
     say(f"3. {MODEL} rehearsed: {BATCH} rows of {SEQ} on {placed.positions.size} simulated devices")
     result = mw.rehearse_model(MODEL, batch=BATCH, seq=SEQ, mesh=MESH, on=POD, compiler="cpu")

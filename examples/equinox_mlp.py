@@ -63,7 +63,7 @@ def main() -> None:
     expected = train(model, tokens)
 
     mesh = mw.mesh("dp:2, fsdp:2, tp:2")
-    print(mw.describe(model, mesh, rules=RULES))
+    print(mw.explain(model, mesh, rules=RULES))
     sharded = mw.shard(model, mesh, rules=RULES)  # leaves that are no arrays pass through
     got = train(sharded, mw.shard(tokens, mesh, P(("dp", "fsdp"))))
     print(f"loss after {STEPS} steps: {got[1]:.6f} on 8 devices, {expected[1]:.6f} on one")

@@ -53,7 +53,7 @@ def main() -> None:
     expected = train(make_state(jax.random.key(0)), tokens)
 
     mesh = mw.mesh("dp:2, fsdp:2, tp:2")
-    print(mw.describe(jax.eval_shape(make_state, jax.random.key(0)), mesh, logical=TABLE))
+    print(mw.explain(jax.eval_shape(make_state, jax.random.key(0)), mesh, logical=TABLE))
     state = mw.init(make_state, jax.random.key(0), mesh=mesh, logical=TABLE)
     got = train(state, mw.shard(tokens, mesh, P(("dp", "fsdp"))))
     print(f"loss after {STEPS} steps: {got[1]:.6f} on 8 devices, {expected[1]:.6f} on one")

@@ -58,7 +58,7 @@ def main() -> None:
     expected = train(alone, tokens)
 
     mesh = mw.mesh("dp:2, fsdp:2, tp:2")
-    print(mw.describe(nnx.eval_shape(lambda: Model(nnx.Rngs(0))), mesh, logical=TABLE))
+    print(mw.explain(nnx.eval_shape(lambda: Model(nnx.Rngs(0))), mesh, logical=TABLE))
     model = mw.init(lambda: Model(nnx.Rngs(0)), mesh=mesh, logical=TABLE)  # made in pieces
     loss = train(model, mw.shard(tokens, mesh, P(("dp", "fsdp"))))
 

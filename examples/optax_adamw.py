@@ -45,7 +45,7 @@ def main() -> None:
     state_shapes = jax.eval_shape(TX.init, shapes)
     specs = mw.partition(shapes, mesh)
     state_specs = mw.partition_like(state_shapes, shapes, specs)
-    print(mw.describe(state_shapes, mesh, state_specs))
+    print(mw.explain(state_shapes, mesh, state_specs))
 
     params = mw.init(make_params, jax.random.key(0), mesh=mesh, specs=specs)
     state = mw.init(TX.init, params, mesh=mesh, specs=state_specs)

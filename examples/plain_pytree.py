@@ -35,7 +35,7 @@ def main() -> None:
     batch = mw.shard(tokens, mesh, P(("dp", "fsdp")))
     for how, rules in (("shape", None), ("rules", RULES)):
         specs = mw.partition(params, mesh, rules=rules)
-        print(f"by {how}: {mw.describe(params, mesh, specs)}")
+        print(f"by {how}: {mw.explain(params, mesh, specs)}")
         got = train(mw.shard(params, mesh, specs), batch)
         print(f"loss after {STEPS} steps: {got[1]:.6f} on 8 devices, {expected[1]:.6f} on one\n")
         compare(got, expected)

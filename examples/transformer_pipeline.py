@@ -54,7 +54,7 @@ def loss(params: dict[str, Any], words: jax.Array) -> jax.Array:
     for number, layer in enumerate(params["layers"]):
         x = jax.checkpoint(block)(layer, x)
         if number + 1 < LAYERS:
-            x = mw.stage(x)  # a layer is a stage
+            x = mw.stage_end(x)  # a layer is a stage
     logits = _norm(x) @ params["embed"].T  # tied to the embedding, in another group
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, words[:, 1:]))
 

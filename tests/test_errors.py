@@ -7,7 +7,12 @@ import pytest
 import meshwright as mw
 from meshwright.errors import LONGEST_MESSAGE, listing, near, short
 
-ERRORS = (mw.SpecError, mw.TopologyError, mw.PlacementError, mw.MeshError)
+ERRORS = (
+    mw.errors.SpecError,
+    mw.errors.TopologyError,
+    mw.errors.PlacementError,
+    mw.errors.MeshError,
+)
 
 
 class Loud:
@@ -16,17 +21,17 @@ class Loud:
 
 
 def test_all_errors_are_value_errors_of_one_family() -> None:
-    assert issubclass(mw.MeshwrightError, ValueError)
-    assert all(issubclass(error, mw.MeshwrightError) for error in ERRORS)
+    assert issubclass(mw.errors.MeshwrightError, ValueError)
+    assert all(issubclass(error, mw.errors.MeshwrightError) for error in ERRORS)
 
 
 def test_warnings_are_user_warnings() -> None:
-    assert issubclass(mw.IdleDevicesWarning, UserWarning)
-    assert issubclass(mw.MeshOrderWarning, UserWarning)
+    assert issubclass(mw.errors.IdleDevicesWarning, UserWarning)
+    assert issubclass(mw.errors.MeshOrderWarning, UserWarning)
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_a_message_is_cut_at_the_limit_and_says_so(error: type[mw.MeshwrightError]) -> None:
+def test_a_message_is_cut_at_the_limit_and_says_so(error: type[mw.errors.MeshwrightError]) -> None:
     assert LONGEST_MESSAGE == 1500
     assert str(error("x" * 1500)) == "x" * 1500
     cut = str(error("x" * 1501))
@@ -35,8 +40,8 @@ def test_a_message_is_cut_at_the_limit_and_says_so(error: type[mw.MeshwrightErro
 
 
 def test_errors_travel_between_processes() -> None:
-    error = pickle.loads(pickle.dumps(mw.SpecError("axis 'dp'")))  # noqa: S301
-    assert type(error) is mw.SpecError
+    error = pickle.loads(pickle.dumps(mw.errors.SpecError("axis 'dp'")))  # noqa: S301
+    assert type(error) is mw.errors.SpecError
     assert str(error) == "axis 'dp'"
 
 

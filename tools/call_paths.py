@@ -51,6 +51,8 @@ def prepared(name: str) -> Callable[[], Any]:
     for module in pkgutil.walk_packages(mw.__path__, "meshwright."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
+    for public in mw.__all__:
+        getattr(mw, public)
     jax.config.update("jax_num_cpu_devices", 8)
     if name == "mesh":
         jax.devices()
@@ -70,7 +72,7 @@ def prepared(name: str) -> Callable[[], Any]:
         return lambda: mw.rehearse(
             train, params, rows, mesh="dp:2, tp:4", on="cpu:8", compiler="cpu", cache=False
         )
-    end = getattr(mw, "stage_end", None) or mw.stage
+    end = getattr(mw, "stage_end", None) or mw.stage_end
     groups = mw.MpmdMesh(mw.mesh("pp:2, dp:4"), "pp")
 
     def step(params: Any, rows: Any) -> Any:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import meshwright as mw
-from meshwright.axes import ROLES, intensities, weights
+from meshwright.axes import ROLES, intensities, role, weights
 
 
 def test_the_five_contract_names_have_their_roles() -> None:
-    said = {name: mw.role(name).says for name in ("dp", "fsdp", "ep", "tp", "sp")}
+    said = {name: role(name).says for name in ("dp", "fsdp", "ep", "tp", "sp")}
     assert said == {
         "dp": "model replicated, data split",
         "fsdp": "model and data both split",
@@ -38,16 +38,16 @@ def test_the_five_contract_names_have_their_roles() -> None:
     ],
 )
 def test_other_words_for_the_same_axis_mean_the_same(name: str, same: str) -> None:
-    assert mw.role(name) is mw.role(same)
+    assert role(name) is role(same)
 
 
 def test_names_of_your_own_are_custom() -> None:
-    assert mw.role("banana").name == "custom"
-    assert mw.role("TP").name == "custom"
+    assert role("banana").name == "custom"
+    assert role("TP").name == "custom"
 
 
 def test_tensors_talk_most_and_pipelines_least() -> None:
-    ranked = sorted(("pp", "dp", "fsdp", "ep", "tp"), key=lambda name: mw.role(name).intensity)
+    ranked = sorted(("pp", "dp", "fsdp", "ep", "tp"), key=lambda name: role(name).intensity)
     assert ranked == ["pp", "dp", "fsdp", "ep", "tp"]
 
 
@@ -56,9 +56,9 @@ def test_pipelines_and_ring_attention_alone_talk_to_neighbours() -> None:
 
 
 def test_a_role_is_a_frozen_value() -> None:
-    assert hash(mw.role("dp")) == hash(mw.role("data"))
+    assert hash(role("dp")) == hash(role("data"))
     with pytest.raises(AttributeError, match="cannot assign to field"):
-        mw.role("dp").intensity = 5.0  # type: ignore[misc]
+        role("dp").intensity = 5.0  # type: ignore[misc]
 
 
 def test_unknown_names_double_from_left_to_right() -> None:
@@ -80,13 +80,15 @@ def test_an_intensity_of_your_own_counts() -> None:
 
 @pytest.mark.parametrize("bad", [-1, math.nan, math.inf, "12", None, True, 1j, [1]])
 def test_a_bad_intensity_names_the_axis(bad: Any) -> None:
-    with pytest.raises(mw.SpecError, match=r"intensity of axis 'dp': .* is not a finite number"):
+    with pytest.raises(
+        mw.errors.SpecError, match=r"intensity of axis 'dp': .* is not a finite number"
+    ):
         intensities(["dp"], {"dp": bad})
 
 
 def test_an_intensity_for_an_unknown_axis_names_the_near_one() -> None:
     with pytest.raises(
-        mw.SpecError, match=r"intensity: no axis 'ttp' in dp, tp\. Did you mean 'tp'\?"
+        mw.errors.SpecError, match=r"intensity: no axis 'ttp' in dp, tp\. Did you mean 'tp'\?"
     ):
         intensities(["dp", "tp"], {"ttp": 1})
 

@@ -94,7 +94,7 @@ def test_ways_out_are_tried_when_asked(steps, capsys):
         (["tiny", "--batch", "16", "--set", "layer=3"], "layers"),
     ],
 )
-@pytest.mark.filterwarnings("ignore::meshwright.IdleDevicesWarning")
+@pytest.mark.filterwarnings("ignore::meshwright.errors.IdleDevicesWarning")
 def test_bad_input_is_told_in_a_line(steps, capsys, words, message):
     words = [*words, *([] if "--mesh" in words else ["--mesh", "fsdp:8"])]
     words += [] if "--on" in words else ["--on", "cpu:8"]

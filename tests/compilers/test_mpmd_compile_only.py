@@ -71,7 +71,7 @@ def test_arrays_of_such_groups_are_shapes():
     shape = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=split.sharding_of(3))
     assert jax.jit(jnp.sum).lower(shape).compile().memory_analysis().argument_size_in_bytes > 0
     with pytest.raises(
-        mw.PartitionError, match="groups: their devices exist only for the compiler"
+        mw.errors.PartitionError, match="groups: their devices exist only for the compiler"
     ):
         mw.to_groups(np.ones((8, 8), np.float32), groups, 0)
 

@@ -126,7 +126,7 @@ def test_a_model_by_its_own_rules(cache):
     assert {"attention.py", "feedforward.py"} <= sources
 
 
-@pytest.mark.filterwarnings("ignore::meshwright.IdleDevicesWarning")
+@pytest.mark.filterwarnings("ignore::meshwright.errors.IdleDevicesWarning")
 @pytest.mark.parametrize(
     ("on", "spec", "name"),
     [("v5e:4x2", "fsdp:4", "v5e:2x2"), ("v5e:4x4", "fsdp:4, tp:2", "v5e:2x4")],

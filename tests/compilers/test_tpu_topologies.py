@@ -67,12 +67,12 @@ def test_wraparound_is_inferred_from_devices_as_from_the_name(name):
 def test_mixed_kinds_are_refused_by_name():
     one = compile_only_devices("tpu", "v5e:2x2")
     other = compile_only_devices("tpu", "v5p:2x2x1")
-    with pytest.raises(mw.TopologyError, match=r"4 of tpu 'TPU v5 lite', 4 of tpu 'TPU v5'"):
+    with pytest.raises(mw.errors.TopologyError, match=r"4 of tpu 'TPU v5 lite', 4 of tpu 'TPU v5'"):
         mw.topology([*one, *other])
 
 
 def test_live_and_compile_only_devices_do_not_mix():
     one = compile_only_devices("tpu", "v5e:2x2")
     other = compile_only_devices("tpu", "v5e:2x2", num_slices=2)
-    with pytest.raises(mw.TopologyError, match="2 different runtimes"):
+    with pytest.raises(mw.errors.TopologyError, match="2 different runtimes"):
         mw.topology([*one, *other])

@@ -67,7 +67,7 @@ def test_the_live_gpu_is_recognised():
 
 
 def test_cpus_and_gpus_do_not_mix():
-    with pytest.raises(mw.TopologyError, match="devices of 2 kinds"):
+    with pytest.raises(mw.errors.TopologyError, match="devices of 2 kinds"):
         mw.mesh("dp:-1", devices=[jax.devices("cpu")[0], jax.devices("gpu")[0]])
 
 

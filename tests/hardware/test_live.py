@@ -246,14 +246,14 @@ def test_twisting_is_told_not_guessed():
     pod = tpus("TPU v5", (4, 4, 8))
     assert not any(axis.twisted for axis in mw.topology(pod).axes)
     assert mw.topology(pod, twisted=True).axes == mw.topology("v5p:4x4x8_twisted").axes
-    with pytest.raises(mw.TopologyError, match="a 4x4x4 v5p slice cannot be twisted"):
+    with pytest.raises(mw.errors.TopologyError, match="a 4x4x4 v5p slice cannot be twisted"):
         mw.topology([d for d in pod if d.coords[2] < 4], twisted=True)
 
 
 def test_a_twisted_slice_cut_out_of_a_larger_one_is_refused():
     pod = tpus("TPU v5", (8, 8, 8))
     part = [d for d in pod if d.coords[0] < 4 and d.coords[1] < 4]
-    with pytest.raises(mw.TopologyError, match="a 4x4x8 v5p slice cannot be twisted"):
+    with pytest.raises(mw.errors.TopologyError, match="a 4x4x8 v5p slice cannot be twisted"):
         mw.topology(part, twisted=True)
 
 
@@ -263,25 +263,27 @@ def test_speeds_of_your_own_apply_to_live_devices():
 
 
 def test_no_devices_are_refused():
-    with pytest.raises(mw.TopologyError, match=r"^there are no devices\. Pass at least one"):
+    with pytest.raises(mw.errors.TopologyError, match=r"^there are no devices\. Pass at least one"):
         mw.topology([])
 
 
 @pytest.mark.parametrize("thing", ["cpu:0", 3, None, object()])
 def test_what_is_no_device_is_refused(thing):
-    with pytest.raises(mw.TopologyError, match=r"is not a JAX device\. Pass jax\.devices\(\)"):
+    with pytest.raises(
+        mw.errors.TopologyError, match=r"is not a JAX device\. Pass jax\.devices\(\)"
+    ):
         mw.topology([jax.devices()[0], thing])
 
 
 def test_a_device_twice_is_refused():
-    with pytest.raises(mw.TopologyError, match="2 of 10 devices appear more than once"):
+    with pytest.raises(mw.errors.TopologyError, match="2 of 10 devices appear more than once"):
         mw.topology([*jax.devices(), *jax.devices()[:2]])
 
 
 def test_mixed_kinds_are_refused_with_counts():
     mixed = tpus("TPU v5 lite", (4, 4))[:5] + others("cpu", "cpu", [3])
     with pytest.raises(
-        mw.TopologyError,
+        mw.errors.TopologyError,
         match=r"devices of 2 kinds in one mesh: 5 of tpu 'TPU v5 lite', 3 of cpu 'cpu'\. Pass",
     ):
         mw.topology(mixed)
@@ -289,18 +291,24 @@ def test_mixed_kinds_are_refused_with_counts():
 
 def test_devices_of_two_runtimes_are_refused():
     first, second = (tpus("TPU v5 lite", (2, 2)) for _ in range(2))
-    with pytest.raises(mw.TopologyError, match="the 4 devices belong to 2 different runtimes"):
+    with pytest.raises(
+        mw.errors.TopologyError, match="the 4 devices belong to 2 different runtimes"
+    ):
         mw.topology(first[:2] + second[2:])
 
 
 @pytest.mark.parametrize("options", [{"slices": 2}, {"chips_per_host": (2, 2, 1)}])
 def test_what_devices_say_themselves_is_no_option(options):
-    with pytest.raises(mw.TopologyError, match="slices and chips_per_host are read off the devic"):
+    with pytest.raises(
+        mw.errors.TopologyError, match="slices and chips_per_host are read off the devic"
+    ):
         mw.topology(jax.devices(), **options)
 
 
 def test_messages_stay_short_with_many_devices():
     many = others("cpu", "cpu", [1] * 5000) + tpus("TPU v4", (16, 16, 16))
-    with pytest.raises(mw.TopologyError, match="5000 of cpu 'cpu', 4096 of tpu 'TPU v4'") as error:
+    with pytest.raises(
+        mw.errors.TopologyError, match="5000 of cpu 'cpu', 4096 of tpu 'TPU v4'"
+    ) as error:
         mw.topology(many)
     assert len(str(error.value)) < 300

@@ -182,13 +182,16 @@ def test_twisted_can_be_said_in_the_name_or_as_an_option():
 
 @pytest.mark.parametrize("name", ["v5p:4x4x4", "v5p:4x4x12", "v5p:2x2x4", "v5e:8x16"])
 def test_only_some_shapes_can_be_twisted(name):
-    with pytest.raises(mw.TopologyError, match=rf"^{name} cannot be twisted: only n x n x 2n"):
+    with pytest.raises(
+        mw.errors.TopologyError, match=rf"^{name} cannot be twisted: only n x n x 2n"
+    ):
         mw.topology(name, twisted=True)
 
 
 def test_name_and_option_must_agree_about_twisting():
     with pytest.raises(
-        mw.TopologyError, match=r"'v5p:4x4x8_twisted' and twisted=False contradict each other"
+        mw.errors.TopologyError,
+        match=r"'v5p:4x4x8_twisted' and twisted=False contradict each other",
     ):
         mw.topology("v5p:4x4x8_twisted", twisted=False)
 
@@ -248,12 +251,14 @@ def test_speeds_of_your_own_replace_the_table():
 
 @pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan"), True, "fast", None])
 def test_a_speed_is_a_number_above_zero(value):
-    with pytest.raises(mw.TopologyError, match=r"^speeds: link = .* is not a number above 0\.$"):
+    with pytest.raises(
+        mw.errors.TopologyError, match=r"^speeds: link = .* is not a number above 0\.$"
+    ):
         mw.topology("v5p:4x4x4", speeds={"link": value})
 
 
 def test_a_misspelt_speed_suggests_the_near_one():
-    with pytest.raises(mw.TopologyError, match=r"speeds: no 'linc'\. Did you mean 'link'\?"):
+    with pytest.raises(mw.errors.TopologyError, match=r"speeds: no 'linc'\. Did you mean 'link'\?"):
         mw.topology("v5p:4x4x4", speeds={"linc": 1})
 
 
@@ -275,19 +280,23 @@ def test_chips_per_host_cuts_the_slice_into_other_hosts(name, per_host, hosts):
 
 @pytest.mark.parametrize("per_host", [(3, 1, 1), (8, 1, 1), (1, 1, 1, 2)])
 def test_chips_per_host_must_divide_the_slice(per_host):
-    with pytest.raises(mw.TopologyError, match=r"does not divide the slice 4x4x4\. Default: 2x2x1"):
+    with pytest.raises(
+        mw.errors.TopologyError, match=r"does not divide the slice 4x4x4\. Default: 2x2x1"
+    ):
         mw.topology("v5p:4x4x4", chips_per_host=per_host)
 
 
 @pytest.mark.parametrize("bad", [0, 1.5, True, "2"])
 def test_chips_per_host_are_counts(bad):
-    with pytest.raises(mw.TopologyError, match=r"^chips_per_host: .* is not a positive integer"):
+    with pytest.raises(
+        mw.errors.TopologyError, match=r"^chips_per_host: .* is not a positive integer"
+    ):
         mw.topology("v5p:4x4x4", chips_per_host=(bad, 1, 1))
 
 
 @pytest.mark.parametrize("options", [{"chips_per_host": (2, 2)}, {"twisted": True}])
 def test_tpu_options_are_refused_for_gpus(options):
-    with pytest.raises(mw.TopologyError, match="twisted and chips_per_host are for TPUs"):
+    with pytest.raises(mw.errors.TopologyError, match="twisted and chips_per_host are for TPUs"):
         mw.topology("h100:8", **options)
 
 
@@ -303,13 +312,15 @@ def test_tpu_options_are_refused_for_gpus(options):
 )
 def test_a_misspelt_chip_suggests_the_near_one(name, hint):
     with pytest.raises(
-        mw.TopologyError, match=rf"^unknown hardware '{name}'\. Did you mean '({hint})'\?"
+        mw.errors.TopologyError, match=rf"^unknown hardware '{name}'\. Did you mean '({hint})'\?"
     ):
         mw.topology(name)
 
 
 def test_a_name_like_nothing_lists_what_is_known():
-    with pytest.raises(mw.TopologyError, match=r"Known: v4, v5e, v5p, .*'h100:8x4' or 'cpu:8'"):
+    with pytest.raises(
+        mw.errors.TopologyError, match=r"Known: v4, v5e, v5p, .*'h100:8x4' or 'cpu:8'"
+    ):
         mw.topology("zzzz:8")
 
 
@@ -341,24 +352,24 @@ def test_a_name_like_nothing_lists_what_is_known():
     ],
 )
 def test_a_shape_that_does_not_exist_is_refused(name, message):
-    with pytest.raises(mw.TopologyError, match=message):
+    with pytest.raises(mw.errors.TopologyError, match=message):
         mw.topology(name)
 
 
 def test_two_ways_to_say_how_many_domains_are_refused():
-    with pytest.raises(mw.TopologyError, match=r"h100:8x4 already says 4; leave slices out"):
+    with pytest.raises(mw.errors.TopologyError, match=r"h100:8x4 already says 4; leave slices out"):
         mw.topology("h100:8x4", slices=2)
 
 
 @pytest.mark.parametrize("slices", [0, -1, 1.5, True, "2", None])
 def test_slices_are_a_count(slices):
-    with pytest.raises(mw.TopologyError, match=r"^slices: .* is not a positive integer"):
+    with pytest.raises(mw.errors.TopologyError, match=r"^slices: .* is not a positive integer"):
         mw.topology("v5e:4x4", slices=slices)
 
 
 @pytest.mark.parametrize(("name", "slices"), [("v5e:16x16", 100_000), ("h100:8", 4_000_000)])
 def test_more_devices_than_any_machine_has_are_refused(name, slices):
-    with pytest.raises(mw.TopologyError, match=r"devices; at most \d+ are supported"):
+    with pytest.raises(mw.errors.TopologyError, match=r"devices; at most \d+ are supported"):
         mw.topology(name, slices=slices)
 
 
@@ -372,7 +383,7 @@ def test_more_devices_than_any_machine_has_are_refused(name, slices):
     ],
 )
 def test_an_option_of_another_type_is_refused(options, message):
-    with pytest.raises(mw.TopologyError, match=message):
+    with pytest.raises(mw.errors.TopologyError, match=message):
         mw.topology("v5p:4x4x8", **options)
 
 
@@ -380,13 +391,15 @@ def test_a_ready_topology_passes_through_but_takes_no_options():
     pod = mw.topology("v5e:4x4")
     assert mw.topology(pod) is pod
     for options in ({"slices": 2}, {"speeds": {"link": 1}}, {"twisted": False}):
-        with pytest.raises(mw.TopologyError, match=r"^v5e:4x4: a ready topology takes no further"):
+        with pytest.raises(
+            mw.errors.TopologyError, match=r"^v5e:4x4: a ready topology takes no further"
+        ):
             mw.topology(pod, **options)
 
 
 @pytest.mark.parametrize("source", [5, None, {"v5e": 4}, 2.5])
 def test_what_is_neither_a_name_nor_devices_is_refused(source):
-    with pytest.raises(mw.TopologyError, match=r"^cannot read hardware from .*'v5p:8x8x8'"):
+    with pytest.raises(mw.errors.TopologyError, match=r"^cannot read hardware from .*'v5p:8x8x8'"):
         mw.topology(source)
 
 

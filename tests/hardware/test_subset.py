@@ -152,7 +152,7 @@ def test_a_part_spans_as_many_slices_as_asked_for(name, slices, count, asked, sh
 
 def test_slices_that_cannot_be_had_are_refused():
     with pytest.raises(
-        mw.TopologyError, match="no part of h100:8x4 has 9 devices in 2 equal slices"
+        mw.errors.TopologyError, match="no part of h100:8x4 has 9 devices in 2 equal slices"
     ):
         compact_part(mw.topology("h100:8x4"), 9, 2)
 
@@ -164,7 +164,7 @@ def test_all_devices_are_the_topology_itself():
 
 def test_more_devices_than_there_are_is_refused():
     with pytest.raises(
-        mw.TopologyError, match=r"^Not enough devices: 257 asked for, v5e:16x16 has 256\.$"
+        mw.errors.TopologyError, match=r"^Not enough devices: 257 asked for, v5e:16x16 has 256\.$"
     ):
         compact_part(mw.topology("v5e:16x16"), 257)
 

@@ -50,7 +50,9 @@ def test_the_same_cpu_mesh_is_the_same_object() -> None:
 
 
 def test_fewer_cpu_devices_warn() -> None:
-    with pytest.warns(mw.IdleDevicesWarning, match="'a:2' uses 2 of 8 devices; 6 stay idle") as c:
+    with pytest.warns(
+        mw.errors.IdleDevicesWarning, match="'a:2' uses 2 of 8 devices; 6 stay idle"
+    ) as c:
         mesh = mw.create_cpu_mesh((2,), ("a",))
     assert c[0].filename == __file__
     assert list(mesh.devices.flat) == jax.devices("cpu")[:2]
@@ -174,7 +176,7 @@ def test_cpu_context_inside_jit_says_where_to_put_it() -> None:
 
     before = current()
     with pytest.raises(
-        mw.MeshError, match=r"outside of `jax.jit`.*Enter it around the jitted call"
+        mw.errors.MeshError, match=r"outside of `jax.jit`.*Enter it around the jitted call"
     ):
         inside(jnp.zeros(2))
     assert current() == before
@@ -186,7 +188,7 @@ import meshwright as mw
 for call in (mw.create_cpu_mesh, mw.force_cpu().__enter__, mw.cpu_context().__enter__):
     try:
         call()
-    except mw.MeshError as error:
+    except mw.errors.MeshError as error:
         print(str(error)[:43])
 """
     result = subprocess.run(

@@ -110,11 +110,11 @@ def test_another_request_gives_another_mesh() -> None:
 def test_a_cached_mesh_does_not_let_a_bad_request_through() -> None:
     mw.create_mesh((1, 8), ("d", "p"))
     for dims in ((True, 8), (1.0, 8)):
-        with pytest.raises(mw.SpecError, match=r"axis 'd': size .* not an integer"):
+        with pytest.raises(mw.errors.SpecError, match=r"axis 'd': size .* not an integer"):
             mw.create_mesh(dims, ("d", "p"))
-    with pytest.raises(mw.SpecError, match="axis_names: 'dp' is not a list or tuple"):
+    with pytest.raises(mw.errors.SpecError, match="axis_names: 'dp' is not a list or tuple"):
         mw.create_mesh((1, 8), "dp")
-    with pytest.raises(mw.MeshError, match="backend: '' is not one of cpu, gpu, tpu"):
+    with pytest.raises(mw.errors.MeshError, match="backend: '' is not one of cpu, gpu, tpu"):
         mw.create_mesh((1, 8), ("d", "p"), backend="")
 
 
@@ -205,7 +205,7 @@ def test_a_missing_dcn_is_worked_out() -> None:
 )
 @pytest.mark.parametrize("use_jax", [False, True])
 def test_a_dcn_that_does_not_fit_is_refused(dcn: Any, message: str, use_jax: bool) -> None:
-    with pytest.raises(mw.SpecError, match=message):
+    with pytest.raises(mw.errors.SpecError, match=message):
         mw.create_mesh((2, 4), ("dp", "tp"), dcn_mesh_dims=dcn, use_jax=use_jax)
 
 
@@ -275,7 +275,9 @@ def test_sorting_granules_gives_every_process_the_same_order() -> None:
 
 def test_splitting_a_physical_axis_can_be_forbidden() -> None:
     assert dict(mw.mesh("dp:64, tp:4", on="v5e:16x16").shape) == {"dp": 64, "tp": 4}
-    with pytest.raises(mw.PlacementError, match=r"splitting is forbidden\. Near shapes that do"):
+    with pytest.raises(
+        mw.errors.PlacementError, match=r"splitting is forbidden\. Near shapes that do"
+    ):
         mw.mesh("dp:64, tp:4", on="v5e:16x16", allow_split=False)
 
 
@@ -325,7 +327,7 @@ def test_axis_types_are_words_or_values_for_all_or_each(
     ],
 )
 def test_bad_axis_types_are_named(given: Any, message: str) -> None:
-    with pytest.raises(mw.SpecError, match=message):
+    with pytest.raises(mw.errors.SpecError, match=message):
         mw.create_mesh((2, 4), ("dp", "tp"), axis_types=given)
 
 
@@ -335,7 +337,7 @@ def test_backend_chooses_the_devices() -> None:
 
 @pytest.mark.parametrize("backend", ["gpu", "tpu"])
 def test_a_backend_without_devices_is_an_error(backend: str) -> None:
-    with pytest.raises(mw.MeshError, match=f"backend '{backend}' has no devices here"):
+    with pytest.raises(mw.errors.MeshError, match=f"backend '{backend}' has no devices here"):
         mw.create_mesh((8,), ("dp",), backend=backend)
 
 
@@ -349,7 +351,7 @@ def test_a_backend_without_devices_is_an_error(backend: str) -> None:
     ],
 )
 def test_an_unknown_backend_is_refused(backend: Any, message: str) -> None:
-    with pytest.raises(mw.MeshError, match=message):
+    with pytest.raises(mw.errors.MeshError, match=message):
         mw.create_mesh((8,), ("dp",), backend=backend)
 
 
@@ -359,7 +361,7 @@ def test_an_unknown_backend_is_refused(backend: Any, message: str) -> None:
 def test_switches_are_true_or_false(option: str) -> None:
     assert mw.create_mesh((2, 4), ("dp", "tp"), **{option: np.True_}).size == 8
     for bad in (None, 1, "yes", []):
-        with pytest.raises(mw.SpecError, match=rf"{option}: .* is not True or False"):
+        with pytest.raises(mw.errors.SpecError, match=rf"{option}: .* is not True or False"):
             mw.create_mesh((2, 4), ("dp", "tp"), **{option: bad})
 
 
@@ -378,7 +380,7 @@ def test_use_jax_fills_minus_one() -> None:
 def test_fewer_devices_take_the_first_ones_and_warn(use_jax: bool) -> None:
     name = f"first_{use_jax}"  # a request not made before: a cached mesh has warned already
     with pytest.warns(
-        mw.IdleDevicesWarning,
+        mw.errors.IdleDevicesWarning,
         match=rf"'{name}:2, tp:2' uses 4 of 8 devices; 4 stay idle\. Put -1 on an axis to use all",
     ) as caught:
         mesh = mw.create_mesh((2, 2), (name, "tp"), use_jax=use_jax)

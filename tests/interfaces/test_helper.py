@@ -34,7 +34,9 @@ def test_the_mesh_and_its_axis_sizes_are_there():
 
 
 def test_what_is_no_mesh_is_refused():
-    with pytest.raises(mw.PartitionError, match=r"^mesh: 'fsdp:8' is not a jax.sharding.Mesh"):
+    with pytest.raises(
+        mw.errors.PartitionError, match=r"^mesh: 'fsdp:8' is not a jax.sharding.Mesh"
+    ):
         mw.MeshPartitionHelper("fsdp:8")
 
 
@@ -95,11 +97,11 @@ def test_a_method_may_be_one_name():
 def test_unknown_and_repeated_axes_are_refused():
     helper = mw.MeshPartitionHelper(MESH)
     with pytest.raises(
-        mw.PartitionError,
+        mw.errors.PartitionError,
         match=r"^methods: no mesh axis 'fdsp' in dp, fsdp, ep, tp, sp\. Did you mean 'fsdp'\?",
     ):
         helper.create_partition_spec((1024, 4096), [("fdsp",)])
-    with pytest.raises(mw.PartitionError, match=r"^methods: axis 'tp' appears twice\.$"):
+    with pytest.raises(mw.errors.PartitionError, match=r"^methods: axis 'tp' appears twice\.$"):
         helper.create_partition_spec((1024, 4096), [("tp",), ("fsdp", "tp")])
 
 
@@ -184,7 +186,7 @@ def test_auto_shard_takes_the_limit():
 
 def test_auto_shard_refuses_what_it_would_narrow():
     with pytest.raises(
-        mw.PartitionError,
+        mw.errors.PartitionError,
         match=r"^auto_shard_pytree: 1 problem, nothing was placed\.\n  w: float64 would become "
         r"float32\. Convert it, or enable jax_enable_x64\.$",
     ):
@@ -210,7 +212,7 @@ def test_shard_array_places_one_array():
     ],
 )
 def test_shard_array_says_what_does_not_fit(array, spec, message):
-    with pytest.raises(mw.PartitionError, match=message):
+    with pytest.raises(mw.errors.PartitionError, match=message):
         mw.MeshPartitionHelper(MESH).shard_array(array, spec)
 
 
@@ -224,7 +226,9 @@ def test_shard_array_names_itself():
         ),
         (np.ones(8, "float32"), P(P.UNCONSTRAINED), "leaves a dim unconstrained"),
     ]:
-        with pytest.raises(mw.PartitionError, match=rf"^shard_array: 1 problem, .*\n  .*{message}"):
+        with pytest.raises(
+            mw.errors.PartitionError, match=rf"^shard_array: 1 problem, .*\n  .*{message}"
+        ):
             helper.shard_array(array, spec)
 
 
@@ -238,7 +242,7 @@ def test_what_is_no_shape_is_refused(shape):
         lambda: helper._suggest_methods(shape),
     ):
         with pytest.raises(
-            mw.PartitionError, match=r"^array_shape: .* is not a shape, e\.g\. \(1024"
+            mw.errors.PartitionError, match=r"^array_shape: .* is not a shape, e\.g\. \(1024"
         ):
             call()
 
@@ -253,14 +257,14 @@ def test_what_is_no_shape_is_refused(shape):
     ],
 )
 def test_what_are_no_methods_is_refused(methods, message):
-    with pytest.raises(mw.PartitionError, match=message):
+    with pytest.raises(mw.errors.PartitionError, match=message):
         mw.MeshPartitionHelper(MESH).create_partition_spec((8, 8), methods)
 
 
 @pytest.mark.parametrize("size", [None, "1024", -1, 2.5, True])
 def test_what_is_no_limit_is_refused(size):
     helper = mw.MeshPartitionHelper(MESH)
-    with pytest.raises(mw.PartitionError, match=r"^min_shard_size: "):
+    with pytest.raises(mw.errors.PartitionError, match=r"^min_shard_size: "):
         helper.create_partition_spec((8, 8), [("tp",)], size)
-    with pytest.raises(mw.PartitionError, match=r"^min_shard_size: "):
+    with pytest.raises(mw.errors.PartitionError, match=r"^min_shard_size: "):
         helper.auto_shard_pytree({"w": np.ones((8, 8), "float32")}, size)

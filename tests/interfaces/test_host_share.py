@@ -107,4 +107,4 @@ def test_what_does_not_match_is_a_value_error(
 ) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         share(shape, local, processes)
-    assert isinstance(caught.value, mw.MeshwrightError)
+    assert isinstance(caught.value, mw.errors.MeshwrightError)

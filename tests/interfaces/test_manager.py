@@ -117,7 +117,7 @@ def test_mesh_info_says_devices_and_axes(manager: mw.DeviceMeshManager) -> None:
     info = {"total_devices": 8, "axes": {"dp": 2, "tp": 4}}
     assert manager.get_mesh_info(mw.mesh("dp:2, tp:4")) == info
     assert manager.get_mesh_info(mw.abstract_mesh("dp:2, tp:4")) == info
-    with pytest.raises(mw.MeshError, match="'dp:2, tp:4' is not a mesh"):
+    with pytest.raises(mw.errors.MeshError, match="'dp:2, tp:4' is not a mesh"):
         manager.get_mesh_info("dp:2, tp:4")  # type: ignore[arg-type]
 
 
@@ -158,7 +158,7 @@ def test_more_devices_than_there_are_is_not_enough_devices(
     ],
 )
 def test_bad_shapes_are_refused(manager: mw.DeviceMeshManager, shape: Any, message: str) -> None:
-    with pytest.raises(mw.MeshwrightError, match=message):
+    with pytest.raises(mw.errors.MeshwrightError, match=message):
         manager.create_device_mesh(shape)
 
 
@@ -174,17 +174,17 @@ def test_bad_shapes_are_refused(manager: mw.DeviceMeshManager, shape: Any, messa
     ],
 )
 def test_bad_devices_are_refused_at_once(devices: Any, message: str) -> None:
-    with pytest.raises(mw.MeshwrightError, match=message):
+    with pytest.raises(mw.errors.MeshwrightError, match=message):
         mw.DeviceMeshManager(devices)
-    with pytest.raises(mw.MeshwrightError, match=message):
+    with pytest.raises(mw.errors.MeshwrightError, match=message):
         mw.DeviceMeshManager().create_device_mesh({"data": 1}, devices=devices)
 
 
 def test_duplicate_devices_are_refused_at_once() -> None:
-    with pytest.raises(mw.TopologyError, match="1 of 9 devices appear more than once"):
+    with pytest.raises(mw.errors.TopologyError, match="1 of 9 devices appear more than once"):
         mw.DeviceMeshManager([*jax.devices(), jax.devices()[0]])
 
 
 def test_a_grid_of_devices_is_not_a_list_of_devices() -> None:
-    with pytest.raises(mw.TopologyError, match="is not a JAX device"):
+    with pytest.raises(mw.errors.TopologyError, match="is not a JAX device"):
         mw.DeviceMeshManager(mw.mesh("dp:2, tp:4").devices)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 
 import meshwright as mw
 from meshwright.errors import LONGEST_MESSAGE
+from meshwright.spec.mesh_spec import AxisSpec
 
 HERE = jax.devices()
 
@@ -31,7 +32,8 @@ class Device:
 
 def test_duplicate_devices_are_counted_not_listed() -> None:
     with pytest.raises(
-        mw.TopologyError, match=r"^2 of 10 devices appear more than once\. Pass each device once\.$"
+        mw.errors.TopologyError,
+        match=r"^2 of 10 devices appear more than once\. Pass each device once\.$",
     ):
         mw.mesh("dp:-1", on=[*HERE, *HERE[:2]])
 
@@ -39,24 +41,28 @@ def test_duplicate_devices_are_counted_not_listed() -> None:
 def test_devices_of_two_kinds_are_counted_not_listed() -> None:
     for call in (lambda d: mw.mesh("dp:-1", on=d), mw.topology, mw.DeviceMeshManager):
         with pytest.raises(
-            mw.TopologyError,
+            mw.errors.TopologyError,
             match="devices of 2 kinds in one mesh: 8 of cpu 'cpu', 1 of gpu 'NVIDIA H100",
         ):
             call([*HERE, Device(0)])
-        with pytest.raises(mw.TopologyError, match=r"2 of gpu 'A', 1 of gpu 'B'\. Pass devices"):
+        with pytest.raises(
+            mw.errors.TopologyError, match=r"2 of gpu 'A', 1 of gpu 'B'\. Pass devices"
+        ):
             call(
                 [Device(0, device_kind="A"), Device(1, device_kind="A"), Device(2, device_kind="B")]
             )
 
 
 def test_devices_of_two_runtimes_do_not_mix() -> None:
-    with pytest.raises(mw.TopologyError, match="the 2 devices belong to 2 different runtimes"):
+    with pytest.raises(
+        mw.errors.TopologyError, match="the 2 devices belong to 2 different runtimes"
+    ):
         mw.topology([Device(0, client="one"), Device(1, client="two")])
 
 
 def test_devices_of_a_platform_that_is_gone_are_stale() -> None:
     with pytest.raises(
-        mw.MeshError, match="these 2 gpu devices belong to a backend that was reset"
+        mw.errors.MeshError, match="these 2 gpu devices belong to a backend that was reset"
     ):
         mw.mesh("dp:2", on=[Device(0), Device(1)])
 
@@ -82,7 +88,7 @@ for call in (
 ):
     try:
         print("built", call())
-    except mw.MeshwrightError as error:
+    except mw.errors.MeshwrightError as error:
         print(type(error).__name__, error)
 assert set(mw.mesh("dp:8").devices.flat) == set(new)
 assert set(mw.create_cpu_mesh().devices.flat) == set(new)
@@ -125,21 +131,21 @@ assert manager.create_device_mesh({"dp": 8}, devices=new).size == 8
 )
 def test_hardware_that_is_none_is_refused(on: Any, message: str) -> None:
     for call in (mw.mesh, mw.abstract_mesh):
-        with pytest.raises(mw.TopologyError, match=message):
+        with pytest.raises(mw.errors.TopologyError, match=message):
             call("dp:8", on=on)
 
 
 @pytest.mark.parametrize("on", [b"cpu:8", set(HERE), np.array(8)])
 def test_devices_come_in_an_order(on: Any) -> None:
-    with pytest.raises(mw.SpecError, match=r"devices: .* is not a list or tuple"):
+    with pytest.raises(mw.errors.SpecError, match=r"devices: .* is not a list or tuple"):
         mw.mesh("dp:8", on=on)
 
 
 def test_a_mesh_is_not_hardware() -> None:
     mesh = mw.mesh("dp:2, tp:4")
-    with pytest.raises(mw.TopologyError, match="cannot read hardware from Mesh"):
+    with pytest.raises(mw.errors.TopologyError, match="cannot read hardware from Mesh"):
         mw.mesh("dp:8", on=mesh)
-    with pytest.raises(mw.TopologyError, match="is not a JAX device"):
+    with pytest.raises(mw.errors.TopologyError, match="is not a JAX device"):
         mw.mesh("dp:8", on=mesh.devices)
 
 
@@ -172,7 +178,7 @@ def test_a_mesh_is_not_hardware() -> None:
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(mw.MeshwrightError, match=message):
+    with pytest.raises(mw.errors.MeshwrightError, match=message):
         mw.mesh("dp:8", **options)
 
 
@@ -193,7 +199,7 @@ def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
     ],
 )
 def test_requests_that_do_not_fit_are_refused(spec: Any, message: str) -> None:
-    with pytest.raises(mw.SpecError, match=message):
+    with pytest.raises(mw.errors.SpecError, match=message):
         mw.mesh(spec)
 
 
@@ -228,20 +234,20 @@ def test_requests_that_do_not_fit_are_refused(spec: Any, message: str) -> None:
 )
 @pytest.mark.parametrize("use_jax", [False, True])
 def test_create_mesh_refuses_nonsense(dims: Any, names: Any, message: str, use_jax: bool) -> None:
-    with pytest.raises(mw.SpecError, match=message):
+    with pytest.raises(mw.errors.SpecError, match=message):
         mw.create_mesh(dims, names, use_jax=use_jax)
 
 
 def test_explain_needs_hardware() -> None:
-    with pytest.raises(mw.MeshError, match="'dp:8' has no devices: say on what hardware"):
+    with pytest.raises(mw.errors.MeshError, match="'dp:8' has no devices: say on what hardware"):
         mw.explain("dp:8")
     with pytest.raises(
-        mw.MeshError, match="this AbstractMesh has no devices: say on what hardware"
+        mw.errors.MeshError, match="this AbstractMesh has no devices: say on what hardware"
     ):
         mw.explain(mw.abstract_mesh("never_built:8"))
-    with pytest.raises(mw.SpecError, match="cannot read a mesh spec from 8"):
+    with pytest.raises(mw.errors.SpecError, match="cannot read a mesh spec from 8"):
         mw.explain(8, on="cpu:8")  # type: ignore[arg-type]
-    with pytest.raises(mw.MeshError, match="the mesh is empty"):
+    with pytest.raises(mw.errors.MeshError, match="the mesh is empty"):
         mw.explain(jax.sharding.Mesh(np.empty((), object), ()))
 
 
@@ -271,8 +277,8 @@ TWO = ((2, 4), ("dp", "tp"))
         lambda odd: mw.MeshSpec.parse((2, 4), names=odd),
         lambda odd: mw.MeshSpec.parse({"dp": odd}),
         lambda odd: mw.MeshSpec(odd),
-        lambda odd: mw.AxisSpec(odd, 2),
-        lambda odd: mw.AxisSpec("dp", 2, slow=odd),
+        lambda odd: AxisSpec(odd, 2),
+        lambda odd: AxisSpec("dp", 2, slow=odd),
         lambda odd: mw.create_mesh(odd, ("dp", "tp")),
         lambda odd: mw.create_mesh((odd, 4), ("dp", "tp")),
         lambda odd: mw.create_mesh((2, 4), odd),
@@ -324,13 +330,13 @@ TWO = ((2, 4), ("dp", "tp"))
         lambda odd: mw.check_same_order(MESH, MESH, on_mismatch=odd),
     ],
 )
-@pytest.mark.filterwarnings("ignore::meshwright.IdleDevicesWarning")
+@pytest.mark.filterwarnings("ignore::meshwright.errors.IdleDevicesWarning")
 def test_odd_values_raise_nothing_but_our_own_errors(call: Callable[[Any], Any]) -> None:
     refused = 0
     for odd in ODD:
         try:
             call(odd)
-        except mw.MeshwrightError as error:
+        except mw.errors.MeshwrightError as error:
             refused += 1
             assert 0 < len(str(error)) <= LONGEST_MESSAGE
     assert refused > len(ODD) // 2
@@ -393,7 +399,7 @@ def on_many(spec: Any, **options: Any) -> Callable[[], Any]:
 def test_a_message_fits_on_a_screen_at_a_hundred_thousand_devices(
     call: Callable[[], Any], message: str
 ) -> None:
-    with pytest.raises(mw.MeshwrightError, match=message) as caught:
+    with pytest.raises(mw.errors.MeshwrightError, match=message) as caught:
         call()
     said = str(caught.value)
     assert len(said) <= LONGEST_MESSAGE == 1500
@@ -402,7 +408,7 @@ def test_a_message_fits_on_a_screen_at_a_hundred_thousand_devices(
 
 
 def test_an_idle_warning_fits_on_a_line_at_a_hundred_thousand_devices() -> None:
-    with pytest.warns(mw.IdleDevicesWarning, match="99000 stay idle") as caught:
+    with pytest.warns(mw.errors.IdleDevicesWarning, match="99000 stay idle") as caught:
         mw.mesh("dp:1000", on="cpu:100x1000")
     assert [str(w.message) for w in caught] == [
         "'dp:1000' uses 1000 of 100000 devices; 99000 stay idle, 990 whole hosts among them. "

@@ -106,7 +106,7 @@ def test_an_abstract_mesh_shards_shapes() -> None:
 
 def test_fewer_devices_take_a_part_and_say_what_stays_idle() -> None:
     with pytest.warns(
-        mw.IdleDevicesWarning,
+        mw.errors.IdleDevicesWarning,
         match=r"^'dp:3' uses 3 of 8 devices; 5 stay idle\. Put -1 on an axis to use all\.$",
     ) as caught:
         mesh = mw.mesh("dp:3")
@@ -116,18 +116,20 @@ def test_fewer_devices_take_a_part_and_say_what_stays_idle() -> None:
 
 
 def test_a_part_is_counted_against_the_devices_given() -> None:
-    with pytest.warns(mw.IdleDevicesWarning, match="'dp:2' uses 2 of 4 devices; 2 stay idle"):
+    with pytest.warns(
+        mw.errors.IdleDevicesWarning, match="'dp:2' uses 2 of 4 devices; 2 stay idle"
+    ):
         mesh = mw.mesh("dp:2", on=jax.devices()[4:])
     assert list(mesh.devices.flat) == jax.devices()[4:6]
 
 
 def test_a_part_fills_whole_hosts() -> None:
     with pytest.warns(
-        mw.IdleDevicesWarning,
+        mw.errors.IdleDevicesWarning,
         match=r"uses 8 of 16 devices; 8 stay idle, 2 whole hosts among them\. Put -1",
     ):
         mw.mesh("dp:2, tp:4", on="cpu:4x4")
-    with pytest.warns(mw.IdleDevicesWarning, match="4 stay idle, 1 whole host among them"):
+    with pytest.warns(mw.errors.IdleDevicesWarning, match="4 stay idle, 1 whole host among them"):
         mw.mesh("dp:4", on="cpu:4x2")
 
 
@@ -139,7 +141,9 @@ def test_dcn_fixes_what_crosses_the_slow_network() -> None:
     two = mw.topology("cpu:4x2")
     for dcn in ({"tp": 2}, (1, 2), "tp:2", (1, -1)):
         assert dict(mw.mesh("dp:2, tp:4", on=two, dcn=dcn).shape) == {"dp": 2, "tp": 4}
-    with pytest.raises(mw.MeshwrightError, match=r"does not fit .* slow parts multiply to 1"):
+    with pytest.raises(
+        mw.errors.MeshwrightError, match=r"does not fit .* slow parts multiply to 1"
+    ):
         mw.mesh("dp:2, tp:4", on=two, dcn=(1, 1))
 
 
@@ -179,14 +183,18 @@ def test_an_abstract_mesh_may_use_a_part() -> None:
 
 
 def test_an_abstract_mesh_must_fit_its_hardware() -> None:
-    with pytest.raises(mw.SpecError, match="Not enough devices: 'dp:1000' needs 1000, there are"):
+    with pytest.raises(
+        mw.errors.SpecError, match="Not enough devices: 'dp:1000' needs 1000, there are"
+    ):
         mw.abstract_mesh("dp:1000", on="v5e:4x4")
-    with pytest.raises(mw.SpecError, match="multiply to 3, which does not divide 16 devices"):
+    with pytest.raises(
+        mw.errors.SpecError, match="multiply to 3, which does not divide 16 devices"
+    ):
         mw.abstract_mesh("dp:3, tp:-1", on="v5e:4x4")
 
 
 def test_an_open_abstract_mesh_asks_for_hardware() -> None:
-    with pytest.raises(mw.MeshError, match="'dp:-1' is open: say on what hardware"):
+    with pytest.raises(mw.errors.MeshError, match="'dp:-1' is open: say on what hardware"):
         mw.abstract_mesh("dp:-1")
-    with pytest.raises(mw.MeshError, match="slices goes with a hardware name"):
+    with pytest.raises(mw.errors.MeshError, match="slices goes with a hardware name"):
         mw.abstract_mesh("dp:8", slices=2)

@@ -127,7 +127,7 @@ def test_abstract_meshes_have_views_too() -> None:
 def test_a_split_that_does_not_fit_is_refused(
     mesh: Mesh, axis: Any, into: Any, message: str
 ) -> None:
-    with pytest.raises(mw.MeshwrightError, match=message):
+    with pytest.raises(mw.errors.MeshwrightError, match=message):
         mw.split_axis(mesh, axis, into)
 
 
@@ -150,19 +150,21 @@ def test_a_split_that_does_not_fit_is_refused(
 def test_a_merge_that_does_not_fit_is_refused(
     mesh: Mesh, axes: Any, name: Any, message: str
 ) -> None:
-    with pytest.raises(mw.MeshwrightError, match=message):
+    with pytest.raises(mw.errors.MeshwrightError, match=message):
         mw.merge_axes(mesh, axes, name)
 
 
 def test_axes_with_a_gap_between_do_not_merge() -> None:
     mesh = mw.mesh("a:2, b:2, c:2")
-    with pytest.raises(mw.MeshError, match="axes a, c are not neighbours in this order in a, b, c"):
+    with pytest.raises(
+        mw.errors.MeshError, match="axes a, c are not neighbours in this order in a, b, c"
+    ):
         mw.merge_axes(mesh, ["a", "c"], "x")
 
 
 def test_axes_of_different_types_do_not_merge() -> None:
     mesh = mw.mesh("dp:2, tp:4:explicit")
-    with pytest.raises(mw.MeshError, match="axes dp, tp have different axis types"):
+    with pytest.raises(mw.errors.MeshError, match="axes dp, tp have different axis types"):
         mw.merge_axes(mesh, ["dp", "tp"], "x")
 
 
@@ -180,7 +182,7 @@ def test_axes_of_different_types_do_not_merge() -> None:
     ],
 )
 def test_a_renaming_that_does_not_fit_is_refused(mesh: Mesh, names: Any, message: str) -> None:
-    with pytest.raises(mw.MeshwrightError, match=message):
+    with pytest.raises(mw.errors.MeshwrightError, match=message):
         mw.rename_axes(mesh, names)
 
 
@@ -192,7 +194,7 @@ def test_views_are_of_meshes(thing: Any) -> None:
         lambda: mw.rename_axes(thing, {"dp": "a"}),
         lambda: mw.rename_axes(thing, {}),
     ):
-        with pytest.raises(mw.MeshError, match="is not a mesh"):
+        with pytest.raises(mw.errors.MeshError, match="is not a mesh"):
             view()
 
 
@@ -203,7 +205,7 @@ def test_meshes_in_one_order_agree(mesh: Mesh) -> None:
 
 def test_another_order_is_an_error(mesh: Mesh, shuffled: Mesh) -> None:
     with pytest.raises(
-        mw.MeshError,
+        mw.errors.MeshError,
         match=r"the same 8 devices in a different order, first at flat position 0 "
         r"\(device 0 and 3\)\. Arrays moved between them are reshuffled",
     ):
@@ -211,31 +213,34 @@ def test_another_order_is_an_error(mesh: Mesh, shuffled: Mesh) -> None:
 
 
 def test_another_order_warns_when_asked(mesh: Mesh, shuffled: Mesh) -> None:
-    with pytest.warns(mw.MeshOrderWarning, match="first at flat position 0") as caught:
+    with pytest.warns(mw.errors.MeshOrderWarning, match="first at flat position 0") as caught:
         assert mw.check_same_order(mesh, shuffled, on_mismatch="warn") is False
     assert caught[0].filename == __file__
 
 
 def test_other_devices_are_an_error(mesh: Mesh) -> None:
-    with pytest.warns(mw.IdleDevicesWarning, match="uses 2 of 8 devices"):
+    with pytest.warns(mw.errors.IdleDevicesWarning, match="uses 2 of 8 devices"):
         part = mw.mesh("dp:2")
     with pytest.raises(
-        mw.MeshError, match="hold different devices: 6 only in the first, 0 only in the second"
+        mw.errors.MeshError,
+        match="hold different devices: 6 only in the first, 0 only in the second",
     ):
         mw.check_same_order(mesh, part)
-    with pytest.warns(mw.MeshOrderWarning, match="0 only in the first, 6 only in the second"):
+    with pytest.warns(
+        mw.errors.MeshOrderWarning, match="0 only in the first, 6 only in the second"
+    ):
         assert mw.check_same_order(part, mesh, on_mismatch="warn") is False
 
 
 @pytest.mark.parametrize("answer", ["ignore", None, [], True])
 def test_a_mismatch_is_an_error_or_a_warning(mesh: Mesh, answer: Any) -> None:
-    with pytest.raises(mw.MeshError, match=r"on_mismatch: .* is not 'error' or 'warn'"):
+    with pytest.raises(mw.errors.MeshError, match=r"on_mismatch: .* is not 'error' or 'warn'"):
         mw.check_same_order(mesh, mesh, on_mismatch=answer)
 
 
 def test_only_meshes_with_devices_have_an_order(mesh: Mesh) -> None:
     for other in (mw.abstract_mesh("dp:8"), None, "dp:8"):
-        with pytest.raises(mw.MeshError, match="is not a mesh with devices"):
+        with pytest.raises(mw.errors.MeshError, match="is not a mesh with devices"):
             mw.check_same_order(mesh, other)  # type: ignore[arg-type]
-        with pytest.raises(mw.MeshError, match="is not a mesh with devices"):
+        with pytest.raises(mw.errors.MeshError, match="is not a mesh with devices"):
             mw.check_same_order(other, mesh)  # type: ignore[arg-type]

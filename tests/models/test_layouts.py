@@ -46,7 +46,7 @@ def test_rules_are_the_same_for_every_stage(name):
 def test_large_models_are_split_almost_evenly(name, spec, least):
     model = mw.models.model(name)
     mesh = mw.abstract_mesh(spec, on=MESHES[spec])
-    report = mw.describe(model.shapes(), mesh, rules=model.rules(mesh))
+    report = mw.explain(model.shapes(), mesh, rules=model.rules(mesh))
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.shapes()))
     assert whole / report.device_bytes > least
 
@@ -70,7 +70,7 @@ def test_more_tensor_parallelism_than_heads_of_keys_copies_them():
 def test_an_axis_that_must_divide_is_not_dropped():
     model = mw.models.model("mixtral-8x7b")
     mesh = mw.abstract_mesh("ep:16", on="v5e:4x4")
-    with pytest.raises(mw.PartitionError, match="size 8, not divisible by 16"):
+    with pytest.raises(mw.errors.PartitionError, match="size 8, not divisible by 16"):
         mw.partition(model.shapes(), mesh, rules=model.rules(mesh))
 
 
@@ -106,5 +106,7 @@ def test_constraints_do_nothing_without_a_mesh_or_on_axes_of_other_types():
 
 def test_unknown_names_in_constraints_are_refused():
     with jax.set_mesh(mw.mesh("dp:8")):
-        with pytest.raises(mw.ModelError, match=r"no logical name 'bach'\. Did you mean 'batch'"):
+        with pytest.raises(
+            mw.errors.ModelError, match=r"no logical name 'bach'\. Did you mean 'batch'"
+        ):
             constrain(jnp.ones(8), "bach")

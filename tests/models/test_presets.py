@@ -134,7 +134,7 @@ def test_matrices_alone_decay():
     ],
 )
 def test_bad_requests_are_refused(name, overrides, message):
-    with pytest.raises(mw.ModelError, match=message):
+    with pytest.raises(mw.errors.ModelError, match=message):
         mw.models.model(name, **overrides)
 
 
@@ -150,21 +150,21 @@ def test_bad_requests_are_refused(name, overrides, message):
     ],
 )
 def test_bad_batches_are_refused(name, sizes, message, ask):
-    with pytest.raises(mw.ModelError, match=message):
+    with pytest.raises(mw.errors.ModelError, match=message):
         getattr(mw.models.model(name), ask)(*sizes)
 
 
 def test_too_long_rows_are_refused_by_the_loss_as_well():
     model = mw.models.model("tiny", seq=8)
     batch = mw.models.model("tiny").batch(4, 16)
-    with pytest.raises(mw.ModelError, match="a sequence of 16 is longer than 8"):
+    with pytest.raises(mw.errors.ModelError, match="a sequence of 16 is longer than 8"):
         jax.eval_shape(model.loss, model.shapes()["params"], batch)
 
 
 def test_a_batch_that_does_not_divide_names_the_sizes():
     mesh = mw.mesh("dp:2, fsdp:4")
     model = mw.models.model("tiny")
-    with pytest.raises(mw.PartitionError, match=r"dim 0 has size 12, not divisible by 8"):
+    with pytest.raises(mw.errors.PartitionError, match=r"dim 0 has size 12, not divisible by 8"):
         mw.shard(model.example(12), mesh, model.batch_spec(mesh))
 
 
@@ -173,5 +173,5 @@ def test_training_without_optax_says_what_to_install(monkeypatch):
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr(training.importlib, "import_module", missing)
-    with pytest.raises(mw.ModelError, match=r'pip install "meshwright\[models\]"'):
+    with pytest.raises(mw.errors.ModelError, match=r'pip install "meshwright\[models\]"'):
         mw.models.model("tiny").optimizer()

@@ -172,7 +172,7 @@ def test_partitioning_and_reports_take_it_like_any_array():
     tree = {"w": make(values=np.zeros((64, 64), np.float32))}
     whole = mesh(range(8), names=("fsdp",))
     assert mw.partition(tree, whole) == {"w": P("fsdp")}
-    assert mw.describe(tree, whole).bytes == 64 * 64 * 4
+    assert mw.explain(tree, whole).bytes == 64 * 64 * 4
 
 
 def test_a_program_does_not_take_it_by_mistake():

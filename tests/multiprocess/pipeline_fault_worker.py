@@ -21,12 +21,12 @@ PARAMS = {"a": np.eye(4, dtype="float32"), "b": np.eye(4, dtype="float32")}
 
 
 def loss(params, x):
-    h = mw.stage(jnp.tanh(x @ params["a"]))
+    h = mw.stage_end(jnp.tanh(x @ params["a"]))
     return jnp.mean((h @ params["b"]) ** 2)
 
 
 def other_loss(params, x):
-    h = mw.stage(jnp.sin(x @ params["a"]))
+    h = mw.stage_end(jnp.sin(x @ params["a"]))
     return jnp.mean((h @ params["b"]) ** 2)
 
 
@@ -77,7 +77,7 @@ def goes_on(step, evaluate) -> None:
     value, grads = step(PARAMS, rows)
     evaluate(grads, rows)
     step(grads, np.ones((8, 4), "float32"))
-    with contextlib.suppress(mw.PipelineError):
+    with contextlib.suppress(mw.errors.PipelineError):
         step(PARAMS, np.ones((5, 4), "float32"))
     again, _ = step(PARAMS, rows)
     assert float(again) == float(value)

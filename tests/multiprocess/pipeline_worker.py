@@ -28,7 +28,7 @@ def make_loss(stages: int):
         for n, weight in enumerate(params["layers"]):
             h = jnp.tanh(h @ weight)
             if n + 1 < LAYERS and (n + 1) % (LAYERS // stages) == 0:
-                h = mw.stage(h)
+                h = mw.stage_end(h)
         return jnp.mean((h @ params["tied"].T - y) ** 2), jnp.max(h)
 
     return loss

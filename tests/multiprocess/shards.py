@@ -54,6 +54,6 @@ def refused(act) -> str:
     """The message of our own error; anything else ends the process."""
     try:
         act()
-    except mw.MeshwrightError as error:
+    except mw.errors.MeshwrightError as error:
         return f"{type(error).__name__}: {error}"
     return "not refused"

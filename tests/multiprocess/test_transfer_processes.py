@@ -104,7 +104,7 @@ def test_what_cannot_be_done_is_refused(refusal, text, run):
     [
         ("send", "has no device of the source, which lies in process 0"),
         ("receive", "has no device of the target, which lies in process"),
-        ("put", "Call meshwright.allow_puts() before jax.distributed.initialize."),
+        ("put", "Call meshwright.transfers.allow_puts() before jax.distributed.initialize."),
         ("strangers", "Connect with these processes too."),
         ("absent", "connect: process 1 did not connect within 0.3 s."),
         ("wrong place", "cannot be reached, or did not answer within 0.3 s."),

@@ -52,7 +52,9 @@ def layouts() -> dict[str, tuple[Mesh, P, Mesh, P]]:
     }
 
 
-def moved(link: mw.Link, dtypes, source: Mesh, source_spec: P, target: Mesh, spec: P) -> list[str]:
+def moved(
+    link: mw.transfers.Link, dtypes, source: Mesh, source_spec: P, target: Mesh, spec: P
+) -> list[str]:
     """Some dtypes, a key, an array without elements and a scalar in one tree."""
     values = {name: pattern(seed, SHAPE, name) for seed, name in enumerate(dtypes)}
     values["empty"] = np.zeros((0, 16), np.float32)
@@ -63,7 +65,7 @@ def moved(link: mw.Link, dtypes, source: Mesh, source_spec: P, target: Mesh, spe
     targets = {name: NamedSharding(target, spec) for name in values}
     targets["key"] = NamedSharding(target, P(*spec[:1]))
     targets["scalar"] = NamedSharding(target, P())
-    route = mw.route(tree, targets)
+    route = mw.transfers.route(tree, targets)
     faults = []
     for turn in range(2):
         result = link.move(route, "x", tree)
@@ -82,20 +84,20 @@ def moved(link: mw.Link, dtypes, source: Mesh, source_spec: P, target: Mesh, spe
     return faults
 
 
-def both_ways() -> tuple[mw.Route, mw.Route, Mesh, Mesh]:
+def both_ways() -> tuple[mw.transfers.Route, mw.transfers.Route, Mesh, Mesh]:
     """A route from the first half to the second with another split, and one back."""
     first, last = mesh(range(4)), mesh(range(4, 8), 2, 2)
     there = jax.ShapeDtypeStruct(SHAPE, "float32", sharding=NamedSharding(first, P("a")))
     back = jax.ShapeDtypeStruct(SHAPE, "float32", sharding=NamedSharding(last, P("a", "b")))
     return (
-        mw.route(there, NamedSharding(last, P("a", "b"))),
-        mw.route(back, NamedSharding(first, P("a"))),
+        mw.transfers.route(there, NamedSharding(last, P("a", "b"))),
+        mw.transfers.route(back, NamedSharding(first, P("a"))),
         first,
         last,
     )
 
 
-def out_of_order(link: mw.Link) -> list[str]:
+def out_of_order(link: mw.transfers.Link) -> list[str]:
     """Both halves send to each other at once; keys are received in another order than sent."""
     there, back, first, last = both_ways()
     mine, theirs, at, spec = (
@@ -121,10 +123,10 @@ def out_of_order(link: mw.Link) -> list[str]:
     ]
 
 
-def one_key(link: mw.Link) -> list[str]:
+def one_key(link: mw.transfers.Link) -> list[str]:
     """A key used 100 times, sends and receives far apart, whole shards and small ones."""
     first, last = mesh(range(4)), mesh(range(4, 8))
-    route = mw.route(
+    route = mw.transfers.route(
         jax.ShapeDtypeStruct((4,), "float32", sharding=NamedSharding(first, P("a"))),
         NamedSharding(last, P("a")),
     )
@@ -141,7 +143,7 @@ def one_key(link: mw.Link) -> list[str]:
     ]
 
 
-def many_puts(link: mw.Link) -> list[str]:
+def many_puts(link: mw.transfers.Link) -> list[str]:
     """A hundred moves in both directions, in the order that all keep."""
     there, back, first, _ = both_ways()
     values, faults = pattern(1, SHAPE, "float32"), []
@@ -152,14 +154,16 @@ def many_puts(link: mw.Link) -> list[str]:
     return faults
 
 
-def large(link: mw.Link) -> list[str]:
+def large(link: mw.transfers.Link) -> list[str]:
     values = pattern(5, (1024, 1024, 4), "float32")
     at, spec = mesh((4, 7, 5, 6), 2, 2), P(None, ("b", "a"))
     array = on(values, mesh(range(4), 2, 2), P("a", "b"))
-    return wrong(link.move(mw.route(array, NamedSharding(at, spec)), 0, array), values, at, spec)
+    return wrong(
+        link.move(mw.transfers.route(array, NamedSharding(at, spec)), 0, array), values, at, spec
+    )
 
 
-def under_a_mesh(link: mw.Link) -> list[str]:
+def under_a_mesh(link: mw.transfers.Link) -> list[str]:
     """A mesh that the caller has set changes nothing."""
     with jax.set_mesh(mesh(range(8), 2, 4)):
         return moved(link, ("float16",), *layouts()["half replicated"])
@@ -167,7 +171,7 @@ def under_a_mesh(link: mw.Link) -> list[str]:
 
 def late(way: str) -> list[str]:
     """What was asked for before closing still arrives; what never was sent or pulled waits not."""
-    link = mw.connect(way=way)
+    link = mw.transfers.connect(way=way)
     there, _, first, last = both_ways()
     values = pattern(2, SHAPE, "float32")
     client = _compat.coordination_client()
@@ -215,34 +219,34 @@ def nobody_there() -> None:
         connection.greet("nowhere", server, {1: server.connect(at)}, {1: at}, 0.3)
 
 
-def refusals(link: mw.Link) -> dict[str, str]:
+def refusals(link: mw.transfers.Link) -> dict[str, str]:
     there, _, first, _ = both_ways()
     array = on(pattern(1, SHAPE, "float32"), first, P("a"))
     me = jax.process_index()
     found = {
         "donate": refused(lambda: link.move(there, 0, array, donate=True)),
-        "local": refused(lambda: mw.connect(way="local")),
-        "not a member": refused(lambda: mw.connect([1 - me % 2])),
-        "no such process": refused(lambda: mw.connect([0, 9])),
+        "local": refused(lambda: mw.transfers.connect(way="local")),
+        "not a member": refused(lambda: mw.transfers.connect([1 - me % 2])),
+        "no such process": refused(lambda: mw.transfers.connect([0, 9])),
         "send": refused(lambda: link.send(there, 0, array)) if me not in there.senders else "",
         "receive": refused(lambda: link.receive(there, 0)) if me not in there.receivers else "",
-        "address": refused(lambda: mw.connect(way="pull", address="192.0.2.1")),
-        "some put": refused(lambda: mw.connect([me], way="put")),
+        "address": refused(lambda: mw.transfers.connect(way="pull", address="192.0.2.1")),
+        "some put": refused(lambda: mw.transfers.connect([me], way="put")),
     }
     if link.way == "pull":
-        found["put"] = refused(lambda: mw.connect(way="put"))
-        with mw.connect([me], way="pull") as small:
+        found["put"] = refused(lambda: mw.transfers.connect(way="put"))
+        with mw.transfers.connect([me], way="pull") as small:
             found["strangers"] = refused(lambda: small.move(there, 0, array))
         if me == 0:  # and the others do not come, or are not there
-            found["absent"] = refused(lambda: mw.connect([0, 1], patience=0.3))
+            found["absent"] = refused(lambda: mw.transfers.connect([0, 1], patience=0.3))
             found["wrong place"] = refused(nobody_there)
     else:
-        found["after start"] = refused(mw.allow_puts)
+        found["after start"] = refused(mw.transfers.allow_puts)
     return found
 
 
 def report(way: str) -> dict:
-    with mw.connect(way=way) as link:
+    with mw.transfers.connect(way=way) as link:
         found = {
             name: moved(link, DTYPES if "split" in name else FEW, *layout)
             for name, layout in layouts().items()
@@ -266,6 +270,6 @@ def report(way: str) -> dict:
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
     if sys.argv[5] == "put":
-        mw.allow_puts()
+        mw.transfers.allow_puts()
     start(*map(int, sys.argv[1:5]))
     tell(lambda: report(sys.argv[5]))

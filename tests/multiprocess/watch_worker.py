@@ -14,7 +14,7 @@ import jax
 
 from meshwright import _compat
 from meshwright.watchdog import os_process
-from meshwright.watchdog.watchdog import Watch
+from meshwright.watchdog.watchdog import Watchdog
 
 TURNS, TURN = 30, 20
 LONG = 100.0
@@ -55,7 +55,7 @@ def until_told(client, me: int, task: str) -> None:
             return
 
 
-def work(watch: Watch, me: int, processes: int, what: str, here: Connection) -> None:
+def work(watch: Watchdog, me: int, processes: int, what: str, here: Connection) -> None:
     """Each turn needs what the process before has made, and process 0 that of the last."""
     client = _compat.coordination_client()
     before = (me - 1) % processes
@@ -101,9 +101,9 @@ def main(
         os_process.place = str
     start(port, me, processes)
     found = handlers()
-    with Watch(limit=limit) as watch:
+    with Watchdog(limit=limit) as watch:
         work(watch, me, processes, what, here)
-    with contextlib.suppress(SystemExit), Watch() as second:
+    with contextlib.suppress(SystemExit), Watchdog() as second:
         second.doing = "a second time"
         sys.exit(0)
     here.send("restored" if handlers() == found else "a handler was left behind")

@@ -35,7 +35,7 @@ def refused(build, *request, **options) -> str:
     """The message of our own error; anything else ends the process."""
     try:
         build(*request, **options)
-    except mw.MeshwrightError as error:
+    except mw.errors.MeshwrightError as error:
         return f"{type(error).__name__}: {error}"
     return "not refused"
 
@@ -43,7 +43,7 @@ def refused(build, *request, **options) -> str:
 def partly_idle(request) -> dict:
     """A mesh over a part of the devices, and what the warnings say about the others."""
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", mw.IdleDevicesWarning)
+        warnings.simplefilter("always", mw.errors.IdleDevicesWarning)
         mesh = mw.mesh(request)
     return {
         "ids": ids(mesh),

@@ -51,7 +51,7 @@ def test_names_follow_lists_and_tuples():
 
 def test_a_missing_rule_names_the_leaf_the_dim_and_the_near_name():
     with pytest.raises(
-        mw.PartitionError,
+        mw.errors.PartitionError,
         match=r"layers/0/up: dim 1: no rule for logical axis 'mpl'\. Did you mean 'mlp'\? Add it",
     ):
         mw.partition(
@@ -63,13 +63,13 @@ def test_a_missing_rule_names_the_leaf_the_dim_and_the_near_name():
 
 
 def test_one_mesh_axis_for_two_dims_names_the_leaf():
-    with pytest.raises(mw.PartitionError, match=r"up: P\('tp', 'tp'\) uses axis 'tp' twice"):
+    with pytest.raises(mw.errors.PartitionError, match=r"up: P\('tp', 'tp'\) uses axis 'tp' twice"):
         mw.partition({"up": sds(8, 8)}, MESH, logical={"mlp": "tp"}, names={"up": ("mlp", "mlp")})
 
 
 def test_a_wrong_number_of_names_names_the_leaf():
     with pytest.raises(
-        mw.PartitionError, match=r"up: 1 name \('mlp',\) for 2 dims \(8, 8\)\. Give one name"
+        mw.errors.PartitionError, match=r"up: 1 name \('mlp',\) for 2 dims \(8, 8\)\. Give one name"
     ):
         mw.partition({"up": sds(8, 8)}, MESH, logical=TABLE, names={"up": ("mlp",)})
 
@@ -77,7 +77,7 @@ def test_a_wrong_number_of_names_names_the_leaf():
 def test_all_leaves_that_are_wrong_come_at_once():
     tree = {"a": sds(8, 8), "b": sds(6, 8), "c": sds(8, 8)}
     names = {"a": ("embed", "x"), "b": ("embed", "mlp"), "c": ("embed", "embed")}
-    with pytest.raises(mw.PartitionError, match="3 problems") as caught:
+    with pytest.raises(mw.errors.PartitionError, match="3 problems") as caught:
         mw.partition(tree, MESH, logical=TABLE, names=names)
     assert "a: dim 1: no rule for logical axis 'x'" in str(caught.value)
     assert "b: dim 0 has size 6, not divisible by 4 (axes fsdp)" in str(caught.value)
@@ -104,14 +104,14 @@ def test_uneven_dims_stay_whole_when_asked():
     ],
 )
 def test_bad_names_are_refused(names, message):
-    with pytest.raises(mw.PartitionError, match=message):
+    with pytest.raises(mw.errors.PartitionError, match=message):
         mw.partition({"up": sds(8, 8)}, MESH, logical=TABLE, names=names)
 
 
 def test_all_that_is_wrong_with_names_comes_at_once():
     tree = {"a": sds(8, 8), "b": sds(8, 8), "c": sds(8)}
     names = {"a": "embed", "c": ("embed", "mlp", "x"), "gone": ("mlp",)}
-    with pytest.raises(mw.PartitionError, match="4 problems") as caught:
+    with pytest.raises(mw.errors.PartitionError, match="4 problems") as caught:
         mw.partition(tree, MESH, logical=TABLE, names=names)
     assert [line.strip() for line in str(caught.value).splitlines()[1:]] == [
         "names: a: 'embed' is not a tuple such as ('embed', 'mlp').",
@@ -154,7 +154,7 @@ def test_nnx_leaves_without_names_go_by_shape_when_asked():
     ],
 )
 def test_bad_tables_are_refused(logical, message):
-    with pytest.raises(mw.PartitionError, match=message):
+    with pytest.raises(mw.errors.PartitionError, match=message):
         mw.partition({"up": sds(8, 8)}, MESH, logical=logical, names={"up": ("a", None)})
 
 
@@ -163,18 +163,18 @@ def test_a_table_may_name_an_axis_the_mesh_does_not_have_only_if_it_is_not_used(
     tree = {"w": sds(8, 8)}
     found = mw.partition(tree, MESH, logical=logical, names={"w": ("embed", None)})
     assert found == {"w": P("fsdp")}
-    with pytest.raises(mw.PartitionError, match=r"w: dim 0: no mesh axis 'ep' in fsdp, tp"):
+    with pytest.raises(mw.errors.PartitionError, match=r"w: dim 0: no mesh axis 'ep' in fsdp, tp"):
         mw.partition(tree, MESH, logical=logical, names={"w": ("expert", None)})
 
 
 def test_names_without_a_table_are_refused():
-    with pytest.raises(mw.PartitionError, match=r"^names go with logical="):
+    with pytest.raises(mw.errors.PartitionError, match=r"^names go with logical="):
         mw.partition({"w": sds(8, 8)}, MESH, names={"w": ("embed", None)})
 
 
 def test_a_tree_without_any_names_says_how_to_give_them():
     with pytest.raises(
-        mw.PartitionError, match=r"w: \(8, 8\) has no logical names\. Give them with names="
+        mw.errors.PartitionError, match=r"w: \(8, 8\) has no logical names\. Give them with names="
     ):
         mw.partition({"w": sds(8, 8)}, MESH, logical=TABLE)
 
@@ -259,10 +259,12 @@ def test_nnx_parameters_may_say_sharding_as_they_used_to(logical_nnx):
 
 def test_nnx_leaves_without_a_rule_are_named(logical_nnx):
     state = nnx.state(Nnx(nnx.Rngs(0)), nnx.Param)
-    with pytest.raises(mw.PartitionError, match="up/kernel/value: dim 0: no rule for logical axis"):
+    with pytest.raises(
+        mw.errors.PartitionError, match="up/kernel/value: dim 0: no rule for logical axis"
+    ):
         mw.partition(state, MESH, logical={"mlp": "tp"})
     with pytest.raises(
-        mw.PartitionError, match=r"down/value: P\('tp', 'tp'\) uses axis 'tp' twice"
+        mw.errors.PartitionError, match=r"down/value: P\('tp', 'tp'\) uses axis 'tp' twice"
     ):
         mw.partition(state, MESH, logical={"mlp": "tp", "embed": "tp"})
 
@@ -273,7 +275,7 @@ def test_an_attribute_called_names_does_not_make_a_module_a_box(logical_nnx):
             self.names = ("embed", "mlp")
             self.w = nnx.Param(jnp.ones((8, 8)))
 
-    with pytest.raises(mw.PartitionError, match=r"w/value: \(8, 8\) has no logical names"):
+    with pytest.raises(mw.errors.PartitionError, match=r"w/value: \(8, 8\) has no logical names"):
         mw.partition(Named(), MESH, logical=TABLE)
 
 
@@ -316,7 +318,11 @@ def test_linen_arrays_are_made_in_place_by_their_metadata(annotate):
 @both
 def test_linen_leaves_without_a_rule_are_named(annotate):
     shapes = jax.eval_shape(linen(annotate).init, jax.random.key(0), jnp.ones((2, 8)))
-    with pytest.raises(mw.PartitionError, match="Dense_0/bias/value: dim 0: no rule for logical"):
+    with pytest.raises(
+        mw.errors.PartitionError, match="Dense_0/bias/value: dim 0: no rule for logical"
+    ):
         mw.partition(shapes, MESH, logical={"embed": "tp"})
-    with pytest.raises(mw.PartitionError, match=r"Dense_0/kernel/value: .* uses axis 'tp' twice"):
+    with pytest.raises(
+        mw.errors.PartitionError, match=r"Dense_0/kernel/value: .* uses axis 'tp' twice"
+    ):
         mw.partition(shapes, MESH, logical={"embed": "tp", "mlp": "tp"})

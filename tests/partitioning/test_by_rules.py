@@ -35,7 +35,7 @@ def test_the_first_rule_that_matches_wins():
     message = (
         r"rule 'wq' is never reached: rule 'attn/\*' comes first and takes layers/0/attn/wq\. "
     )
-    with pytest.raises(mw.PartitionError, match=message):
+    with pytest.raises(mw.errors.PartitionError, match=message):
         mw.partition(TREE, MESH, rules=[rules[1], rules[0], rules[2]])
 
 
@@ -77,7 +77,7 @@ def test_rules_survive_a_file():
 
 
 def test_leaves_that_no_rule_matches_are_all_named():
-    with pytest.raises(mw.PartitionError, match="partition: 3 problems") as e:
+    with pytest.raises(mw.errors.PartitionError, match="partition: 3 problems") as e:
         mw.partition(TREE, MESH, rules=[("embed", "tp")])
     for path, shape in [("attn/wq", "(32, 32)"), ("attn/wo", "(32, 32)"), ("norm", "(32,)")]:
         line = f"layers/0/{path}: {shape} matches no rule. Add one, e.g. ('**', None), or pass "
@@ -95,7 +95,7 @@ def test_unmatched_leaves_stay_whole_or_go_by_shape_when_asked():
 
 def test_a_rule_that_is_never_used_is_reported_unless_allowed():
     rules = [("**", None), ("embed", "tp"), (re.compile("ghost"), "tp")]
-    with pytest.raises(mw.PartitionError, match="2 problems") as caught:
+    with pytest.raises(mw.errors.PartitionError, match="2 problems") as caught:
         mw.partition(TREE, MESH, rules=rules)
     assert "rule 'embed' is never reached: rule '**' comes first and takes embed. Move it up, " in (
         str(caught.value)
@@ -113,7 +113,7 @@ def test_all_problems_come_at_once_with_path_dim_sizes_axes_and_fix():
         "d": ("tp", "tp"),
         "ghost": None,
     }
-    with pytest.raises(mw.PartitionError, match="6 problems") as caught:
+    with pytest.raises(mw.errors.PartitionError, match="6 problems") as caught:
         mw.partition(tree, MESH, rules=rules)
     lines = [line.strip() for line in str(caught.value).splitlines()[1:]]
     assert lines == [
@@ -144,7 +144,8 @@ def test_of_several_uneven_axes_those_that_divide_are_kept_in_order():
 @pytest.mark.parametrize("spec", [("fsdp", "tp", None), ["fsdp", None, None], P(None, None, None)])
 def test_a_spec_longer_than_the_array_is_refused_even_if_the_rest_is_whole(spec):
     with pytest.raises(
-        mw.PartitionError, match=r"w: .* has 3 entries for an array with 2 dims \(64, 64\)\. Drop 1"
+        mw.errors.PartitionError,
+        match=r"w: .* has 3 entries for an array with 2 dims \(64, 64\)\. Drop 1",
     ):
         mw.partition({"w": sds(64, 64)}, MESH, rules={"w": spec})
 
@@ -157,14 +158,15 @@ def test_uneven_leaves_of_one_shape_are_all_made_whole():
 
 def test_what_uneven_forgives_is_not_reported_beside_other_problems():
     tree = {"a": sds(6, 8), "b": sds(6, 8)}
-    with pytest.raises(mw.PartitionError, match="2 problems") as caught:
+    with pytest.raises(mw.errors.PartitionError, match="2 problems") as caught:
         mw.partition(tree, MESH, rules=[("**", ("fsdp", "nope"))], uneven="replicate")
     assert "divisible" not in str(caught.value)
 
 
 def test_two_axes_on_a_dim_must_divide_it_together():
     with pytest.raises(
-        mw.PartitionError, match=r"w: dim 1 has size 12, not divisible by 8 \(axes fsdp, tp\)\. Pad"
+        mw.errors.PartitionError,
+        match=r"w: dim 1 has size 12, not divisible by 8 \(axes fsdp, tp\)\. Pad",
     ):
         mw.partition({"w": sds(4, 12)}, MESH, rules={"w": (None, ("fsdp", "tp"))})
 
@@ -174,7 +176,7 @@ def test_zero_divides_by_everything():
 
 
 def test_without_rules_every_array_must_be_taken_care_of():
-    with pytest.raises(mw.PartitionError, match=r"w: \(8, 8\) matches no rule"):
+    with pytest.raises(mw.errors.PartitionError, match=r"w: \(8, 8\) matches no rule"):
         mw.partition({"w": sds(8, 8)}, MESH, rules=[])
 
 
@@ -198,7 +200,7 @@ def test_without_rules_every_array_must_be_taken_care_of():
     ],
 )
 def test_bad_rules_say_which_entry(rules, message):
-    with pytest.raises(mw.PartitionError, match=message):
+    with pytest.raises(mw.errors.PartitionError, match=message):
         mw.partition({"w": sds(8, 8)}, MESH, rules=rules)
 
 
@@ -210,13 +212,13 @@ def test_unknown_words_list_the_known_ones(option):
         "unused": "error, allow",
     }
     with pytest.raises(
-        mw.PartitionError, match=rf"^{option}: 'maybe' is not one of {known[option]}\.$"
+        mw.errors.PartitionError, match=rf"^{option}: 'maybe' is not one of {known[option]}\.$"
     ):
         mw.partition({"w": sds(8, 8)}, MESH, rules=[("**", None)], **{option: "maybe"})
 
 
 def test_rules_and_logical_axes_do_not_mix():
-    with pytest.raises(mw.PartitionError, match=r"^pass rules or logical, not both\.$"):
+    with pytest.raises(mw.errors.PartitionError, match=r"^pass rules or logical, not both\.$"):
         mw.partition({"w": sds(8, 8)}, MESH, rules=[], logical={})
 
 

@@ -189,7 +189,7 @@ def test_arrays_and_their_shapes_get_the_same_spec():
     ],
 )
 def test_bad_options_are_refused(options, message):
-    with pytest.raises(mw.PartitionError, match=message):
+    with pytest.raises(mw.errors.PartitionError, match=message):
         mw.partition({"w": sds(8, 8)}, MESH, **options)
 
 

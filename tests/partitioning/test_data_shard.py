@@ -47,21 +47,23 @@ def test_rows_cover_a_batch_once(count, size):
 
 def test_a_batch_that_does_not_split_names_the_nearest_that_do():
     with pytest.raises(
-        mw.PartitionError, match=r"^a batch of 30 does not split into 4 equal parts\. Use 28 or 32"
+        mw.errors.PartitionError,
+        match=r"^a batch of 30 does not split into 4 equal parts\. Use 28 or 32",
     ):
         mw.DataShard(1, 4).rows(30)
 
 
 @pytest.mark.parametrize("batch", ["64", -4, 8.0, None, True])
 def test_what_is_no_count_of_rows_is_refused(batch):
-    with pytest.raises(mw.PartitionError, match=r"^a batch of .* is not a count of rows\.$"):
+    with pytest.raises(mw.errors.PartitionError, match=r"^a batch of .* is not a count of rows\.$"):
         mw.DataShard(1, 4).rows(batch)
 
 
 @pytest.mark.parametrize(("index", "count"), [(5, 4), (4, 4), (-1, 4), (0, 0), ("0", 4), (0, 2.0)])
 def test_parts_that_cannot_be_are_refused(index, count):
     with pytest.raises(
-        mw.PartitionError, match=r"^DataShard: part .* of .*\. Parts are counted from 0, so the"
+        mw.errors.PartitionError,
+        match=r"^DataShard: part .* of .*\. Parts are counted from 0, so the",
     ):
         mw.DataShard(index, count)
 
@@ -82,7 +84,7 @@ def test_parts_that_cannot_be_are_refused(index, count):
     ],
 )
 def test_bad_input_is_refused(mesh, options, message):
-    with pytest.raises(mw.PartitionError, match=message):
+    with pytest.raises(mw.errors.PartitionError, match=message):
         mw.data_shard(mesh, **options)
 
 
@@ -100,7 +102,7 @@ def test_unequal_parts_are_refused_with_one_text_for_all(loaded, parts):
     texts = set()
     for process in loaded:
         with pytest.raises(
-            mw.PartitionError,
+            mw.errors.PartitionError,
             match=r"^the batch over dp, fsdp is not cut into equal, contiguous parts per process "
             r"\(process \d holds [\d, ]+ of \d\)\. Put the data axes first",
         ) as caught:

@@ -132,12 +132,16 @@ def test_a_part_of_a_word_is_no_match():
 
 def test_a_leaf_with_a_parameters_shape_that_follows_none_is_refused():
     w = np.ones((8, 8), np.float32)
-    with pytest.raises(mw.PartitionError, match=r"mu/ww: has a parameter's shape \(8, 8\) but no"):
+    with pytest.raises(
+        mw.errors.PartitionError, match=r"mu/ww: has a parameter's shape \(8, 8\) but no"
+    ):
         mw.partition_like({"mu": {"ww": w}}, {"w": w}, {"w": P("tp")})
 
 
 def test_bad_unmatched_is_refused():
-    with pytest.raises(mw.PartitionError, match="unmatched: 'shape' is not 'error' or 'replicate'"):
+    with pytest.raises(
+        mw.errors.PartitionError, match="unmatched: 'shape' is not 'error' or 'replicate'"
+    ):
         mw.partition_like({}, {}, P(), unmatched="shape")
 
 
@@ -176,7 +180,7 @@ def test_only_dims_before_the_parameters_shape_are_memories():
 def test_a_state_that_holds_all_parameters_in_one_vector_is_refused():
     state = jax.eval_shape(optax.flatten(optax.adam(1e-3)).init, PARAMS)
     with pytest.raises(
-        mw.PartitionError,
+        mw.errors.PartitionError,
         match=r"0/mu: \(4160,\) holds as many elements as all parameters together \(4,160\) but "
         r"follows none, .* Keep the state in the parameters' tree \(no optax\.flatten\), give it",
     ):
@@ -198,7 +202,9 @@ def test_one_spec_may_serve_all_parameters():
 
 
 def test_specs_of_another_tree_are_refused():
-    with pytest.raises(mw.PartitionError, match="First difference: 'layers/0/b' has no spec"):
+    with pytest.raises(
+        mw.errors.PartitionError, match="First difference: 'layers/0/b' has no spec"
+    ):
         mw.partition_like(PARAMS, PARAMS, {"embed": P(), "layers": [{"w": P()}]})
 
 
@@ -216,12 +222,16 @@ def test_a_state_may_follow_to_another_mesh():
     other = mw.mesh("fsdp:2, tp:4")
     placed = mw.shard_like({"mu": PARAMS}, params, other)
     assert placed["mu"]["embed"].sharding == NamedSharding(other, P("tp", "fsdp"))
-    with pytest.raises(mw.PartitionError, match=r"mu/embed: dim 0: no mesh axis 'tp' in fsdp"):
+    with pytest.raises(
+        mw.errors.PartitionError, match=r"mu/embed: dim 0: no mesh axis 'tp' in fsdp"
+    ):
         mw.shard_like({"mu": PARAMS}, params, mw.mesh("fsdp:8"))
 
 
 def test_all_parameters_that_are_not_placed_are_named():
-    with pytest.raises(mw.PartitionError, match="shard_like: 3 problems, nothing was placed") as e:
+    with pytest.raises(
+        mw.errors.PartitionError, match="shard_like: 3 problems, nothing was placed"
+    ) as e:
         mw.shard_like({"mu": PARAMS}, PARAMS)
     for path in ("embed", "layers/0/b", "layers/0/w"):
         assert f"\n  {path}: the parameter is not placed on a mesh. Place it first, " in str(
@@ -230,7 +240,7 @@ def test_all_parameters_that_are_not_placed_are_named():
     placed = mw.shard(PARAMS, MESH, SPECS)
     mixed = {**placed, "layers": [{"w": jnp.ones((32, 64)), "b": placed["layers"][0]["b"]}]}
     with pytest.raises(
-        mw.PartitionError, match=r"1 problem.*\n  layers/0/w: the parameter is not pl"
+        mw.errors.PartitionError, match=r"1 problem.*\n  layers/0/w: the parameter is not pl"
     ):
         mw.shard_like({"mu": PARAMS}, mixed)
 
@@ -238,7 +248,7 @@ def test_all_parameters_that_are_not_placed_are_named():
 def test_tracers_for_parameters_say_what_to_use_under_jit():
     placed = mw.shard(PARAMS, MESH, SPECS)
     with pytest.raises(
-        mw.PartitionError,
+        mw.errors.PartitionError,
         match=r"embed: the parameter is a tracer, .*with_sharding_constraint with the specs of",
     ):
         jax.jit(lambda params: mw.shard_like({"mu": params}, params))(placed)
@@ -247,16 +257,18 @@ def test_tracers_for_parameters_say_what_to_use_under_jit():
 def test_parameters_on_two_meshes_are_refused():
     w = np.ones((8, 8), np.float32)
     params = {"a": mw.shard(w, MESH), "b": mw.shard(w, mw.mesh("fsdp:8"))}
-    with pytest.raises(mw.PartitionError, match="the parameters stand on several meshes"):
+    with pytest.raises(mw.errors.PartitionError, match="the parameters stand on several meshes"):
         mw.shard_like({"mu": params}, params)
 
 
 def test_no_parameters_are_nothing_to_follow():
-    with pytest.raises(mw.PartitionError, match=r"^the parameters hold no arrays, so there is"):
+    with pytest.raises(
+        mw.errors.PartitionError, match=r"^the parameters hold no arrays, so there is"
+    ):
         mw.shard_like({"mu": np.ones(8, np.float32)}, {})
 
 
 def test_a_state_that_would_be_narrowed_is_refused():
     params = mw.shard(PARAMS, MESH, SPECS)
-    with pytest.raises(mw.PartitionError, match="step: int64 would become int32"):
+    with pytest.raises(mw.errors.PartitionError, match="step: int64 would become int32"):
         mw.shard_like({"step": np.int64(3)}, params)

@@ -69,14 +69,15 @@ def test_pattern(pattern, path, hit):
 @pytest.mark.parametrize("pattern", ["", None, 3, ["w"], {"w": 1}, b"w", re.compile(b"w")])
 def test_what_is_no_pattern_is_refused(pattern):
     with pytest.raises(
-        mw.PartitionError, match=r"^pattern .* is not a string or a compiled expression\.$"
+        mw.errors.PartitionError, match=r"^pattern .* is not a string or a compiled expression\.$"
     ):
         compile_pattern(pattern)
 
 
 def test_a_broken_expression_says_why():
     with pytest.raises(
-        mw.PartitionError, match=r"^pattern '\(wq' does not compile: missing \), .* position 0"
+        mw.errors.PartitionError,
+        match=r"^pattern '\(wq' does not compile: missing \), .* position 0",
     ):
         compile_pattern("(wq")
 

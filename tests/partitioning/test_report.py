@@ -43,32 +43,32 @@ whole on every device: 32 B, the largest scale 28 B, step 4 B"""
 
 
 def test_the_text_is_as_it_is():
-    assert str(mw.describe(TREE, MESH)) == GOLDEN
-    assert str(mw.describe(TREE, MESH.abstract_mesh)) == GOLDEN
+    assert str(mw.explain(TREE, MESH)) == GOLDEN
+    assert str(mw.explain(TREE, MESH.abstract_mesh)) == GOLDEN
 
 
 def test_specs_and_options_decide_what_is_described():
     tree = {"w": sds(64, 64)}
-    assert mw.describe(tree, MESH, P("tp")).rows[0].text == "f32[64@tp,64]"
-    assert mw.describe(tree, MESH, {"w": P(None, "tp")}).rows[0].text == "f32[64,64@tp]"
-    assert mw.describe(tree, MESH, rules={"w": "fsdp"}).rows[0].text == "f32[64@fsdp,64]"
+    assert mw.explain(tree, MESH, P("tp")).rows[0].text == "f32[64@tp,64]"
+    assert mw.explain(tree, MESH, {"w": P(None, "tp")}).rows[0].text == "f32[64,64@tp]"
+    assert mw.explain(tree, MESH, rules={"w": "fsdp"}).rows[0].text == "f32[64@fsdp,64]"
 
 
 def test_placed_arrays_are_described_as_they_lie():
     host = {"w": np.ones((64, 64), np.float32), "v": np.ones((64, 64), np.float32)}
     placed = mw.shard(host, MESH, {"w": P(), "v": P(None, "tp")})
-    report = mw.describe(placed, MESH)
+    report = mw.explain(placed, MESH)
     assert [row.text for row in report.rows] == ["f32[64,64@tp]", "f32[64,64]"]
     assert report.device_bytes == sum(x.addressable_shards[0].data.nbytes for x in placed.values())
     shapes = mw.shard(jax.eval_shape(lambda: host), MESH, P())
-    assert mw.describe(shapes, MESH).device_bytes == 2 * 64 * 64 * 4
-    assert mw.describe(placed, MESH.abstract_mesh).rows == report.rows
+    assert mw.explain(shapes, MESH).device_bytes == 2 * 64 * 64 * 4
+    assert mw.explain(placed, MESH.abstract_mesh).rows == report.rows
 
 
 def test_specs_or_options_say_more_than_where_arrays_lie():
     placed = mw.shard({"w": np.ones((64, 64), np.float32)}, MESH, P())
-    assert mw.describe(placed, MESH, P("tp")).rows[0].text == "f32[64@tp,64]"
-    assert mw.describe(placed, MESH, axes=["tp"]).rows[0].text == "f32[64@tp,64]"
+    assert mw.explain(placed, MESH, P("tp")).rows[0].text == "f32[64@tp,64]"
+    assert mw.explain(placed, MESH, axes=["tp"]).rows[0].text == "f32[64@tp,64]"
 
 
 def test_arrays_that_are_not_on_this_mesh_are_described_as_partition_would_cut_them():
@@ -77,11 +77,11 @@ def test_arrays_that_are_not_on_this_mesh_are_described_as_partition_would_cut_t
     turned = jax.sharding.Mesh(MESH.devices[::-1], MESH.axis_names)
     for tree in (host, mw.shard(host, other, P()), mw.shard(host, turned, P()), jnp.ones((4,))):
         specs = mw.partition(tree, MESH)
-        assert mw.describe(tree, MESH).rows == mw.describe(tree, MESH, specs).rows
+        assert mw.explain(tree, MESH).rows == mw.explain(tree, MESH, specs).rows
 
 
 def test_a_long_tree_is_cut_short():
-    text = str(mw.describe({f"w{place:04}": sds(8) for place in range(10_000)}, MESH))
+    text = str(mw.explain({f"w{place:04}": sds(8) for place in range(10_000)}, MESH))
     lines = text.splitlines()
     assert lines[0].startswith("10,000 arrays on fsdp:4, tp:2 (8 devices)")
     assert lines[-2] == "... and 9,800 more arrays"
@@ -91,7 +91,7 @@ def test_a_long_tree_is_cut_short():
 
 
 def test_an_empty_tree_has_a_report():
-    report = mw.describe({}, MESH)
+    report = mw.explain({}, MESH)
     assert str(report).startswith("0 arrays on fsdp:4, tp:2 (8 devices): 0 B, 0 B on each device")
     assert report.to_json()["arrays"] == []
     assert "<svg" not in report._repr_html_()
@@ -155,7 +155,7 @@ def test_bytes_per_device_are_those_that_devices_hold():
         "key": jax.random.split(jax.random.key(0), 1024),
         "empty": np.ones((0, 4), np.float32),
     }
-    report = mw.describe(tree, MESH, min_shard_size=16)
+    report = mw.explain(tree, MESH, min_shard_size=16)
     placed = mw.shard(tree, MESH, min_shard_size=16)
     held = dict.fromkeys(MESH.devices.flat, 0)
     for array, row in zip(jax.tree.leaves(placed), report.rows, strict=True):
@@ -171,18 +171,18 @@ def test_bytes_per_device_are_those_that_devices_hold():
 
 
 def test_half_bytes_are_counted_as_halves():
-    report = mw.describe({"w": sds(64, 64, dtype=jnp.int4)}, MESH)
+    report = mw.explain({"w": sds(64, 64, dtype=jnp.int4)}, MESH)
     assert (report.bytes, report.device_bytes) == (2048, 256)
 
 
 def test_whole_arrays_are_listed_largest_first():
     tree = {"a": sds(3), "b": sds(300), "c": sds(64, 64)}
-    assert [row.path for row in mw.describe(tree, MESH).replicated] == ["b", "a"]
+    assert [row.path for row in mw.explain(tree, MESH).replicated] == ["b", "a"]
 
 
 def test_on_one_device_nothing_is_said_about_copies():
     mesh = mw.mesh("fsdp:1", devices=jax.devices()[:1])
-    text = str(mw.describe({"w": sds(64, 64)}, mesh))
+    text = str(mw.explain({"w": sds(64, 64)}, mesh))
     assert "whole on every device" not in text
 
 
@@ -218,7 +218,7 @@ def test_the_page_draws_arrays_of_one_to_four_dims():
         "four": sds(4, 8, 64, 64),
         "scalar": sds(),
     }
-    page = Page(mw.describe(tree, MESH)._repr_html_())
+    page = Page(mw.explain(tree, MESH)._repr_html_())
     drawn = [tag for tag, _ in page.tags]
     assert drawn.count("svg") == 4
     captions = " ".join(page.words)
@@ -228,7 +228,7 @@ def test_the_page_draws_arrays_of_one_to_four_dims():
 
 
 def test_the_page_asks_nothing_of_the_network():
-    text = mw.describe(TREE, MESH)._repr_html_()
+    text = mw.explain(TREE, MESH)._repr_html_()
     page = Page(text)
     assert {tag for tag, _ in page.tags}.isdisjoint(
         {"script", "link", "img", "iframe", "image", "use", "object", "embed", "audio", "video"}
@@ -241,20 +241,20 @@ def test_the_page_asks_nothing_of_the_network():
 
 
 def test_the_page_escapes_paths():
-    text = mw.describe({"<b>&": sds(64, 64)}, MESH)._repr_html_()
+    text = mw.explain({"<b>&": sds(64, 64)}, MESH)._repr_html_()
     assert "<b>&" not in text
     assert "&lt;b&gt;&amp;" in text
 
 
 def test_the_page_draws_each_kind_of_array_once_and_few_of_them():
-    same = mw.describe({f"w{place}": sds(64, 64) for place in range(50)}, MESH)._repr_html_()
+    same = mw.explain({f"w{place}": sds(64, 64) for place in range(50)}, MESH)._repr_html_()
     assert same.count("<svg") == 1
     many = {f"w{place}": sds(64, 8 * place) for place in range(4, 50)}
-    assert mw.describe(many, MESH)._repr_html_().count("<svg") == 6
+    assert mw.explain(many, MESH)._repr_html_().count("<svg") == 6
 
 
 def test_empty_arrays_do_not_break_the_page():
-    Page(mw.describe({"a": sds(0, 8), "b": sds(8, 0, 4, 2), "c": sds(0)}, MESH)._repr_html_())
+    Page(mw.explain({"a": sds(0, 8), "b": sds(8, 0, 4, 2), "c": sds(0)}, MESH)._repr_html_())
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_a_drawing_has_a_line_per_cut_and_a_panel_per_piece(shape, local, panels
 
 
 def test_json_says_everything_in_plain_values():
-    report = mw.describe({"w": sds(64, 256), "s": sds(7)}, MESH, {"w": P(("fsdp", "tp")), "s": P()})
+    report = mw.explain({"w": sds(64, 256), "s": sds(7)}, MESH, {"w": P(("fsdp", "tp")), "s": P()})
     assert json.loads(json.dumps(report.to_json())) == {
         "mesh": {"fsdp": 4, "tp": 2},
         "devices": 8,
@@ -316,12 +316,14 @@ def test_json_says_everything_in_plain_values():
 
 def test_json_takes_keys_and_numpy_shapes():
     tree = {"k": jax.random.split(jax.random.key(0), 64), "n": np.ones((4, 4))}
-    found = json.loads(json.dumps(mw.describe(tree, MESH).to_json()))
+    found = json.loads(json.dumps(mw.explain(tree, MESH).to_json()))
     assert re.fullmatch(r"key<\w+>\[64.*\]", found["arrays"][0]["array"])
 
 
 def test_what_does_not_fit_is_refused_here_too():
-    with pytest.raises(mw.PartitionError, match=r"describe: 1 problem.*\n  w: dim 0 has size 6"):
-        mw.describe({"w": sds(6, 8)}, MESH, P("fsdp"))
-    with pytest.raises(mw.PartitionError, match="First difference: 'w' has no spec"):
-        mw.describe({"w": sds(6, 8)}, MESH, {})
+    with pytest.raises(
+        mw.errors.PartitionError, match=r"explain: 1 problem.*\n  w: dim 0 has size 6"
+    ):
+        mw.explain({"w": sds(6, 8)}, MESH, P("fsdp"))
+    with pytest.raises(mw.errors.PartitionError, match="First difference: 'w' has no spec"):
+        mw.explain({"w": sds(6, 8)}, MESH, {})

@@ -172,7 +172,9 @@ def test_patterns_replace_the_words():
 
 def test_a_pattern_that_matches_no_leaf_is_reported_unless_allowed():
     tree = {"layers": {"w": sds(8, 64, 64)}}
-    with pytest.raises(mw.PartitionError, match=r"stacked: 'zz' matches no leaf\. Mend or drop it"):
+    with pytest.raises(
+        mw.errors.PartitionError, match=r"stacked: 'zz' matches no leaf\. Mend or drop it"
+    ):
         mw.partition(tree, MESH, stacked=["w", "zz"])
     assert mw.partition(tree, MESH, stacked=["w", "zz"], unused="allow")["layers"]["w"][0] is None
 
@@ -181,9 +183,11 @@ def test_a_pattern_that_matches_no_leaf_is_reported_unless_allowed():
 def test_what_only_shapes_obey_is_refused_where_they_do_not_decide(option):
     tree = {"w": sds(64, 64), "rest": sds(64, 64)}
     message = rf"^{next(iter(option))}: is for deciding by shape, but rules= decides\. Drop it, or"
-    with pytest.raises(mw.PartitionError, match=message):
+    with pytest.raises(mw.errors.PartitionError, match=message):
         mw.partition(tree, MESH, rules=[("**", None)], **option)
-    with pytest.raises(mw.PartitionError, match="is for deciding by shape, but logical= decides"):
+    with pytest.raises(
+        mw.errors.PartitionError, match="is for deciding by shape, but logical= decides"
+    ):
         mw.partition(tree, MESH, logical={}, **option)
     mw.partition(tree, MESH, rules=[("w", None)], unmatched="shape", **option)
 
@@ -191,7 +195,7 @@ def test_what_only_shapes_obey_is_refused_where_they_do_not_decide(option):
 @pytest.mark.parametrize("stacked", [3, {"layers": 0}, 1.5])
 def test_what_is_no_pattern_is_refused(stacked):
     with pytest.raises(
-        mw.PartitionError, match=r"^stacked: .* is not a pattern or a list of patterns\.$"
+        mw.errors.PartitionError, match=r"^stacked: .* is not a pattern or a list of patterns\.$"
     ):
         mw.partition({"layers": {"w": sds(64, 64, 64)}}, MESH, stacked=stacked)
 

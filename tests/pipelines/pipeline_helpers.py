@@ -29,7 +29,7 @@ def chain_loss(params, x, y):
     """One layer per stage, a mark after each but the last."""
     *first, last = sorted(params)
     for name in first:
-        x = mw.stage(jnp.tanh(x @ params[name]))
+        x = mw.stage_end(jnp.tanh(x @ params[name]))
     return jnp.mean((x @ params[last] - y) ** 2)
 
 

@@ -16,7 +16,7 @@ def words(loss=chain_loss, rows=8, schedule="1f1b", count=2):
 
 
 def other_loss(params, x, y):
-    x = mw.stage(jnp.sin(x @ params["w0"]))
+    x = mw.stage_end(jnp.sin(x @ params["w0"]))
     return jnp.mean((x @ params["w1"] - y) ** 2)
 
 
@@ -53,7 +53,7 @@ def test_tasks_that_differ_in_their_order_alone_show_checksums():
 
 def test_many_arrays_are_told_in_few_words():
     def loss(params, x):
-        return jnp.mean(mw.stage(x) @ sum(params))
+        return jnp.mean(mw.stage_end(x) @ sum(params))
 
     def told(last):
         step = mw.pipeline(loss, groups(2), microbatches=2)

@@ -19,9 +19,9 @@ import meshwright as mw
 
 def test_aux_outputs_of_every_reduction_and_of_every_stage():
     def loss(params, x, y):
-        h = mw.stage(jnp.tanh(x @ params["w0"]))
+        h = mw.stage_end(jnp.tanh(x @ params["w0"]))
         early = jnp.sum(h, axis=0)
-        h = mw.stage(jnp.tanh(h @ params["w1"]))
+        h = mw.stage_end(jnp.tanh(h @ params["w1"]))
         out = h @ params["w2"]
         aux = {
             "stack": out,
@@ -43,7 +43,7 @@ def test_aux_outputs_of_every_reduction_and_of_every_stage():
 @pytest.mark.parametrize("word", ["stack", "mean", "sum", "max"])
 def test_truths_and_whole_numbers_are_reduced_as_numpy_does(word):
     def loss(params, x, y):
-        h = mw.stage(jnp.tanh(x @ params["w0"]))
+        h = mw.stage_end(jnp.tanh(x @ params["w0"]))
         out = h @ params["w1"]
         return jnp.mean((out - y) ** 2), (jnp.any(out > 1.5), jnp.argmin(out) - 5)
 
@@ -52,7 +52,7 @@ def test_truths_and_whole_numbers_are_reduced_as_numpy_does(word):
 
 def test_aux_outputs_that_no_stage_computes():
     def loss(params, x, y):
-        h = mw.stage(jnp.tanh(x @ params["w0"]))
+        h = mw.stage_end(jnp.tanh(x @ params["w0"]))
         aux = {
             "input": x,
             "constant": jnp.float32(2.0),
@@ -79,7 +79,7 @@ def test_batch_statistics_carried_on():
             return x - mean, mean
 
         h, first = normalized(x @ params["w0"], stats["first"])
-        h = mw.stage(jnp.tanh(h))
+        h = mw.stage_end(jnp.tanh(h))
         h, second = normalized(h @ params["w1"], stats["second"])
         stats = {"first": first, "second": second, "count": stats["count"] + 1}
         return jnp.mean((h - y) ** 2), jax.lax.stop_gradient(stats)
@@ -94,7 +94,7 @@ def test_batch_statistics_carried_on():
 
 def test_carried_state_with_aux_outputs():
     def loss(params, state, x, y):
-        h = mw.stage(jnp.tanh(x @ params["w0"]) + state)
+        h = mw.stage_end(jnp.tanh(x @ params["w0"]) + state)
         out = h @ params["w1"]
         return jnp.mean((out - y) ** 2), (state * 0.5 + jnp.mean(x, axis=0), jnp.sum(out))
 
@@ -105,7 +105,7 @@ def test_carried_state_with_aux_outputs():
 
 def test_settings_of_a_carried_state_stay_settings_and_numbers_beside_it_are_data():
     def loss(params, state, x, y):
-        h = mw.stage(state["act"](x @ params["w0"]) + state["rate"] * state["mean"])
+        h = mw.stage_end(state["act"](x @ params["w0"]) + state["rate"] * state["mean"])
         out = h @ params["w1"]
         state = state | {"mean": jnp.mean(x, axis=0)}
         return jnp.mean((out - y) ** 2), (state, {"how": state["act"], "rows": len(x), "on": True})

@@ -11,7 +11,7 @@ import meshwright as mw
 
 def refused(loss, match, *, at=None, arguments=None, **options):
     options = {"microbatches": 4, **options}
-    with pytest.raises(mw.MeshwrightError, match=match):
+    with pytest.raises(mw.errors.MeshwrightError, match=match):
         step = mw.pipeline(loss, at or groups(2), **options)
         step(*(arguments or (layers(2), *batch())))
 
@@ -20,7 +20,7 @@ def looping(loop):
     """A loss whose only mark stands inside of some control flow."""
 
     def loss(params, x, y):
-        return jnp.mean((loop(lambda x: mw.stage(jnp.tanh(x @ params["w0"])), x) - y) ** 2)
+        return jnp.mean((loop(lambda x: mw.stage_end(jnp.tanh(x @ params["w0"])), x) - y) ** 2)
 
     return loss
 
@@ -44,7 +44,7 @@ def test_marks_inside_of_control_flow_are_refused_with_their_line(name):
 def test_marks_inside_of_an_inner_gradient_are_refused_with_their_line():
     def loss(params, x, y):
         def inner(x):
-            return jnp.sum(mw.stage(jnp.tanh(x @ params["w0"])) @ params["w1"])
+            return jnp.sum(mw.stage_end(jnp.tanh(x @ params["w0"])) @ params["w1"])
 
         return jnp.mean((jax.grad(inner)(x) - y) ** 2)
 
@@ -54,7 +54,7 @@ def test_marks_inside_of_an_inner_gradient_are_refused_with_their_line():
 
 def test_a_mark_whose_result_is_dropped_is_refused_with_its_line():
     def loss(params, x, y):
-        mw.stage(jnp.tanh(x @ params["w0"]))
+        mw.stage_end(jnp.tanh(x @ params["w0"]))
         return chain_loss(params, x, y)
 
     match = r"test_pipeline_bad_input\.py:\d+: its result is not used.*Write y = stage\(y\)"
@@ -64,16 +64,16 @@ def test_a_mark_whose_result_is_dropped_is_refused_with_its_line():
 
 def test_marks_of_whole_numbers_are_refused():
     def loss(params, x, y):
-        return chain_loss(params, x, y) + mw.stage(jnp.arange(3))[0]
+        return chain_loss(params, x, y) + mw.stage_end(jnp.arange(3))[0]
 
     refused(loss, r"test_pipeline_bad_input\.py:\d+: no array of floating-point numbers")
 
 
 def test_marks_of_nothing_are_refused():
     with pytest.raises(
-        mw.PipelineError, match=r"test_pipeline_bad_input\.py:\d+: nothing to go on"
+        mw.errors.PipelineError, match=r"test_pipeline_bad_input\.py:\d+: nothing to go on"
     ):
-        mw.stage(())
+        mw.stage_end(())
 
 
 def test_rows_that_cannot_be_cut():
@@ -114,7 +114,7 @@ def test_more_marks_than_groups_have_stages():
 
 
 def test_a_schedule_of_other_sizes():
-    other = mw.schedule("1f1b", groups=4, microbatches=8)
+    other = mw.schedules.schedule("1f1b", groups=4, microbatches=8)
     refused(
         chain_loss,
         "1f1b has 4 groups, 8 microbatches and 4 stages; the pipeline has 2, 4 and 2",
@@ -129,7 +129,7 @@ def test_unknown_schedules():
 
 @pytest.mark.parametrize("count", [0, -1, "4", None])
 def test_nonsense_microbatches_are_refused_at_once(count):
-    with pytest.raises(mw.MeshwrightError, match="microbatches"):
+    with pytest.raises(mw.errors.MeshwrightError, match="microbatches"):
         mw.pipeline(chain_loss, groups(2), microbatches=count)
 
 
@@ -140,7 +140,7 @@ def test_nonsense_microbatches(count):
 
 def test_marks_outside_of_the_differentiated_function():
     def train_step(params, x, y):
-        x = mw.stage(x * 2)
+        x = mw.stage_end(x * 2)
         return mw.value_and_grad(chain_loss)(params, x, y)
 
     refused(train_step, r"test_pipeline_bad_input\.py:\d+ is outside of the differentiated")
@@ -193,7 +193,9 @@ def test_several_differentiated_arguments():
 def test_parameters_are_not_to_be_cut(option):
     refused(chain_loss, f"{option}=0: argument 0 holds the parameters", **{option: 0})
     model = mw.pipeline(chain_loss, groups(2), schedule="forward", microbatches=4, **{option: 0})
-    with pytest.raises(mw.PipelineError, match=f"{option}=0: argument 0 holds the parameters"):
+    with pytest.raises(
+        mw.errors.PipelineError, match=f"{option}=0: argument 0 holds the parameters"
+    ):
         model(layers(2), *batch())
 
 
@@ -216,7 +218,7 @@ def test_unknown_words():
 
 
 def test_unknown_options():
-    with pytest.raises((TypeError, mw.PipelineError), match="has_axu"):
+    with pytest.raises((TypeError, mw.errors.PipelineError), match="has_axu"):
         mw.pipeline(aux_loss, groups(2), microbatches=4, has_axu=True)(layers(2), *batch())
 
 
@@ -226,9 +228,9 @@ def test_a_function_without_the_aux_it_promised():
 
 def test_a_value_that_is_no_scalar():
     def loss(params, x, y):
-        return mw.stage(x @ params["w0"]) @ params["w1"]
+        return mw.stage_end(x @ params["w0"]) @ params["w1"]
 
-    with pytest.raises((TypeError, mw.PipelineError), match="scalar"):
+    with pytest.raises((TypeError, mw.errors.PipelineError), match="scalar"):
         mw.pipeline(loss, groups(2), microbatches=4)(layers(2), *batch())
 
 
@@ -245,7 +247,7 @@ def test_carries_that_change():
 
 def test_carries_that_make_microbatches_wait_for_each_other():
     def loss(params, x, y, state):
-        h = mw.stage(jnp.tanh(x @ params["w0"] + state))
+        h = mw.stage_end(jnp.tanh(x @ params["w0"] + state))
         out = h @ params["w1"]
         return jnp.mean((out - y) ** 2), jnp.mean(out, axis=0)
 
@@ -258,7 +260,7 @@ def test_deleted_arguments_are_named():
     step = mw.pipeline(chain_loss, groups(2), microbatches=4)
     step(params, *batch())
     params["w1"].delete()
-    with pytest.raises((RuntimeError, mw.PipelineError), match="deleted"):
+    with pytest.raises((RuntimeError, mw.errors.PipelineError), match="deleted"):
         step(params, *batch())
 
 
@@ -267,15 +269,15 @@ def test_donating_an_argument_that_is_not_there():
 
 
 def test_groups_that_are_none():
-    with pytest.raises(mw.MeshwrightError):
+    with pytest.raises(mw.errors.MeshwrightError):
         mw.pipeline(chain_loss, [], microbatches=4)
-    with pytest.raises((mw.MeshwrightError, TypeError)):
+    with pytest.raises((mw.errors.MeshwrightError, TypeError)):
         mw.pipeline(chain_loss, 3, microbatches=4)
 
 
 def test_a_refused_call_leaves_the_step_usable():
     step = mw.pipeline(chain_loss, groups(2), microbatches=4)
-    with pytest.raises(mw.PipelineError, match="rows"):
+    with pytest.raises(mw.errors.PipelineError, match="rows"):
         step(layers(2), *batch(6))
     value, _ = step(layers(2), *batch())
     x, y = batch()
@@ -307,7 +309,7 @@ def test_compiled_programs_cannot_run_without_jit():
 
 def test_debugged_nans_are_said_as_jit_says_them():
     def loss(params, x, y):
-        return jnp.mean(mw.stage(jnp.log(-jnp.abs(x @ params["w0"]))) - y)
+        return jnp.mean(mw.stage_end(jnp.log(-jnp.abs(x @ params["w0"]))) - y)
 
     step = mw.pipeline(loss, groups(2), microbatches=4)
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"0F0: an invalid value"):
@@ -319,7 +321,7 @@ def test_debugged_nans_are_said_as_jit_says_them():
 def test_a_pipeline_that_was_closed_is_closed():
     with mw.pipeline(chain_loss, groups(2), microbatches=4) as step:
         step(layers(2), *batch())
-    with pytest.raises(mw.PipelineError, match="this pipeline is closed"):
+    with pytest.raises(mw.errors.PipelineError, match="this pipeline is closed"):
         step(layers(2), *batch())
 
 

@@ -53,7 +53,7 @@ def loss_with(wrapped, spec=SPEC):
         return jnp.tanh(constrain(x @ w, spec))
 
     def loss(params, x):
-        x = mw.stage(wrapped(layer, x, params["a"]))
+        x = mw.stage_end(wrapped(layer, x, params["a"]))
         return jnp.mean(wrapped(layer, x, params["b"]) ** 2)
 
     return loss
@@ -97,7 +97,7 @@ def test_a_mesh_of_explicit_axes_may_be_set():
     explicit = jax.make_mesh((2, 2, 2), ("pp", "dp", "tp"), axis_types=kinds)
 
     def loss(params, x):
-        x = mw.stage(jnp.tanh(x @ params["a"]))
+        x = mw.stage_end(jnp.tanh(x @ params["a"]))
         return jnp.mean(in_scan(lambda x, w: jnp.tanh(x @ w), x, params["b"]) ** 2)
 
     with jax.set_mesh(explicit):
@@ -168,7 +168,7 @@ def test_functions_mapped_over_the_group(how, ambient):
 
 def refused(match, loss, at=AT, ambient=None, microbatches=2):
     with jax.set_mesh(ambient) if ambient else contextlib.nullcontext():
-        with pytest.raises(mw.PipelineError, match=match):
+        with pytest.raises(mw.errors.PipelineError, match=match):
             mw.pipeline(loss, at, microbatches=microbatches)(PARAMS, ROWS)
 
 

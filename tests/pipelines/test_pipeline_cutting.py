@@ -79,8 +79,8 @@ def test_what_a_remat_computes_again_starts_from_what_was_handed_over(where):
 
     def loss(params, x, y):
         own = jax.checkpoint(block) if where == "blocks" else block
-        x = mw.stage(own(params["w0"], x))
-        x = mw.stage(own(params["w1"], x))
+        x = mw.stage_end(own(params["w0"], x))
+        x = mw.stage_end(own(params["w1"], x))
         return jnp.mean((own(params["w2"], x) - y) ** 2)
 
     whole = jax.checkpoint(loss) if where == "loss" else loss
@@ -95,8 +95,8 @@ def test_what_a_remat_computes_again_starts_from_what_was_handed_over(where):
 
 def test_tied_weights_are_added_up_in_parts():
     def loss(params, x, y):
-        x = mw.stage(jnp.tanh(x @ params["tied"]))
-        x = mw.stage(jnp.tanh(x @ params["w"]))
+        x = mw.stage_end(jnp.tanh(x @ params["tied"]))
+        x = mw.stage_end(jnp.tanh(x @ params["w"]))
         return jnp.mean((x @ params["tied"].T - y) ** 2)
 
     tasks, _ = tasks_of(loss, {"tied": normal(0, 4, 4), "w": normal(1, 4, 4)}, *batch())
@@ -111,7 +111,7 @@ def test_a_backward_scan_stays_whole():
         def layer(x, w):
             return jnp.tanh(x @ w), None
 
-        x = mw.stage(jnp.tanh(x @ params["w"]))
+        x = mw.stage_end(jnp.tanh(x @ params["w"]))
         x, _ = jax.lax.scan(layer, x, params["stack"])
         return jnp.mean((x - y) ** 2)
 
@@ -122,8 +122,8 @@ def test_a_backward_scan_stays_whole():
 
 def test_state_stays_in_the_stage_that_uses_it_however_late_it_is_written():
     def loss(params, x, y, state):
-        h = mw.stage(jnp.tanh(x @ params["w0"] + state))
-        out = mw.stage(jnp.tanh(h @ params["w1"])) @ params["w2"]
+        h = mw.stage_end(jnp.tanh(x @ params["w0"] + state))
+        out = mw.stage_end(jnp.tanh(h @ params["w1"])) @ params["w2"]
         return jnp.mean((out - y) ** 2), 0.9 * state + jnp.mean(h, axis=0)
 
     arguments = (layers(3), *batch(), jnp.zeros(4))

@@ -20,12 +20,12 @@ def groups(count=2):
 
 def loss(params, x):
     params = jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32), params)
-    h = mw.stage(jnp.tanh(x @ params["a"]))
+    h = mw.stage_end(jnp.tanh(x @ params["a"]))
     return jnp.mean((h @ params["b"]) ** 2)
 
 
 def looping(params, x):
-    h = mw.stage(x @ params["a"])
+    h = mw.stage_end(x @ params["a"])
     h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, params["b"][None])
     return jnp.mean(h**2)
 
@@ -69,7 +69,7 @@ def test_parameters_that_are_cast_first_are_named_where_they_are_used():
 
 def test_stages_are_called_as_their_marks_say():
     def named(params, x):
-        h = mw.stage(jnp.tanh(x @ params["a"]), "encoder")
+        h = mw.stage_end(jnp.tanh(x @ params["a"]), "encoder")
         return jnp.mean((h @ params["b"]) ** 2)
 
     found = mw.pipeline(named, groups(), microbatches=4).explain(PARAMS, ROWS)
@@ -96,7 +96,7 @@ def test_a_backward_that_is_not_split_says_why(step):
 
 def test_nothing_to_explain_before_the_first_call():
     fresh = mw.pipeline(loss, groups(), microbatches=4)
-    with pytest.raises(mw.PipelineError, match=r"explain\(\) before the first call"):
+    with pytest.raises(mw.errors.PipelineError, match=r"explain\(\) before the first call"):
         fresh.explain()
     fresh(PARAMS, ROWS)
     assert len(fresh.explain().stages) == 2
@@ -173,7 +173,9 @@ def test_a_task_that_fails_while_it_is_timed_says_so_to_the_caller():
 
 
 def test_a_timeline_needs_arguments(step):
-    with pytest.raises(mw.PipelineError, match=r"timeline\(\) runs a step: pass its arguments"):
+    with pytest.raises(
+        mw.errors.PipelineError, match=r"timeline\(\) runs a step: pass its arguments"
+    ):
         step.timeline()
 
 
@@ -181,7 +183,7 @@ def test_shapes_can_be_explained_but_not_run(step):
     shapes = jax.eval_shape(lambda: PARAMS)
     assert len(step.explain(shapes, ROWS).stages) == 2
     match = r"argument 0/a: a shape without data\. Pass arrays, or ask explain\(\.\.\.\)"
-    with pytest.raises(mw.PipelineError, match=match):
+    with pytest.raises(mw.errors.PipelineError, match=match):
         step(shapes, ROWS)
-    with pytest.raises(mw.PipelineError, match=match):
+    with pytest.raises(mw.errors.PipelineError, match=match):
         step.timeline(shapes, ROWS)

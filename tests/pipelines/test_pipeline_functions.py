@@ -58,20 +58,20 @@ def test_a_later_function_gets_the_labels_that_it_asks_for():
 
 def test_an_argument_that_no_function_takes_is_refused():
     step = mw.pipeline([embed, embed], groups(2), microbatches=4, schedule="forward")
-    with pytest.raises(mw.PipelineError, match="argument 2 goes to no stage function"):
+    with pytest.raises(mw.errors.PipelineError, match="argument 2 goes to no stage function"):
         step([normal(0, 4, 4)] * 2, *batch())
 
 
 @pytest.mark.parametrize("params", [{"a": normal(0, 4, 4), "b": normal(1, 4, 4)}, {}])
 def test_parameters_that_are_no_list_are_refused(params):
     step = mw.pipeline([embed, judge], groups(2), microbatches=4)
-    with pytest.raises(mw.PipelineError, match=r"the parameters are a dict\. A list of"):
+    with pytest.raises(mw.errors.PipelineError, match=r"the parameters are a dict\. A list of"):
         step(params, *batch())
 
 
 def test_parameters_for_another_number_of_stages_are_refused():
     step = mw.pipeline([first, second, third], groups(3), microbatches=4)
-    with pytest.raises(mw.PipelineError, match="3 stages, but parameters for 2"):
+    with pytest.raises(mw.errors.PipelineError, match="3 stages, but parameters for 2"):
         step([{"w": normal(0, 4, 4)}, normal(1, 4, 4)], *batch())
 
 
@@ -84,5 +84,7 @@ def test_parameters_for_another_number_of_stages_are_refused():
     ],
 )
 def test_what_is_no_function_is_refused(functions):
-    with pytest.raises(mw.PipelineError, match="not a function or a list of stage functions"):
+    with pytest.raises(
+        mw.errors.PipelineError, match="not a function or a list of stage functions"
+    ):
         mw.pipeline(functions, groups(2), microbatches=4)

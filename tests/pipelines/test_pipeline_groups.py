@@ -61,7 +61,7 @@ def test_a_list_of_meshes():
 
 def test_tied_weights_across_groups_of_different_sizes():
     def loss(params, x, y):
-        x = mw.stage(jnp.tanh(x @ params["tied"]))
+        x = mw.stage_end(jnp.tanh(x @ params["tied"]))
         return jnp.mean((x @ params["w"] @ params["tied"].T - y) ** 2)
 
     devices = jax.devices()
@@ -100,7 +100,7 @@ def test_stacked_and_carried_values_in_groups_of_several_devices():
     at = mw.MpmdMesh(mw.mesh("pp:2, dp:2, tp:2"), "pp")
 
     def loss(params, state, x, y):
-        h = mw.stage(jnp.tanh(x @ params["w0"] + state))
+        h = mw.stage_end(jnp.tanh(x @ params["w0"] + state))
         out = h @ params["w1"]
         return jnp.mean((out - y) ** 2), (state + jnp.mean(h, axis=0), out)
 

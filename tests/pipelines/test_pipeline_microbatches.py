@@ -27,7 +27,7 @@ def test_several_devices_lay_the_batch_out_once_for_all_microbatches():
 
 def test_the_last_microbatch_is_its_own():
     def loss(params, x):
-        return (mw.stage(x @ params["w0"]) * x).sum(), x[0]
+        return (mw.stage_end(x @ params["w0"]) * x).sum(), x[0]
 
     step = mw.pipeline(loss, groups(2), microbatches=4, has_aux=True, aux="stack")
     x = batch()[0]

@@ -20,7 +20,7 @@ def test_nnx_modules_with_batch_statistics():
             self.last = nnx.Linear(8, 4, rngs=rngs)
 
         def __call__(self, x):
-            x = mw.stage(nnx.relu(self.norm(self.first(x))))
+            x = mw.stage_end(nnx.relu(self.norm(self.first(x))))
             return self.last(x)
 
     graph, params, stats = nnx.split(Model(nnx.Rngs(0)), nnx.Param, nnx.BatchStat)
@@ -41,7 +41,7 @@ def test_linen_modules_with_batch_statistics_and_dropout():
         def __call__(self, x):
             x = nn.Dense(8)(x)
             x = nn.BatchNorm(use_running_average=False, momentum=0.9)(x)
-            x = mw.stage(nn.Dropout(0.5, deterministic=False)(nn.relu(x)))
+            x = mw.stage_end(nn.Dropout(0.5, deterministic=False)(nn.relu(x)))
             return nn.remat(nn.Dense)(4)(x)
 
     model = Model()
@@ -70,7 +70,7 @@ def test_equinox_modules_with_functions_among_their_leaves():
             self.activation = jax.nn.gelu
 
         def __call__(self, x):
-            x = mw.stage(self.activation(self.layers[0](x)))
+            x = mw.stage_end(self.activation(self.layers[0](x)))
             return self.layers[1](x)
 
     def loss(model, x, y):
@@ -110,7 +110,7 @@ class Scaled(eqx.Module):
     centred: bool = True
 
     def __call__(self, x):
-        x = mw.stage(jnp.tanh(jax.vmap(self.first)(x)))
+        x = mw.stage_end(jnp.tanh(jax.vmap(self.first)(x)))
         return jax.vmap(self.last)(x) * self.scale - self.centred
 
 
@@ -168,7 +168,7 @@ def test_settings_that_are_equal_but_of_another_type_have_their_own_plan():
 
 def test_functions_in_a_module_are_returned_as_they_came():
     def loss(model, x, y):
-        x = mw.stage(model.activation(jax.vmap(model.layers[0])(x)))
+        x = mw.stage_end(model.activation(jax.vmap(model.layers[0])(x)))
         return jnp.mean((jax.vmap(model.layers[1])(x) - y) ** 2)
 
     def train(value_and_grad):

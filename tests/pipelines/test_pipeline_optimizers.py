@@ -11,8 +11,8 @@ import meshwright as mw
 
 
 def tied_loss(params, x, y):
-    x = mw.stage(jnp.tanh(x @ params["w0"] * params["scale"]))
-    x = mw.stage(jnp.tanh(x @ params["w1"]) + params["bias"])
+    x = mw.stage_end(jnp.tanh(x @ params["w0"] * params["scale"]))
+    x = mw.stage_end(jnp.tanh(x @ params["w1"]) + params["bias"])
     return jnp.mean((x @ params["w0"].T - y) ** 2)
 
 
@@ -193,7 +193,7 @@ def test_aux_outputs_and_carried_statistics_in_a_train_step():
     def loss(params, stats, x, y):
         x = x @ params["w0"]
         mean = 0.9 * stats + 0.1 * jnp.mean(x, axis=0)
-        out = mw.stage(jnp.tanh(x - mean)) @ params["w1"]
+        out = mw.stage_end(jnp.tanh(x - mean)) @ params["w1"]
         return jnp.mean((out - y) ** 2), (mean, {"most": jnp.max(out)})
 
     def trainer(value_and_grad):

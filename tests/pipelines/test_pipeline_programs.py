@@ -31,10 +31,10 @@ def test_remat_within_stages_and_around_marks(schedule):
 
         @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
         def two(params, x):
-            x = mw.stage(jnp.tanh(jnp.sin(x) @ params["w1"]))
+            x = mw.stage_end(jnp.tanh(jnp.sin(x) @ params["w1"]))
             return jnp.sin(jnp.tanh(x @ params["w2"]))
 
-        x = mw.stage(block(params["w0"], x))
+        x = mw.stage_end(block(params["w0"], x))
         x = two(params, x)
         return jnp.mean((block(params["w0"], x) - y) ** 2)
 
@@ -47,7 +47,7 @@ def test_scan_inside_a_stage():
             return jnp.tanh(x @ w), jnp.sum(x)
 
         x, _ = jax.lax.scan(layer, x, params["a"])
-        x = mw.stage(x)
+        x = mw.stage_end(x)
         x, sums = jax.lax.scan(jax.checkpoint(layer), x, params["b"])
         return jnp.mean((x - y) ** 2) + 0.01 * jnp.sum(sums)
 
@@ -61,8 +61,8 @@ def test_one_stack_of_layers_scanned_in_pieces():
             return jnp.tanh(x @ w), None
 
         x, _ = jax.lax.scan(layer, x, params[:1])
-        x, _ = jax.lax.scan(layer, mw.stage(x), params[1:3])
-        x, _ = jax.lax.scan(layer, mw.stage(x), params[3:])
+        x, _ = jax.lax.scan(layer, mw.stage_end(x), params[1:3])
+        x, _ = jax.lax.scan(layer, mw.stage_end(x), params[3:])
         return jnp.mean((x - y) ** 2)
 
     assert_same_step(loss, normal(0, 4, 4, 4) / 2, *batch(), at=groups(3), schedule="zb-h1")
@@ -71,11 +71,11 @@ def test_one_stack_of_layers_scanned_in_pieces():
 def test_marks_inside_jitted_and_vmapped_functions():
     @jax.jit
     def two(params, x):
-        return mw.stage(jnp.tanh(mw.stage(jnp.tanh(x @ params["w0"])) @ params["w1"]))
+        return mw.stage_end(jnp.tanh(mw.stage_end(jnp.tanh(x @ params["w0"])) @ params["w1"]))
 
     def loss(params, x, y):
         def row(x, y):
-            return jnp.mean((mw.stage(two(params, x)) @ params["w2"] - y) ** 2)
+            return jnp.mean((mw.stage_end(two(params, x)) @ params["w2"] - y) ** 2)
 
         return jnp.mean(jax.vmap(row)(x, y))
 
@@ -85,7 +85,7 @@ def test_marks_inside_jitted_and_vmapped_functions():
 def test_one_marked_function_called_for_every_layer():
     @jax.jit
     def layer(w, x):
-        return mw.stage(jnp.tanh(x @ w))
+        return mw.stage_end(jnp.tanh(x @ w))
 
     def loss(params, x, y):
         for name in ("w0", "w1", "w2"):
@@ -144,7 +144,7 @@ def test_remat_around_the_whole_loss():
 def test_remat_around_one_function_with_marks_called_for_every_layer():
     @jax.checkpoint
     def layer(params, x):
-        x = mw.stage(jnp.sin(x @ params["a"]))
+        x = mw.stage_end(jnp.sin(x @ params["a"]))
         return jnp.sin(x @ params["b"])
 
     def loss(params, x, y):

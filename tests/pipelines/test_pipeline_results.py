@@ -24,8 +24,8 @@ both = pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @both
 def test_tied_weights_across_stages(schedule):
     def loss(params, tokens, labels):
-        x = mw.stage(params["embed"][tokens])
-        x = mw.stage(jnp.tanh(x @ params["w0"]))
+        x = mw.stage_end(params["embed"][tokens])
+        x = mw.stage_end(jnp.tanh(x @ params["w0"]))
         logits = jax.nn.log_softmax(x @ params["embed"].T)
         return -jnp.mean(jnp.take_along_axis(logits, labels[:, None], 1))
 
@@ -36,8 +36,8 @@ def test_tied_weights_across_stages(schedule):
 
 def test_one_weight_in_every_stage_and_twice_in_one():
     def loss(params, x, y):
-        x = mw.stage(jnp.tanh(x @ params["w"]) @ params["w"])
-        x = mw.stage(jnp.tanh(x @ params["w"].T) + params["b"])
+        x = mw.stage_end(jnp.tanh(x @ params["w"]) @ params["w"])
+        x = mw.stage_end(jnp.tanh(x @ params["w"].T) + params["b"])
         return jnp.mean((x @ params["w"] * params["b"] - y) ** 2)
 
     params = {"w": normal(0, 4, 4), "b": normal(1, 4)}
@@ -47,9 +47,9 @@ def test_one_weight_in_every_stage_and_twice_in_one():
 def test_skip_connections_over_several_stages():
     def loss(params, x, y):
         first = jnp.tanh(x @ params["w0"])
-        a = mw.stage(first)
-        b = mw.stage(jnp.tanh(a @ params["w1"]))
-        c = mw.stage(jnp.tanh(b @ params["w2"]) + a)
+        a = mw.stage_end(first)
+        b = mw.stage_end(jnp.tanh(a @ params["w1"]))
+        c = mw.stage_end(jnp.tanh(b @ params["w2"]) + a)
         return jnp.mean((c @ params["w3"] + first * x - y) ** 2)
 
     assert_same_step(loss, layers(4), *batch(), at=groups(4), schedule="zb-h1")
@@ -57,8 +57,8 @@ def test_skip_connections_over_several_stages():
 
 def test_skip_carried_along_in_a_tree():
     def loss(params, x, y):
-        h = mw.stage({"x": jnp.tanh(x @ params["w0"]), "skip": x, "count": jnp.int32(2)})
-        h = mw.stage({"x": jnp.tanh(h["x"] @ params["w1"]) * h["count"], "skip": h["skip"]})
+        h = mw.stage_end({"x": jnp.tanh(x @ params["w0"]), "skip": x, "count": jnp.int32(2)})
+        h = mw.stage_end({"x": jnp.tanh(h["x"] @ params["w1"]) * h["count"], "skip": h["skip"]})
         return jnp.mean((h["x"] @ params["w2"] + h["skip"] - y) ** 2)
 
     assert_same_step(loss, layers(3), *batch(), at=groups(3), schedule="zb-h1")
@@ -69,8 +69,8 @@ def test_dropout_keys():
         def drop(n, x):
             return x * jax.random.bernoulli(jax.random.fold_in(keys[0], n), 0.7, x.shape)
 
-        x = mw.stage(drop(0, jnp.tanh(x @ params["w0"])))
-        x = mw.stage(drop(1, jnp.tanh(x @ params["w1"])))
+        x = mw.stage_end(drop(0, jnp.tanh(x @ params["w0"])))
+        x = mw.stage_end(drop(1, jnp.tanh(x @ params["w1"])))
         return jnp.mean((drop(2, x @ params["w2"]) - y) ** 2)
 
     keys = jax.random.split(jax.random.key(0, impl="unsafe_rbg"), 4)  # quick to compile
@@ -79,7 +79,7 @@ def test_dropout_keys():
 
 def test_dropout_keys_of_the_old_kind():
     def loss(params, x, y, keys):
-        x = mw.stage(jnp.tanh(x @ params["w0"]) * jax.random.bernoulli(keys[0], 0.5, x.shape))
+        x = mw.stage_end(jnp.tanh(x @ params["w0"]) * jax.random.bernoulli(keys[0], 0.5, x.shape))
         return jnp.mean((x @ params["w1"] - y) ** 2)
 
     keys = jax.random.split(jax.random.PRNGKey(0), 4)
@@ -88,7 +88,7 @@ def test_dropout_keys_of_the_old_kind():
 
 def test_one_key_for_every_microbatch():
     def loss(params, x, y, key):
-        x = mw.stage(x @ params["w0"] * jax.random.bernoulli(key, 0.5, x.shape))
+        x = mw.stage_end(x @ params["w0"] * jax.random.bernoulli(key, 0.5, x.shape))
         return jnp.mean((x @ params["w1"] - y) ** 2)
 
     assert_same_step(loss, layers(2), *batch(), jax.random.key(3), at=groups(2))
@@ -99,8 +99,8 @@ def test_closure_constants():
     key = jax.random.key(1)
 
     def loss(params, x, y):
-        x = mw.stage(jnp.tanh(x @ params["w0"] @ table) + jax.random.normal(key, x.shape))
-        x = mw.stage(jnp.tanh(x @ params["w1"] @ table) + shift)
+        x = mw.stage_end(jnp.tanh(x @ params["w0"] @ table) + jax.random.normal(key, x.shape))
+        x = mw.stage_end(jnp.tanh(x @ params["w1"] @ table) + shift)
         return jnp.mean((x @ params["w2"] - y @ table) ** 2)
 
     assert_same_step(loss, layers(3), *batch(), at=groups(3))
@@ -109,8 +109,8 @@ def test_closure_constants():
 def test_casts_of_all_parameters_at_the_top_in_bfloat16():
     def loss(params, x, y):
         low = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
-        x = mw.stage(jnp.tanh(x.astype(jnp.bfloat16) @ low["w0"]))
-        x = mw.stage(jnp.tanh(x @ low["w1"]))
+        x = mw.stage_end(jnp.tanh(x.astype(jnp.bfloat16) @ low["w0"]))
+        x = mw.stage_end(jnp.tanh(x @ low["w1"]))
         return jnp.mean((x @ low["w2"]).astype(jnp.float32) - y) ** 2
 
     # Compilers may keep more digits than bfloat16 has between two operations of one program.
@@ -124,8 +124,8 @@ def test_casts_of_all_parameters_at_the_top_in_bfloat16():
 def test_casts_at_the_top_do_not_tie_parameters_to_the_first_stage():
     def loss(params, x, y):
         whole = jax.tree.map(lambda w: 2.0 * w.astype(jnp.float32), params)
-        x = mw.stage(jnp.tanh(x @ whole["w0"]))
-        x = mw.stage(jnp.tanh(x @ whole["w1"]))
+        x = mw.stage_end(jnp.tanh(x @ whole["w0"]))
+        x = mw.stage_end(jnp.tanh(x @ whole["w1"]))
         return jnp.mean((x @ whole["w2"] - y) ** 2)
 
     params = {k: w.astype(jnp.float16) for k, w in layers(3).items()}
@@ -139,7 +139,7 @@ def test_casts_at_the_top_do_not_tie_parameters_to_the_first_stage():
 
 def test_a_weight_decay_in_the_loss():
     def loss(params, x, y):
-        h = mw.stage(jnp.tanh(x @ params["w0"]))
+        h = mw.stage_end(jnp.tanh(x @ params["w0"]))
         decay = sum(jnp.sum(w**2) for w in params.values())
         return jnp.mean((h @ params["w1"] - y) ** 2) + 0.1 * decay
 
@@ -177,8 +177,8 @@ def test_custom_vjp_and_custom_jvp_inside_a_stage():
     dense.defvjp(dense_forward, dense_backward)
 
     def loss(params, x, y):
-        x = mw.stage(soft(clipped(dense(x, params["w0"]))))
-        x = mw.stage(jax.nn.relu(clipped(soft(x @ params["w1"]))))
+        x = mw.stage_end(soft(clipped(dense(x, params["w0"]))))
+        x = mw.stage_end(jax.nn.relu(clipped(soft(x @ params["w1"]))))
         return jnp.mean((jax.nn.silu(dense(x, params["w2"])) - y) ** 2)
 
     assert_same_step(loss, layers(3), *batch(), at=groups(3), schedule="zb-h1")
@@ -186,8 +186,8 @@ def test_custom_vjp_and_custom_jvp_inside_a_stage():
 
 def test_integer_inputs_masks_and_scalars():
     def loss(params, tokens, mask, scale, half):
-        x = mw.stage(params["embed"][tokens] * scale)
-        x = mw.stage(jnp.where(mask[:, None], x @ params["w"], 0) * half)
+        x = mw.stage_end(params["embed"][tokens] * scale)
+        x = mw.stage_end(jnp.where(mask[:, None], x @ params["w"], 0) * half)
         picked = jnp.take_along_axis(x, tokens[:, None] % 4, 1)
         return -jnp.sum(picked * mask[:, None]) / 10
 
@@ -199,11 +199,11 @@ def test_integer_inputs_masks_and_scalars():
 
 def test_uneven_stages():
     def loss(params, x, y):
-        x = mw.stage(x)  # a stage that does nothing
+        x = mw.stage_end(x)  # a stage that does nothing
         for n in range(5):
             x = jnp.tanh(x @ params[f"w{n}"])
-        x = mw.stage(x)
-        x = mw.stage(x * 2)  # a stage without parameters
+        x = mw.stage_end(x)
+        x = mw.stage_end(x * 2)  # a stage without parameters
         return jnp.mean((x - y) ** 2)
 
     assert_same_step(loss, layers(5), *batch(), at=groups(4), schedule="zb-h1")
@@ -213,8 +213,8 @@ def test_uneven_stages():
 def test_frozen_and_unused_parameters(schedule):
     def loss(params, x, y):
         frozen = jax.lax.stop_gradient(params["w1"])
-        x = mw.stage(jnp.tanh(x @ params["w0"]))
-        x = mw.stage(jnp.tanh(x @ frozen))
+        x = mw.stage_end(jnp.tanh(x @ params["w0"]))
+        x = mw.stage_end(jnp.tanh(x @ frozen))
         return jnp.mean((x @ params["w2"] - y) ** 2)
 
     params = {**layers(3), "unused": normal(8, 4), "scalar": jnp.float32(3)}
@@ -223,16 +223,16 @@ def test_frozen_and_unused_parameters(schedule):
 
 def test_gradients_cut_off_in_the_middle():
     def loss(params, x, y):
-        x = mw.stage(jnp.tanh(x @ params["w0"]))
-        x = mw.stage(jax.lax.stop_gradient(jnp.tanh(x @ params["w1"])))
-        return jnp.mean((mw.stage(x @ params["w2"]) @ params["w3"] - y) ** 2)
+        x = mw.stage_end(jnp.tanh(x @ params["w0"]))
+        x = mw.stage_end(jax.lax.stop_gradient(jnp.tanh(x @ params["w1"])))
+        return jnp.mean((mw.stage_end(x @ params["w2"]) @ params["w3"] - y) ** 2)
 
     assert_same_step(loss, layers(4), *batch(), at=groups(4), schedule="zb-h1")
 
 
 def test_scalar_parameters_used_in_several_stages():
     def loss(params, x, y):
-        x = mw.stage(jnp.tanh(x @ params["w0"]) * params["scale"])
+        x = mw.stage_end(jnp.tanh(x @ params["w0"]) * params["scale"])
         return jnp.mean((x @ params["w1"] * params["scale"] + params["shift"] - y) ** 2)
 
     params = {**layers(2), "scale": jnp.float32(1.5), "shift": jnp.float32(0.1)}
@@ -241,7 +241,7 @@ def test_scalar_parameters_used_in_several_stages():
 
 def test_whole_numbers_among_parameters_have_no_gradient():
     def loss(params, x, y):
-        x = mw.stage(jnp.tanh(x @ params["w0"]) * params["times"])
+        x = mw.stage_end(jnp.tanh(x @ params["w0"]) * params["times"])
         return jnp.mean((x @ params["w1"] - y) ** 2)
 
     params = {**layers(2), "times": jnp.int32(2)}
@@ -255,7 +255,7 @@ def test_whole_numbers_among_parameters_have_no_gradient():
 
 def test_a_tree_of_batches():
     def loss(params, data):
-        x = mw.stage(jnp.tanh(data["x"] @ params["w0"]))
+        x = mw.stage_end(jnp.tanh(data["x"] @ params["w0"]))
         return jnp.mean((x @ params["w1"] - data["more"][0]) ** 2)
 
     x, y = batch()
@@ -285,7 +285,7 @@ def test_a_constraint_inside_a_stage():
 
     def loss(params, x, y):
         h = jnp.tanh(x @ params["w0"])
-        h = mw.stage(jax.lax.with_sharding_constraint(h, jax.NamedSharding(meshes[0], P("dp"))))
+        h = mw.stage_end(jax.lax.with_sharding_constraint(h, jax.NamedSharding(meshes[0], P("dp"))))
         return jnp.mean((h @ params["w1"] - y) ** 2)
 
     step = mw.pipeline(loss, at, microbatches=2)

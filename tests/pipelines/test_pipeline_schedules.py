@@ -25,9 +25,9 @@ STAGES = {
 def loss(params, x, y):
     """Tied ends, a remat, a skip connection from the first stage to the last."""
     *middle, last = [name for name in sorted(params) if name != "tied"]
-    first = x = mw.stage(jnp.tanh(x @ params["tied"]))
+    first = x = mw.stage_end(jnp.tanh(x @ params["tied"]))
     for name in middle:
-        x = mw.stage(jax.checkpoint(lambda w, x: jnp.sin(jnp.tanh(x @ w) @ w))(params[name], x))
+        x = mw.stage_end(jax.checkpoint(lambda w, x: jnp.sin(jnp.tanh(x @ w) @ w))(params[name], x))
     out = (x @ params[last] + first) @ params["tied"].T
     return jnp.mean((out - y) ** 2), jnp.max(out)
 
@@ -56,31 +56,31 @@ def test_named_schedules(name):
 
 
 def test_every_named_schedule_is_in_this_test():
-    with pytest.raises(mw.MeshwrightError) as caught:
-        mw.schedule("?", groups=2, microbatches=4)
+    with pytest.raises(mw.errors.MeshwrightError) as caught:
+        mw.schedules.schedule("?", groups=2, microbatches=4)
     known = str(caught.value).split("There are ")[1].rstrip(".").split(", ")
     assert set(known) == {*STAGES, "forward"}
 
 
-@pytest.mark.parametrize("auto", [mw.Auto(), mw.Auto(split=False, memory=2)])
+@pytest.mark.parametrize("auto", [mw.schedules.Auto(), mw.schedules.Auto(split=False, memory=2)])
 def test_found_schedules(auto):
     assert_runs(auto, 2, 4)
 
 
 def test_found_schedules_of_several_stages_per_group():
-    assert_runs(mw.Auto(latency=0.1), 4, 4)
+    assert_runs(mw.schedules.Auto(latency=0.1), 4, 4)
 
 
 def test_a_schedule_read_from_a_file(tmp_path):
     path = tmp_path / "schedule.csv"
-    mw.write_schedule(mw.schedule("zb-v", groups=2, microbatches=4), path)
-    assert_runs(mw.read_schedule(path), 4, 4)
+    mw.schedules.write_schedule(mw.schedules.schedule("zb-v", groups=2, microbatches=4), path)
+    assert_runs(mw.schedules.read_schedule(path), 4, 4)
 
 
 def test_a_schedule_written_by_hand_with_stages_in_any_group():
     tasks = ([("F", 1, 0), ("BW", 1, 0)], [("F", 0, 0), ("F", 2, 0), ("B", 2, 0), ("W", 2, 0)])
     tasks[1].extend([("BW", 0, 0)])
-    assert_runs(mw.Schedule("mine", 1, (1, 0, 1), tasks), 3, 1)
+    assert_runs(mw.schedules.Schedule("mine", 1, (1, 0, 1), tasks), 3, 1)
 
 
 def test_whole_and_split_backwards_of_one_stage_in_one_schedule():
@@ -88,7 +88,7 @@ def test_whole_and_split_backwards_of_one_stage_in_one_schedule():
     rows += [("F", 0, 1), ("F", 1, 1), ("B", 1, 1), ("B", 0, 1), ("W", 0, 1), ("W", 1, 1)]
     first = [task for task in rows if task[1] == 0]
     second = [task for task in rows if task[1] == 1]
-    assert_runs(mw.Schedule("mixed", 2, (0, 1), (first, second)), 2, 2)
+    assert_runs(mw.schedules.Schedule("mixed", 2, (0, 1), (first, second)), 2, 2)
 
 
 def test_many_stages_and_microbatches_on_four_groups():
@@ -97,8 +97,8 @@ def test_many_stages_and_microbatches_on_four_groups():
 
 def test_forward_only_stacks_outputs():
     def model(params, x):
-        x = mw.stage(jnp.tanh(x @ params["w1"]))
-        x = mw.stage(jnp.tanh(x @ params["w2"]))
+        x = mw.stage_end(jnp.tanh(x @ params["w1"]))
+        x = mw.stage_end(jnp.tanh(x @ params["w2"]))
         return {"out": x @ params["w3"], "sum": jnp.sum(x), "tokens": jnp.argmax(x, axis=1)}
 
     params, (x, _) = params_for(4), batch()
@@ -110,7 +110,7 @@ def test_forward_only_stacks_outputs():
 
 def test_forward_only_reduces_outputs_by_words():
     def model(params, x):
-        x = mw.stage(jnp.tanh(x @ params["w1"]))
+        x = mw.stage_end(jnp.tanh(x @ params["w1"]))
         return {"most": jnp.max(x), "mean": jnp.mean(x @ params["w2"])}
 
     params, (x, _) = params_for(3), batch()

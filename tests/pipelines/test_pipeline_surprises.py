@@ -19,7 +19,7 @@ PAIR = mw.MpmdMesh(mw.mesh("pp:2, dp:4"), "pp")
 
 
 def loss(params, x):
-    return jnp.mean((mw.stage(jnp.tanh(x @ params["a"])) @ params["b"]) ** 2)
+    return jnp.mean((mw.stage_end(jnp.tanh(x @ params["a"])) @ params["b"]) ** 2)
 
 
 def stepping(params, x):
@@ -28,7 +28,9 @@ def stepping(params, x):
 
 def test_gradients_without_a_backward_are_refused():
     step = mw.pipeline(stepping, PAIR, microbatches=4, schedule="forward")
-    with pytest.raises(mw.PipelineError, match="takes gradients, and the schedule has no backward"):
+    with pytest.raises(
+        mw.errors.PipelineError, match="takes gradients, and the schedule has no backward"
+    ):
         step(PARAMS, ROWS)
 
 
@@ -39,7 +41,7 @@ def test_numbers_inside_of_a_module_are_settings():
         scale: float
 
         def __call__(self, x):
-            h = mw.stage(jax.vmap(self.first)(x))
+            h = mw.stage_end(jax.vmap(self.first)(x))
             return self.scale * self.drop(h, inference=True)
 
     model = Model(eqx.nn.Linear(WIDTH, WIDTH, key=jax.random.key(0)), eqx.nn.Dropout(0.5), 2.0)
@@ -66,7 +68,7 @@ def test_statistics_of_every_stage_are_carried():
     def normed(params, state, x):
         h = x @ params["a"]
         first = 0.9 * state["first"] + 0.1 * h.mean(0)
-        h = mw.stage(jnp.tanh(h - h.mean(0))) @ params["b"]
+        h = mw.stage_end(jnp.tanh(h - h.mean(0))) @ params["b"]
         last = 0.9 * state["last"] + 0.1 * h.mean(0)
         return jnp.mean((h - h.mean(0)) ** 2), {"first": first, "last": last}
 
@@ -79,7 +81,7 @@ def test_statistics_of_every_stage_are_carried():
 def test_meshes_with_explicit_axes_are_refused_with_the_fix():
     kinds = (jax.sharding.AxisType.Explicit,) * 2
     explicit = jax.make_mesh((2, 4), ("pp", "dp"), axis_types=kinds)
-    with pytest.raises(mw.PipelineError, match="axes that are not of type Auto"):
+    with pytest.raises(mw.errors.PipelineError, match="axes that are not of type Auto"):
         mw.pipeline(loss, mw.MpmdMesh(explicit, "pp"), microbatches=4)
 
 
@@ -96,7 +98,7 @@ def test_results_lie_as_the_parameters_they_replace():
     tx = optax.adamw(1e-2)
 
     def chain(params, x):
-        h = mw.stage(jnp.tanh(x @ params["q"]) @ params["o"])
+        h = mw.stage_end(jnp.tanh(x @ params["q"]) @ params["o"])
         return jnp.mean((jnp.tanh(h @ params["u"]) @ params["d"]) ** 2)
 
     def train(params, state, x):
@@ -131,13 +133,13 @@ def test_arrays_that_live_in_several_groups_are_taken():
     ],
 )
 def test_options_are_checked_at_once(options, message):
-    with pytest.raises(mw.MeshwrightError, match=message):
+    with pytest.raises(mw.errors.MeshwrightError, match=message):
         mw.pipeline(loss, PAIR, microbatches=4, **options)
 
 
 def test_rules_that_nothing_obeys_are_refused():
     rules = [("a", P("dp")), ("bias", P()), ("**", P())]
-    with pytest.raises(mw.PartitionError, match="rule 'bias' matches no leaf"):
+    with pytest.raises(mw.errors.PartitionError, match="rule 'bias' matches no leaf"):
         mw.pipeline(loss, PAIR, microbatches=4, rules=rules)(PARAMS, ROWS)
     step = mw.pipeline(loss, PAIR, microbatches=4, rules=rules, unused="allow")
     assert step(PARAMS, ROWS)[1]["a"].sharding.spec == P("dp")
@@ -145,13 +147,17 @@ def test_rules_that_nothing_obeys_are_refused():
 
 def test_options_of_a_step_that_takes_gradients_itself_are_refused():
     step = mw.pipeline(stepping, PAIR, microbatches=4, reduce="sum")
-    with pytest.raises(mw.PipelineError, match="reduce: the step calls value_and_grad itself"):
+    with pytest.raises(
+        mw.errors.PipelineError, match="reduce: the step calls value_and_grad itself"
+    ):
         step(PARAMS, ROWS)
 
 
 def test_a_forgotten_has_aux_is_named():
     step = mw.pipeline(lambda p, x: (loss(p, x), x), PAIR, microbatches=4)
-    with pytest.raises(mw.PipelineError, match=r"returned a tuple, not one number.*has_aux=True"):
+    with pytest.raises(
+        mw.errors.PipelineError, match=r"returned a tuple, not one number.*has_aux=True"
+    ):
         step(PARAMS, ROWS)
 
 
@@ -180,7 +186,7 @@ def test_an_argument_that_is_not_to_be_cut_goes_whole():
     found = step.explain()
     assert (found.cut, found.whole) == (("argument 1",), ("argument 2",))
     assert "cut into 4 microbatches: argument 1; whole in each: argument 2" in str(found)
-    with pytest.raises(mw.PipelineError, match="whole=7: the function got 3 arguments"):
+    with pytest.raises(mw.errors.PipelineError, match="whole=7: the function got 3 arguments"):
         mw.pipeline(masked, PAIR, microbatches=4, whole=7)(PARAMS, ROWS, mask)
 
 
@@ -195,7 +201,7 @@ def test_arguments_of_different_lengths_are_refused_until_they_are_named():
         r"cut .*into 4 .*Pass whole=3 if every microbatch needs all of argument 3, or cut=3 if it "
         r"is to be cut"
     )
-    with pytest.raises(mw.PipelineError, match=match):
+    with pytest.raises(mw.errors.PipelineError, match=match):
         mw.pipeline(masked, PAIR, microbatches=4)(PARAMS, ROWS, ROWS, mask, keys)
     cut = mw.pipeline(masked, PAIR, microbatches=4, cut=3)(PARAMS, ROWS, ROWS, mask, keys)
     assert_close(cut, jax.jit(looped(masked, 4))(PARAMS, ROWS, ROWS, mask, keys))
@@ -210,7 +216,7 @@ def test_one_row_per_microbatch_needs_a_word_unless_it_is_a_key():
         return loss(params, x + noise) * jnp.sum(classes)
 
     classes, keys = jnp.array([1.0, 2.0, 3.0, 10.0]), jax.random.split(jax.random.key(0), 4)
-    with pytest.raises(mw.PipelineError, match=r"argument 2 has 4 rows.*whole=2 if"):
+    with pytest.raises(mw.errors.PipelineError, match=r"argument 2 has 4 rows.*whole=2 if"):
         mw.pipeline(weighted, PAIR, microbatches=4)(PARAMS, ROWS, classes, keys)
     step = mw.pipeline(weighted, PAIR, microbatches=4, whole=2)
     raw = jax.random.key_data(keys)
@@ -227,9 +233,11 @@ def test_where_any_argument_may_be_the_batch_each_is_named():
         r"needs all of argument 1, whole=2 if every microbatch needs all of argument 2, or "
         r"cut=\(1, 2\) if each is to be cut"
     )
-    with pytest.raises(mw.PipelineError, match=match):
+    with pytest.raises(mw.errors.PipelineError, match=match):
         mw.pipeline(frozen, PAIR, microbatches=4)(PARAMS, weights, ROWS)
-    with pytest.raises(mw.PipelineError, match=r"Pass whole=1 if .*argument 1, or cut=\(1, 2\)"):
+    with pytest.raises(
+        mw.errors.PipelineError, match=r"Pass whole=1 if .*argument 1, or cut=\(1, 2\)"
+    ):
         mw.pipeline(frozen, PAIR, microbatches=4, cut=2)(PARAMS, weights, ROWS)
     value, _ = mw.pipeline(frozen, PAIR, microbatches=4, whole=1)(PARAMS, weights, ROWS)
     np.testing.assert_allclose(value, frozen(PARAMS, weights, ROWS), rtol=1e-5)
@@ -238,7 +246,7 @@ def test_where_any_argument_may_be_the_batch_each_is_named():
 
 def test_arguments_go_whole_without_gradients_too():
     def model(params, x, mask):
-        return mw.stage(x @ params["a"]) @ params["b"] @ mask
+        return mw.stage_end(x @ params["a"]) @ params["b"] @ mask
 
     mask = jnp.tril(jnp.ones((WIDTH, WIDTH)))
     step = mw.pipeline(model, PAIR, microbatches=4, schedule="forward", whole=2)
@@ -313,7 +321,7 @@ def test_keys_split_before_the_microbatches_are_returned():
 
 def test_whole_numbers_cross_stages_where_there_are_no_gradients():
     def quantized(params, x):
-        h = mw.stage((x @ params["a"]).astype(jnp.int8))
+        h = mw.stage_end((x @ params["a"]).astype(jnp.int8))
         return h.astype(jnp.float32) @ params["b"]
 
     found = mw.pipeline(quantized, PAIR, microbatches=4, schedule="forward")(PARAMS, 9 * ROWS)

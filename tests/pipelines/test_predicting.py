@@ -10,7 +10,7 @@ from meshwright.schedules.types import Costs
 from meshwright.schedules.validation import walk
 
 COSTS = (Costs(1.0, 1.0, 1.0, 2.0),) * 4
-PLAIN = mw.schedule("1f1b", groups=4, microbatches=8)
+PLAIN = mw.schedules.schedule("1f1b", groups=4, microbatches=8)
 
 
 def handed(schedule, groups, before=0.0, call=0.0, waited=False):
@@ -27,7 +27,7 @@ def handed(schedule, groups, before=0.0, call=0.0, waited=False):
 def test_free_handing_over_gives_what_simulate_gives(latency):
     one = [handed(PLAIN, range(4))]
     many = [handed(PLAIN, [group], waited=True) for group in range(4)]
-    expected = mw.simulate(PLAIN, list(COSTS), latency)
+    expected = mw.schedules.simulate(PLAIN, list(COSTS), latency)
     assert predict(PLAIN, COSTS, latency, one).ends == expected.ends
     assert predict(PLAIN, COSTS, latency, many).ends == expected.ends
 
@@ -52,7 +52,7 @@ def test_a_process_that_waits_for_what_comes_hands_over_nothing_meanwhile():
 
 
 def test_a_task_of_several_processes_starts_with_the_last_of_them():
-    single = mw.schedule("1f1b", groups=1, microbatches=1)
+    single = mw.schedules.schedule("1f1b", groups=1, microbatches=1)
     pair = [handed(single, [0], before=before) for before in (1.0, 4.0)]
     made = predict(single, COSTS[:1], 0.0, pair)
     assert made.starts == ((0.0, 4.0),)  # the first starts at 4 of the clock, the second at 8
@@ -60,7 +60,7 @@ def test_a_task_of_several_processes_starts_with_the_last_of_them():
 
 def test_a_task_without_work_passes_on_what_it_would_wait_for():
     """The first stage's B is part of its W: that W waits for the second stage's B."""
-    split = mw.schedule("zb-h1", groups=2, microbatches=2)
+    split = mw.schedules.schedule("zb-h1", groups=2, microbatches=2)
     rows = tuple(
         tuple(task for task in row if (task.kind, task.stage) != ("B", 0)) for row in split.tasks
     )

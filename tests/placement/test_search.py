@@ -297,7 +297,7 @@ def test_without_splitting_torus_directions_stay_whole_or_the_near_shapes_work(r
     pod, spec = request_
     try:
         placed = mw.place(spec, pod, allow_split=False)
-    except mw.PlacementError as error:
+    except mw.errors.PlacementError as error:
         for sizes in suggested(error):
             near = mw.place(sizes, pod, allow_split=False)
             assert near.positions.size == pod.num_devices
@@ -322,7 +322,7 @@ def suggested(error):
 
 def test_forbidden_splitting_names_near_shapes_that_work():
     with pytest.raises(
-        mw.PlacementError,
+        mw.errors.PlacementError,
         match=r"'fsdp:64, tp:4' needs a direction of v5e:16x16 to be split, and splitting is "
         r"forbidden\. Near shapes that do: fsdp:16, tp:16; .* allow_split=True",
     ) as error:
@@ -401,12 +401,14 @@ def test_a_slow_part_is_respected_though_it_costs_more():
     ],
 )
 def test_slow_parts_that_leave_slices_over_are_refused(spec, message):
-    with pytest.raises(mw.MeshwrightError, match=message):
+    with pytest.raises(mw.errors.MeshwrightError, match=message):
         mw.place(spec, mw.topology("v5e:4x4", slices=4))
 
 
 def test_slow_parts_beyond_the_slices_are_refused():
-    with pytest.raises(mw.SpecError, match="spans 8 parts of the slow network, but there are 4"):
+    with pytest.raises(
+        mw.errors.SpecError, match="spans 8 parts of the slow network, but there are 4"
+    ):
         mw.place("dp:8*1, tp:8", mw.topology("v5e:4x4", slices=4))
 
 
@@ -443,25 +445,33 @@ def test_order_is_as_asked():
 
 @pytest.mark.parametrize("order", ["snake", "", None, 3])
 def test_an_unknown_order_is_refused(order):
-    with pytest.raises(mw.PlacementError, match=r"^order: .* is not one of auto, ring, grid\.$"):
+    with pytest.raises(
+        mw.errors.PlacementError, match=r"^order: .* is not one of auto, ring, grid\.$"
+    ):
         mw.place("dp:16", "v5e:4x4", order=order)
 
 
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "much", True, None])
 def test_a_bad_intensity_is_refused(value):
-    with pytest.raises(mw.SpecError, match=r"intensity of axis 'dp': .* is not a finite number"):
+    with pytest.raises(
+        mw.errors.SpecError, match=r"intensity of axis 'dp': .* is not a finite number"
+    ):
         mw.place("dp:16", "v5e:4x4", intensity={"dp": value})
 
 
 def test_intensity_of_an_unknown_axis_suggests_the_near_one():
-    with pytest.raises(mw.SpecError, match=r"intensity: no axis 'fdsp' in dp, fsdp\. Did you mean"):
+    with pytest.raises(
+        mw.errors.SpecError, match=r"intensity: no axis 'fdsp' in dp, fsdp\. Did you mean"
+    ):
         mw.place("dp:4, fsdp:4", "v5e:4x4", intensity={"fdsp": 1})
 
 
 def test_a_request_of_another_size_is_refused():
-    with pytest.raises(mw.SpecError, match="Not enough devices: 'dp:32' needs 32, there are 16"):
+    with pytest.raises(
+        mw.errors.SpecError, match="Not enough devices: 'dp:32' needs 32, there are 16"
+    ):
         mw.place("dp:32", "v5e:4x4")
-    with pytest.raises(mw.SpecError, match="'dp:8' uses 8 of 16 devices"):
+    with pytest.raises(mw.errors.SpecError, match="'dp:8' uses 8 of 16 devices"):
         mw.place("dp:8", "v5e:4x4")
 
 

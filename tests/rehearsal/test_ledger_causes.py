@@ -7,7 +7,7 @@ import pytest
 from ledger_helpers import book, compiled_book
 
 from meshwright.hlo.instructions import Source, primitives
-from meshwright.rehearsal.collectives.types import Clash, read_clashes
+from meshwright.rehearsal.collectives.types import ShardingConflict, read_clashes
 
 TP = "replica_groups={{0,1,2,3},{4,5,6,7}}"
 DP = "replica_groups={{0,4},{1,5},{2,6},{3,7}}"
@@ -303,7 +303,7 @@ COMPLAINTS = [
         "sharding={mesh['fsdp'=2,'tp'=4], [{}, {}, {'fsdp'}]}. As the last resort, SPMD will "
         "replicate the tensor and then partition it to obtain the target sharding, which is "
         "inefficient.",
-        Clash(
+        ShardingConflict(
             "fake_parameter.2",
             "bf16[64,256,512]",
             "{mesh['fsdp'=2,'tp'=4], [{}, {}, {'fsdp'}]}",
@@ -315,7 +315,7 @@ COMPLAINTS = [
         "{devices=[4,1,1,1]<=[4]} to {devices=[1,1,2,2]<=[4]} efficiently for HLO operation %copy "
         "= f32[1,3,12,8]{3,2,1,0} copy(%reshape.0), sharding={devices=[4,1,1,1]<=[4]}, "
         'metadata={op_name="jit(f)/mul" stack_frame_id=6}. As the last resort, SPMD will',
-        Clash(
+        ShardingConflict(
             "copy",
             "f32[1,3,12,8]",
             "{devices=[4,1,1,1]<=[4]}",
@@ -330,7 +330,7 @@ COMPLAINTS = [
         '%a, f32[8,4] %b), metadata={op_name="jit(f)/add" source_file="/somewhere/t.py" '
         "source_line=4}. You probably want to enrich the sharding annotations to prevent this "
         "from happening.",
-        Clash(
+        ShardingConflict(
             "add.1",
             "f32[8,4]",
             "{devices=[2,4]0,1,2,3,4,5,6,7}",

@@ -5,7 +5,7 @@ import json
 import pytest
 from ledger_helpers import book
 
-from meshwright.rehearsal.collectives.types import Clash
+from meshwright.rehearsal.collectives.types import ShardingConflict
 
 TP = "replica_groups={{0,1,2,3},{4,5,6,7}}"
 LINES = [
@@ -23,7 +23,7 @@ LINES = [
     "%d = f32[512,512]{1,0} collective-permute-done(%s)",
     "ROOT %t = (f32[512,512]{1,0}, f32[256,16]{1,0}) tuple(%d, %g)",
 ]
-CLASH = Clash("copy", "f32[8]", "{devices=[4]<=[4]}", "{replicated}", "jit(f)/mul")
+CLASH = ShardingConflict("copy", "f32[8]", "{devices=[4]<=[4]}", "{replicated}", "jit(f)/mul")
 
 TEXT = """\
 4 collectives: a device sends 4.012 MiB, 41.3 us if nothing runs beside them
@@ -50,7 +50,7 @@ def test_the_text_is_grouped_by_cause_and_like_rows_are_one():
 def test_no_line_is_wider_than_a_screen():
     lines = [line.replace("/me/model.py", "/me/" + "long" * 30 + ".py") for line in LINES]
     lines = [line.replace("512,512", ",".join(["2"] * 18)) for line in lines]
-    clash = Clash("copy" * 20, "f32[8]", "{devices=[4]<=[4]} " * 9, "{replicated} " * 9)
+    clash = ShardingConflict("copy" * 20, "f32[8]", "{devices=[4]<=[4]} " * 9, "{replicated} " * 9)
     text = str(book(lines, clashes=[clash]))
     assert max(map(len, text.splitlines())) <= 100
     assert "f32[2,2" in text

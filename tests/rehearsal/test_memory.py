@@ -36,7 +36,7 @@ def arguments(text):
     shape = tuple(map(int, text[4:-1].split(",")))
     shape, spec = (2 * shape[0], *shape[1:]), jax.sharding.PartitionSpec("dp")
     mesh = jax.sharding.AbstractMesh((2,), ("dp",))
-    return mw.describe({"w": jax.ShapeDtypeStruct(shape, "float32")}, mesh, {"w": spec}).rows
+    return mw.explain({"w": jax.ShapeDtypeStruct(shape, "float32")}, mesh, {"w": spec}).rows
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ WIDTH, ROWS, MICRO = 64, 256, 8
 
 def loss(params, x):
     for name in ("a", "b", "c"):
-        x = mw.stage(jnp.tanh(x @ params[name]))
+        x = mw.stage_end(jnp.tanh(x @ params[name]))
     return jnp.mean((x @ params["d"]) ** 2)
 
 

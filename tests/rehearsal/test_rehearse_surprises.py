@@ -182,7 +182,7 @@ def test_what_is_no_array_is_told_what_to_do(cache):
 
 
 def test_a_part_of_the_machine_is_said_to_be_one(cache):
-    with pytest.warns(mw.IdleDevicesWarning, match="uses 4 of 8 devices"):
+    with pytest.warns(mw.errors.IdleDevicesWarning, match="uses 4 of 8 devices"):
         assert mw.rehearse(lambda w: w @ w, W, mesh="fsdp:4", on="cpu:8", cache=cache).fits
 
 

@@ -6,7 +6,7 @@ import meshwright as mw
 from meshwright.hardware.chips import CHIPS
 from meshwright.hlo.program import read_program
 from meshwright.rehearsal.collectives.analyze import ledger
-from meshwright.rehearsal.collectives.types import Ledger
+from meshwright.rehearsal.collectives.types import Collectives
 from meshwright.rehearsal.step_time import kernels, speeds, step_time
 
 HEAD = "HloModule jit_f, is_scheduled=true, num_partitions=4\n\n"
@@ -36,7 +36,7 @@ def dot(name, of="a", root=False):
 
 
 def test_a_large_product_waits_for_the_multipliers():
-    time = step_time(program(dot("d", root=True)), Ledger(()), CHIPS["h100"])
+    time = step_time(program(dot("d", root=True)), Collectives(()), CHIPS["h100"])
     assert time.flops == 2 * 4096**3
     assert time.bytes == 3 * 2 * 4096**2
     assert time.compute == pytest.approx(2 * 4096**3 / speeds(CHIPS["h100"]).flops)
@@ -45,7 +45,7 @@ def test_a_large_product_waits_for_the_multipliers():
 
 def test_a_sum_waits_for_the_memory():
     time = step_time(
-        program("  ROOT %s = bf16[4096,4096] add(%a, %a)\n"), Ledger(()), CHIPS["h100"]
+        program("  ROOT %s = bf16[4096,4096] add(%a, %a)\n"), Collectives(()), CHIPS["h100"]
     )
     assert time.compute == 0.0
     assert time.memory == pytest.approx(3 * 2 * 4096**2 / speeds(CHIPS["h100"]).bytes)

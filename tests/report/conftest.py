@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import meshwright as mw
-from meshwright.rehearsal.collectives.types import Ledger
+from meshwright.rehearsal.collectives.types import Collectives
 
 
 @pytest.fixture(scope="session")
@@ -31,10 +31,10 @@ def larger(result):
     return dataclasses.replace(
         result,
         placement=placed,
-        arguments=mw.describe(
+        arguments=mw.explain(
             {"state": state, "batch": rows}, mesh, {"state": specs, "batch": spec}
         ),
-        collectives=Ledger(tuple(entries)),
+        collectives=Collectives(tuple(entries)),
     )
 
 
@@ -43,7 +43,9 @@ def everything(larger, result):
     """All that a page can hold."""
     return {
         "remedies": result.remedies(),
-        "pipeline": mw.simulate(mw.schedule("zb-h1", groups=8, microbatches=64)),
+        "pipeline": mw.schedules.simulate(
+            mw.schedules.schedule("zb-h1", groups=8, microbatches=64)
+        ),
         "training": {"sharded": [3.0, 2.0, 1.5], "pipeline": [3.0, 2.0, 1.5]},
         "comparison": larger.compare(result),
     }

@@ -8,7 +8,7 @@ from markup import Reader
 
 import meshwright as mw
 from meshwright.hlo.instructions import Source
-from meshwright.rehearsal.collectives.types import Clash, Ledger
+from meshwright.rehearsal.collectives.types import Collectives, ShardingConflict
 from meshwright.rehearsal.memory import Buffer
 from meshwright.report import page
 
@@ -34,14 +34,14 @@ def hostile(result):
         request=dataclasses.replace(result.request, name=HOSTILE),
         compiler=HOSTILE,
         arguments=dataclasses.replace(result.arguments, rows=rows),
-        collectives=Ledger(entries, (Clash(HOSTILE, HOSTILE, HOSTILE, HOSTILE),)),
+        collectives=Collectives(entries, (ShardingConflict(HOSTILE, HOSTILE, HOSTILE, HOSTILE),)),
         memory=dataclasses.replace(result.memory, buffers=(buffer,), chip=HOSTILE),
     )
 
 
 def refused(result):
     memory = dataclasses.replace(result.memory, refused=True, temporaries=2**40, buffers=())
-    return dataclasses.replace(result, memory=memory, collectives=Ledger(()), time=None)
+    return dataclasses.replace(result, memory=memory, collectives=Collectives(()), time=None)
 
 
 def test_a_page_is_well_formed_and_has_its_sections_and_links(result):
@@ -88,8 +88,8 @@ def test_names_cannot_become_markup(result):
 
 
 def test_a_schedule_cannot_become_markup(result):
-    plan = mw.schedule("1f1b", groups=2, microbatches=2)
-    drawn = mw.simulate(dataclasses.replace(plan, name=HOSTILE))
+    plan = mw.schedules.schedule("1f1b", groups=2, microbatches=2)
+    drawn = mw.schedules.simulate(dataclasses.replace(plan, name=HOSTILE))
     read = Reader(page(result, pipeline={HOSTILE: drawn}))
     assert read.faults == []
     assert "script" not in read.tags and "img" not in read.tags
@@ -134,7 +134,7 @@ def test_a_stand_in_is_to_be_asked_again_with_the_real_compiler(result):
 def test_what_nobody_asked_for_comes_first(result):
     entries = list(result.collectives)
     entries[-1] = dataclasses.replace(entries[-1], cause="nobody asked")
-    text = page(dataclasses.replace(result, collectives=Ledger(tuple(entries))))
+    text = page(dataclasses.replace(result, collectives=Collectives(tuple(entries))))
     causes = re.findall(r"<summary><i[^>]*></i><span>([a-z ]+):", text)
     assert causes[0] == "nobody asked"
     assert "Nothing moves that nobody asked for" in page(result)
@@ -161,7 +161,7 @@ def test_numbers_of_a_table_stand_to_the_right(result):
 
 
 def test_a_run_of_losses_that_cannot_be_drawn_is_named(result):
-    with pytest.raises(mw.RehearsalError, match="'mine' needs two or more finite losses"):
+    with pytest.raises(mw.errors.RehearsalError, match="'mine' needs two or more finite losses"):
         page(result, training={"mine": [1.0, float("nan")]})
-    with pytest.raises(mw.RehearsalError, match="'loss' needs two or more finite losses"):
+    with pytest.raises(mw.errors.RehearsalError, match="'loss' needs two or more finite losses"):
         page(result, training=[1.0])

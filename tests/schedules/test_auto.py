@@ -17,8 +17,8 @@ def named(groups, microbatches, costs, latency, memory):
     """Makespans of the named schedules that fit."""
     for name in TRAINING:
         if name != "dualpipe-v" or microbatches >= 2 * groups:
-            made = mw.schedule(name, groups=groups, microbatches=microbatches)
-            timeline = mw.simulate(made, costs, latency)
+            made = mw.schedules.schedule(name, groups=groups, microbatches=microbatches)
+            timeline = mw.schedules.simulate(made, costs, latency)
             if memory is None or max(timeline.memory) <= memory:
                 yield timeline.makespan
 
@@ -32,39 +32,39 @@ def named(groups, microbatches, costs, latency, memory):
 )
 @hypothesis.settings(deadline=None, max_examples=40)
 def test_never_slower_than_the_named_and_within_memory(groups, m, costs, latency, memory):
-    costs = mw.Costs(*costs)
-    found = mw.Auto(costs, latency, memory).build(groups, m)
-    mw.check(found)
-    timeline = mw.simulate(found, costs, latency)
+    costs = mw.schedules.Costs(*costs)
+    found = mw.schedules.Auto(costs, latency, memory).build(groups, m)
+    mw.schedules.check(found)
+    timeline = mw.schedules.simulate(found, costs, latency)
     assert memory is None or max(timeline.memory) <= memory
     best = min(named(groups, m, costs, latency, memory), default=float("inf"))
     assert timeline.makespan <= best + 1e-9
 
 
 def test_uneven_costs_and_latency_are_worth_a_search():
-    costs, latency = mw.Costs(F=1, B=1.4, W=0.8), 0.25
-    found = mw.simulate(mw.Auto(costs, latency).build(4, 32), costs, latency)
+    costs, latency = mw.schedules.Costs(F=1, B=1.4, W=0.8), 0.25
+    found = mw.schedules.simulate(mw.schedules.Auto(costs, latency).build(4, 32), costs, latency)
     assert found.makespan < min(named(4, 32, costs, latency, None)) - 0.5
 
 
 def test_memory_below_every_named_schedule_still_finds_one():
-    found = mw.Auto(memory=1).build(4, 8)
-    assert mw.simulate(found).memory == (1, 1, 1, 1)
+    found = mw.schedules.Auto(memory=1).build(4, 8)
+    assert mw.schedules.simulate(found).memory == (1, 1, 1, 1)
 
 
 def test_whole_backwards_when_asked():
-    assert set(mw.Auto(split=False).build(4, 8).counts) == {"F", "BW"}
+    assert set(mw.schedules.Auto(split=False).build(4, 8).counts) == {"F", "BW"}
 
 
 def test_costs_per_stage_fix_the_stages():
-    slow_end = [mw.Costs()] * 7 + [mw.Costs(F=2, B=2, W=2)]
-    found = mw.Auto(slow_end).build(4, 8)
+    slow_end = [mw.schedules.Costs()] * 7 + [mw.schedules.Costs(F=2, B=2, W=2)]
+    found = mw.schedules.Auto(slow_end).build(4, 8)
     assert found.stages == 8
-    assert mw.Auto(slow_end[1:]).build(4, 8).stages == 7
+    assert mw.schedules.Auto(slow_end[1:]).build(4, 8).stages == 7
 
 
 def test_the_same_question_has_the_same_answer():
-    ask = mw.Auto("F=1,B=1.3,W=0.7", 0.1, 5)
+    ask = mw.schedules.Auto("F=1,B=1.3,W=0.7", 0.1, 5)
     assert ask.build(4, 12) == ask.build(4, 12)
 
 
@@ -77,11 +77,11 @@ def test_the_same_question_has_the_same_answer():
         ({"latency": -1}, (4, 8), "latency: a time is a number from 0"),
         ({"costs": 5}, (4, 8), "costs are Costs, or a list with one per stage, not 5"),
         ({"costs": "F=0"}, (4, 8), "a forward and a whole backward take time"),
-        ({}, (0, 8), "groups is a whole number from 1"),
-        ({}, (4, 0), "microbatches is a whole number from 1"),
-        ({}, (4, 8, 3), "stages is a whole number from 4, not 3"),
+        ({}, (0, 8), "groups: .*is not a positive integer"),
+        ({}, (4, 0), "microbatches: .*is not a positive integer"),
+        ({}, (4, 8, 3), "stages: 3 is not an integer of at least 4"),
     ],
 )
 def test_nonsense_is_named(fields, sizes, message):
-    with pytest.raises(mw.ScheduleError, match=message):
-        mw.Auto(**fields).build(*sizes)
+    with pytest.raises(mw.errors.ScheduleError, match=message):
+        mw.schedules.Auto(**fields).build(*sizes)

@@ -17,7 +17,9 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def _timeline(name="zb-h1", groups=4, microbatches=16, **options):
-    return mw.simulate(mw.schedule(name, groups=groups, microbatches=microbatches), **options)
+    return mw.schedules.simulate(
+        mw.schedules.schedule(name, groups=groups, microbatches=microbatches), **options
+    )
 
 
 def _titles(timeline):
@@ -73,7 +75,7 @@ def test_pictures_need_nothing_and_know_the_dark():
 
 
 def test_names_are_escaped():
-    nasty = mw.Schedule('<b>"&', 1, (0,), [[("F", 0, 0), ("BW", 0, 0)]])
+    nasty = mw.schedules.Schedule('<b>"&', 1, (0,), [[("F", 0, 0), ("BW", 0, 0)]])
     ElementTree.fromstring(nasty._repr_html_().partition("<p>")[0].partition(">")[2])  # noqa: S314
     assert "<b>" not in nasty._repr_html_()
 
@@ -138,9 +140,9 @@ def test_html_is_the_picture_and_a_line_per_group():
 
 
 def test_costs_that_differ_are_said():
-    schedule = mw.schedule("gpipe", groups=2, microbatches=2)
-    assert "costs differ between groups" in str(mw.simulate(schedule, ["F=1", "F=2"]))
-    assert "W=1, BW=1.5, FB=2 per group" in str(mw.simulate(schedule, "BW=1.5,FB=2"))
+    schedule = mw.schedules.schedule("gpipe", groups=2, microbatches=2)
+    assert "costs differ between groups" in str(mw.schedules.simulate(schedule, ["F=1", "F=2"]))
+    assert "W=1, BW=1.5, FB=2 per group" in str(mw.schedules.simulate(schedule, "BW=1.5,FB=2"))
 
 
 @pytest.mark.parametrize("name", sorted(NAMED))
@@ -151,7 +153,7 @@ def test_a_trace_has_every_task_and_every_transfer(name):
     slices = [event for event in events if event["ph"] == "X"]
     assert len(slices) == sum(timeline.schedule.counts.values())
     assert max(e["ts"] + e["dur"] for e in slices) == pytest.approx(1000 * timeline.makespan)
-    sent = sum(channel.transfers for channel in mw.check(timeline.schedule).channels)
+    sent = sum(channel.transfers for channel in mw.schedules.check(timeline.schedule).channels)
     assert [sum(e["ph"] == phase for e in events) for phase in "sf"] == [sent, sent]
 
 
@@ -187,5 +189,5 @@ def test_a_trace_in_seconds():
     last = chrome_trace(timeline, microseconds=1e6)["traceEvents"][-1]
     assert last["ts"] == 3e6
     for wrong in (0, -1, float("inf"), True, "ms"):
-        with pytest.raises(mw.ScheduleError, match="microseconds is"):
+        with pytest.raises(mw.errors.ScheduleError, match="microseconds is"):
             chrome_trace(timeline, microseconds=wrong)

@@ -16,7 +16,7 @@ GOOD = "0F0,0F1,0BW0,0BW1\n1F0,1BW0,1F1,1BW1\n"
 
 def _read(folder, text, name="mine.csv", **options):
     (folder / name).write_text(text)
-    return mw.read_schedule(folder / name, **options)
+    return mw.schedules.read_schedule(folder / name, **options)
 
 
 @st.composite
@@ -28,7 +28,7 @@ def named(draw):
     if NAMED[name].chunks is None:
         stages = groups * draw(st.integers(1, 3))
     microbatches = draw(st.integers(least, least + 9))
-    return mw.schedule(name, groups=groups, microbatches=microbatches, stages=stages)
+    return mw.schedules.schedule(name, groups=groups, microbatches=microbatches, stages=stages)
 
 
 @settings(deadline=None, max_examples=60)
@@ -36,15 +36,15 @@ def named(draw):
 def test_what_is_written_is_read_back_exactly(tmp_path_factory, schedule, how):
     suffix, notation = how
     file = tmp_path_factory.mktemp("files") / f"{schedule.name}.{suffix}"
-    mw.write_schedule(schedule, file, notation=notation)
-    again = mw.read_schedule(file, notation=notation)
+    mw.schedules.write_schedule(schedule, file, notation=notation)
+    again = mw.schedules.read_schedule(file, notation=notation)
     assert again == schedule
     assert again.overlapped == schedule.overlapped
 
 
 def test_to_json_is_what_the_file_holds(tmp_path):
-    schedule = mw.schedule("dualpipe-v", groups=2, microbatches=4)
-    mw.write_schedule(schedule, tmp_path / "a.json")
+    schedule = mw.schedules.schedule("dualpipe-v", groups=2, microbatches=4)
+    mw.schedules.write_schedule(schedule, tmp_path / "a.json")
     found = json.loads((tmp_path / "a.json").read_text())
     assert found == schedule.to_json()
     first = found["overlapped"][1][0]
@@ -52,13 +52,15 @@ def test_to_json_is_what_the_file_holds(tmp_path):
 
 
 def test_csv_has_a_line_per_group_and_a_cell_per_pair(tmp_path):
-    mw.write_schedule(mw.schedule("dualpipe-v", groups=1, microbatches=2), tmp_path / "a.csv")
+    mw.schedules.write_schedule(
+        mw.schedules.schedule("dualpipe-v", groups=1, microbatches=2), tmp_path / "a.csv"
+    )
     assert (tmp_path / "a.csv").read_text() == "0F0,1F0,0F1+1BW0,1F1+0BW0,1BW1,0B1,0W1\n"
 
 
 def test_torch_letters_are_their_own(tmp_path):
-    schedule = mw.schedule("dualpipe-v", groups=1, microbatches=2)
-    mw.write_schedule(schedule, tmp_path / "a.csv", notation="torch")
+    schedule = mw.schedules.schedule("dualpipe-v", groups=1, microbatches=2)
+    mw.schedules.write_schedule(schedule, tmp_path / "a.csv", notation="torch")
     assert (tmp_path / "a.csv").read_text() == (
         "0F0,1F0,(0F1;1B0)OVERLAP_F_B,(1F1;0B0)OVERLAP_F_B,1B1,0I1,0W1\n"
     )
@@ -66,7 +68,7 @@ def test_torch_letters_are_their_own(tmp_path):
 
 def test_a_file_of_torch_is_never_taken_for_ours(tmp_path):
     theirs = "0F0,0F1,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
-    with pytest.raises(mw.ScheduleError, match=r"mine\.csv: mine: group 0: 0W0 is missing"):
+    with pytest.raises(mw.errors.ScheduleError, match=r"mine\.csv: mine: group 0: 0W0 is missing"):
         _read(tmp_path, theirs)
     assert _read(tmp_path, theirs, notation="torch").counts == {"F": 4, "BW": 4}
 
@@ -105,7 +107,7 @@ def test_empty_cells_spaces_and_empty_last_lines_mean_nothing(tmp_path):
     ],
 )
 def test_a_broken_csv_names_file_group_and_task(tmp_path, text, message):
-    with pytest.raises(mw.ScheduleError, match=message):
+    with pytest.raises(mw.errors.ScheduleError, match=message):
         _read(tmp_path, text)
 
 
@@ -129,41 +131,45 @@ def _json(**changes):
         (_json(tasks=[["0F0+0BW0"]]), r"group 0, position 0: '0F0\+0BW0' is no task"),
         (_json(overlapped=[["x"]]), r"mine\.json: 'overlapped' holds positions"),
         (_json(overlapped=[[7]]), r"mine\.json: mine: group 0: position 7 cannot be overlapped"),
-        (_json(microbatches="x"), r"mine\.json: mine: microbatches is a whole number from 1"),
+        (_json(microbatches="x"), r"mine\.json: mine: microbatches: .*is not a positive integer"),
         (_json(group_of=[3]), r"mine\.json: mine: stage 0 is in group 3"),
         (_json(tasks=[["0F0"]], microbatches=2), r"mine\.json: mine: group 0: 0F1 is missing"),
     ],
 )
 def test_a_broken_json_names_file_and_place(tmp_path, text, message):
-    with pytest.raises(mw.ScheduleError, match=message):
+    with pytest.raises(mw.errors.ScheduleError, match=message):
         _read(tmp_path, text, "mine.json")
 
 
 def test_bytes_that_are_no_text_are_named(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"\xff\xfe0F0")
-    with pytest.raises(mw.ScheduleError, match=r"a\.csv: not text in UTF-8"):
-        mw.read_schedule(tmp_path / "a.csv")
+    with pytest.raises(mw.errors.ScheduleError, match=r"a\.csv: not text in UTF-8"):
+        mw.schedules.read_schedule(tmp_path / "a.csv")
 
 
 def test_other_endings_and_notations_are_refused(tmp_path):
-    schedule = mw.schedule("gpipe", groups=1, microbatches=1)
-    with pytest.raises(mw.ScheduleError, match=r"a\.txt: a schedule's file ends in \.csv or"):
-        mw.write_schedule(schedule, tmp_path / "a.txt")
-    with pytest.raises(mw.ScheduleError, match="PyTorch's notation is one of CSV files"):
-        mw.write_schedule(schedule, tmp_path / "a.json", notation="torch")
-    with pytest.raises(mw.ScheduleError, match=r"'touch' is not one of.*Did you mean 'torch'\?"):
-        mw.read_schedule(tmp_path / "a.csv", notation="touch")
-    with pytest.raises(mw.ScheduleError, match="takes a Schedule, not a str"):
-        mw.write_schedule("gpipe", tmp_path / "a.csv")
+    schedule = mw.schedules.schedule("gpipe", groups=1, microbatches=1)
+    with pytest.raises(
+        mw.errors.ScheduleError, match=r"a\.txt: a schedule's file ends in \.csv or"
+    ):
+        mw.schedules.write_schedule(schedule, tmp_path / "a.txt")
+    with pytest.raises(mw.errors.ScheduleError, match="PyTorch's notation is one of CSV files"):
+        mw.schedules.write_schedule(schedule, tmp_path / "a.json", notation="torch")
+    with pytest.raises(
+        mw.errors.ScheduleError, match=r"'touch' is not one of.*Did you mean 'torch'\?"
+    ):
+        mw.schedules.read_schedule(tmp_path / "a.csv", notation="touch")
+    with pytest.raises(mw.errors.ScheduleError, match="takes a Schedule, not a str"):
+        mw.schedules.write_schedule("gpipe", tmp_path / "a.csv")
     with pytest.raises(FileNotFoundError):
-        mw.read_schedule(tmp_path / "nowhere.csv")
+        mw.schedules.read_schedule(tmp_path / "nowhere.csv")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_broken_schedule_is_not_written(tmp_path):
-    broken = mw.Schedule("bad", 1, (0,), [[("F", 0, 0), ("B", 0, 0)]])
-    with pytest.raises(mw.ScheduleError, match="bad: group 0: 0W0 is missing"):
-        mw.write_schedule(broken, tmp_path / "bad.csv")
+    broken = mw.schedules.Schedule("bad", 1, (0,), [[("F", 0, 0), ("B", 0, 0)]])
+    with pytest.raises(mw.errors.ScheduleError, match="bad: group 0: 0W0 is missing"):
+        mw.schedules.write_schedule(broken, tmp_path / "bad.csv")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -176,7 +182,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match=r"No space left on device.*a\.csv"):
-        mw.write_schedule(mw.schedule("zb-v", groups=2, microbatches=4), file)
+        mw.schedules.write_schedule(mw.schedules.schedule("zb-v", groups=2, microbatches=4), file)
     assert file.read_text() == GOOD
     assert [path.name for path in tmp_path.iterdir()] == ["a.csv"]
 

@@ -32,8 +32,8 @@ def spans(timeline):
 )
 @hypothesis.settings(deadline=None, max_examples=60)
 def test_no_task_starts_before_its_inputs_or_while_its_group_works(name, groups, m, costs, latency):
-    made = mw.schedule(name, groups=groups, microbatches=m)
-    timeline = mw.simulate(made, mw.Costs(*costs), latency)
+    made = mw.schedules.schedule(name, groups=groups, microbatches=m)
+    timeline = mw.schedules.simulate(made, mw.schedules.Costs(*costs), latency)
     found = spans(timeline)
     free = dict.fromkeys(range(groups), 0.0)
     for (kind, stage, i), (group, start, _) in found.items():
@@ -51,42 +51,46 @@ def test_no_task_starts_before_its_inputs_or_while_its_group_works(name, groups,
 
 def test_work_is_the_same_however_it_is_cut():
     for name in NAMES:
-        timeline = mw.simulate(mw.schedule(name, groups=4, microbatches=8))
+        timeline = mw.schedules.simulate(mw.schedules.schedule(name, groups=4, microbatches=8))
         assert timeline.busy == pytest.approx((24,) * 4)
 
 
 def test_costs_may_differ_from_stage_to_stage():
-    made = mw.schedule("1f1b", groups=2, microbatches=3)
-    slow = mw.simulate(made, [mw.Costs(F=1, BW=2), {"F": 5, "BW": 10}])
+    made = mw.schedules.schedule("1f1b", groups=2, microbatches=3)
+    slow = mw.schedules.simulate(made, [mw.schedules.Costs(F=1, BW=2), {"F": 5, "BW": 10}])
     assert slow.busy == (9, 45) and slow.makespan == 1 + 45 + 2
     assert slow.bubbles == (39, 0) and slow.bubble == 39
 
 
 def test_idle_counts_late_starts_and_bubble_does_not():
-    zb = mw.simulate(mw.schedule("zb-h2", groups=4, microbatches=32))
+    zb = mw.schedules.simulate(mw.schedules.schedule("zb-h2", groups=4, microbatches=32))
     assert zb.bubble == 0 and zb.makespan == 99
     assert zb.idle == pytest.approx(3 / 99)
 
 
 def test_memory_is_in_shares_of_a_group():
-    looped = mw.simulate(mw.schedule("looped-bfs", groups=2, microbatches=6, stages=8))
+    looped = mw.schedules.simulate(
+        mw.schedules.schedule("looped-bfs", groups=2, microbatches=6, stages=8)
+    )
     assert looped.memory == (6, 6)
 
 
 def test_an_overlapped_pair_gives_its_results_at_its_end():
     rows = [[("F", 0, 0), ("F", 0, 1), ("BW", 0, 0), ("F", 0, 2), ("BW", 0, 1), ("BW", 0, 2)]]
-    alone = mw.Schedule("alone", 3, (0,), rows)
-    paired = mw.Schedule("paired", 3, (0,), rows, [{1, 3}])
-    costs = mw.Costs(F=1, B=1, W=1, FB=2.4)
-    assert mw.simulate(alone, costs).makespan == 9
-    timeline = mw.simulate(paired, costs)
+    alone = mw.schedules.Schedule("alone", 3, (0,), rows)
+    paired = mw.schedules.Schedule("paired", 3, (0,), rows, [{1, 3}])
+    costs = mw.schedules.Costs(F=1, B=1, W=1, FB=2.4)
+    assert mw.schedules.simulate(alone, costs).makespan == 9
+    timeline = mw.schedules.simulate(paired, costs)
     assert timeline.makespan == pytest.approx(1 + 2.4 + 2.4 + 2)
     assert timeline.ends[0][2] == pytest.approx(1 + 2.4)
 
 
 def test_the_timeline_is_plain_data():
     data = json.loads(
-        json.dumps(mw.simulate(mw.schedule("zb-v", groups=2, microbatches=3)).to_json())
+        json.dumps(
+            mw.schedules.simulate(mw.schedules.schedule("zb-v", groups=2, microbatches=3)).to_json()
+        )
     )
     assert data["makespan"] == 9.5 and len(data["tasks"]) == 3 * 4 * 3
     assert data["tasks"][0] == {"group": 0, "task": "0F0", "start": 0.0, "end": 0.5}
@@ -113,13 +117,13 @@ def test_the_timeline_is_plain_data():
     ],
 )
 def test_nonsense_costs_are_named(costs, message):
-    made = mw.schedule("1f1b", groups=2, microbatches=2)
-    with pytest.raises(mw.ScheduleError, match=message):
-        mw.simulate(made, costs)
+    made = mw.schedules.schedule("1f1b", groups=2, microbatches=2)
+    with pytest.raises(mw.errors.ScheduleError, match=message):
+        mw.schedules.simulate(made, costs)
 
 
 @pytest.mark.parametrize("latency", [-1, math.nan, "1", None])
 def test_nonsense_latency_is_named(latency):
-    made = mw.schedule("1f1b", groups=2, microbatches=2)
-    with pytest.raises(mw.ScheduleError, match="latency: a time is a number from 0"):
-        mw.simulate(made, latency=latency)
+    made = mw.schedules.schedule("1f1b", groups=2, microbatches=2)
+    with pytest.raises(mw.errors.ScheduleError, match="latency: a time is a number from 0"):
+        mw.schedules.simulate(made, latency=latency)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from meshwright import MeshSpec, MeshwrightError
-from meshwright.errors import LONGEST_MESSAGE
+from meshwright.errors import LONGEST_MESSAGE, MeshwrightError
+from meshwright.spec.mesh_spec import MeshSpec
 
 ROUNDS = 200_000
 PIECES = ("dp", "tp", "fsdp", "a", "", ":", "=", ",", "*", " ", "-1", "0", "1", "2", "8", "-2")

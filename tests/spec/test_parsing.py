@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 
-from meshwright import AxisSpec, MeshSpec, SpecError
+from meshwright.errors import SpecError
+from meshwright.spec.mesh_spec import AxisSpec, MeshSpec
 
 parse = MeshSpec.parse
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright import MeshSpec, SpecError
+from meshwright.errors import SpecError
+from meshwright.spec.mesh_spec import MeshSpec
 
 parse = MeshSpec.parse
 

@@ -111,11 +111,11 @@ def test_bad_specs_name_the_leaf_before_anything_runs():
         jax.debug.callback(lambda: ran.append(1))
         return {"w": jnp.ones((6, 8))}
 
-    with pytest.raises(mw.PartitionError, match=r"init: 1 problem.*\n  w: dim 0 has size 6"):
+    with pytest.raises(mw.errors.PartitionError, match=r"init: 1 problem.*\n  w: dim 0 has size 6"):
         mw.init(fn, mesh=MESH, specs=P("fsdp"))
-    with pytest.raises(mw.PartitionError, match="First difference: 'w' has no spec"):
+    with pytest.raises(mw.errors.PartitionError, match="First difference: 'w' has no spec"):
         mw.init(fn, mesh=MESH, specs={"v": P()})
-    with pytest.raises(mw.PartitionError, match=r"w: \(6, 8\) matches no rule"):
+    with pytest.raises(mw.errors.PartitionError, match=r"w: \(6, 8\) matches no rule"):
         mw.init(fn, mesh=MESH, rules=[])
     assert ran == []
 
@@ -131,7 +131,7 @@ def test_bad_specs_name_the_leaf_before_anything_runs():
     ],
 )
 def test_bad_input_is_refused(fn, mesh, message):
-    with pytest.raises(mw.PartitionError, match=message):
+    with pytest.raises(mw.errors.PartitionError, match=message):
         mw.init(fn, jax.random.key(0), mesh=mesh)
 
 
@@ -167,14 +167,16 @@ def test_arguments_by_name_are_told_from_options_before_the_function_runs():
         raise AssertionError("must not run")
 
     with pytest.raises(
-        mw.PartitionError,
+        mw.errors.PartitionError,
         match=r"^init: no option 'n'\. Bind an argument of the function with "
         r"functools\.partial\(fn, n=\.\.\.\)",
     ):
         mw.init(fn, jax.random.key(0), n=64, mesh=MESH)
-    with pytest.raises(mw.PartitionError, match=r"no option 'rule'\. Did you mean 'rules'\?"):
+    with pytest.raises(
+        mw.errors.PartitionError, match=r"no option 'rule'\. Did you mean 'rules'\?"
+    ):
         mw.init(fn, jax.random.key(0), 64, rule=[], mesh=MESH)
-    with pytest.raises(mw.PartitionError, match=r"^uneven: 'no' is not one of"):
+    with pytest.raises(mw.errors.PartitionError, match=r"^uneven: 'no' is not one of"):
         mw.init(fn, jax.random.key(0), 64, uneven="no", mesh=MESH)
 
 
@@ -197,7 +199,7 @@ def test_arguments_by_name_are_told_from_options_before_the_function_runs():
 )
 def test_results_that_would_be_changed_are_refused(made, message):
     with pytest.raises(
-        mw.PartitionError, match=rf"^init: 1 problem, nothing was placed\.\n  {message}"
+        mw.errors.PartitionError, match=rf"^init: 1 problem, nothing was placed\.\n  {message}"
     ):
         mw.init(made, mesh=MESH)
 
@@ -205,9 +207,11 @@ def test_results_that_would_be_changed_are_refused(made, message):
 def test_results_are_narrowed_when_asked_and_integers_only_if_they_fit():
     made = mw.init(lambda: {"s": np.array([7]), "w": np.ones(8)}, mesh=MESH, narrow="convert")
     assert (made["s"].dtype, made["w"].dtype, int(made["s"][0])) == (np.int32, np.float32, 7)
-    with pytest.raises(mw.PartitionError, match=r"s: holds integers from 1099511627776 to"):
+    with pytest.raises(mw.errors.PartitionError, match=r"s: holds integers from 1099511627776 to"):
         mw.init(lambda: {"s": np.array([2**40])}, mesh=MESH, narrow="convert")
-    with pytest.raises(mw.PartitionError, match=r"^narrow: True is not 'error' or 'convert'\.$"):
+    with pytest.raises(
+        mw.errors.PartitionError, match=r"^narrow: True is not 'error' or 'convert'\.$"
+    ):
         mw.init(model, jax.random.key(0), mesh=MESH, narrow=True)
 
 
@@ -221,7 +225,9 @@ def test_arguments_that_would_be_changed_are_refused():
     gone = jnp.ones(3)
     gone.delete()
     args = ({"a": np.ones(8)}, 3, gone)
-    with pytest.raises(mw.PartitionError, match=r"^init: 2 problems, nothing was placed") as caught:
+    with pytest.raises(
+        mw.errors.PartitionError, match=r"^init: 2 problems, nothing was placed"
+    ) as caught:
         mw.init(lambda *args: args, *args, mesh=MESH)
     assert "argument 0/a: float64 would become float32" in str(caught.value)
     assert "argument 2: the array was deleted or donated" in str(caught.value)
@@ -235,7 +241,7 @@ def test_arguments_on_other_devices_say_how_to_move_them():
     one = jax.device_put(np.ones(8, np.float32), jax.devices()[3])
     for array, devices in ((there, "0, 1"), (one, "3"), (back, "0, 1, 2, 3 and 4 more")):
         with pytest.raises(
-            mw.PartitionError,
+            mw.errors.PartitionError,
             match=rf"argument 0: lies on devices {devices}, not on the 8 of the mesh in their "
             r"order\. Move it first: reshard\(x, mesh, PartitionSpec\(\)\)",
         ):
@@ -259,7 +265,7 @@ def test_under_jit_the_initialiser_is_part_of_the_program():
 
 def test_a_dim_that_is_left_open_is_refused():
     with pytest.raises(
-        mw.PartitionError, match=r"^init: .*\n.*leaves a dim unconstrained, which only"
+        mw.errors.PartitionError, match=r"^init: .*\n.*leaves a dim unconstrained, which only"
     ):
         mw.init(lambda: jnp.ones((8, 8)), mesh=MESH, specs=P(P.UNCONSTRAINED))
 
@@ -274,9 +280,9 @@ def test_names_of_nnx_that_are_no_axes_say_what_to_switch_off():
     match = (
         r"^init: Flax NNX takes the names of a variable for axes of a mesh .*eager_sharding\(False"
     )
-    with pytest.raises(mw.PartitionError, match=match):
+    with pytest.raises(mw.errors.PartitionError, match=match):
         mw.init(make, **options)
-    with jax.set_mesh(MESH), pytest.raises(mw.PartitionError, match=match):
+    with jax.set_mesh(MESH), pytest.raises(mw.errors.PartitionError, match=match):
         mw.init(make, **options)
     with nnx.use_eager_sharding(False):
         assert mw.init(make, **options).kernel.get_value().sharding.spec == P("fsdp", "tp")
@@ -288,4 +294,4 @@ def test_errors_of_the_function_itself_stay_as_they_are():
 
     with pytest.raises(ValueError, match=r"^mine") as caught:
         mw.init(fn, mesh=MESH)
-    assert not isinstance(caught.value, mw.MeshwrightError)
+    assert not isinstance(caught.value, mw.errors.MeshwrightError)

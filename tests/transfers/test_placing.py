@@ -199,7 +199,7 @@ def test_a_callback_may_stand_beside_arrays():
     ],
 )
 def test_a_callback_that_gives_another_piece_names_the_leaf(made, message):
-    with pytest.raises(mw.PartitionError, match=message):
+    with pytest.raises(mw.errors.PartitionError, match=message):
         mw.shard({"c": mw.FromCallback((64, 32), "float32", made)}, MESH, P("fsdp"))
 
 
@@ -238,7 +238,7 @@ def test_an_error_of_the_callback_names_the_leaf():
     ],
 )
 def test_a_callback_that_cannot_be_is_refused_when_made(shape, dtype, fn, message):
-    with pytest.raises(mw.PartitionError, match=message):
+    with pytest.raises(mw.errors.PartitionError, match=message):
         mw.FromCallback(shape, dtype, fn)
 
 
@@ -255,7 +255,7 @@ def test_values_that_would_be_narrowed_are_refused(dtype, form):
     kept = jax.dtypes.canonicalize_dtype(dtype)
     for mesh in (MESH, MESH.abstract_mesh):
         with pytest.raises(
-            mw.PartitionError,
+            mw.errors.PartitionError,
             match=rf"w: {dtype} would become {kept}\. Convert it, enable jax_enable_x64, or pass",
         ):
             mw.shard({"w": leaf}, mesh)
@@ -285,7 +285,7 @@ def test_integers_that_do_not_fit_are_refused_all_the_same(values, low, high, fo
     elif form == "big-endian":
         leaf = array.astype(">i8")
     message = rf"holds integers from {low} to {high}, and int32 only those from -2147483648 to"
-    with pytest.raises(mw.PartitionError, match=rf"a: .*{message} 2147483647"):
+    with pytest.raises(mw.errors.PartitionError, match=rf"a: .*{message} 2147483647"):
         mw.shard({"a": leaf}, MESH, narrow="convert")
 
 
@@ -304,7 +304,9 @@ def test_with_64_bits_enabled_nothing_is_narrowed():
 
 
 def test_narrow_takes_two_words():
-    with pytest.raises(mw.PartitionError, match=r"^narrow: True is not 'error' or 'convert'\.$"):
+    with pytest.raises(
+        mw.errors.PartitionError, match=r"^narrow: True is not 'error' or 'convert'\.$"
+    ):
         mw.shard({"w": W}, MESH, narrow=True)
 
 
@@ -334,7 +336,7 @@ class OnDisk:
 @pytest.mark.parametrize("value", [OnDisk(), jax.typeof(W)], ids=["on disk", "aval"])
 def test_what_only_has_a_shape_says_how_to_read_it(value):
     with pytest.raises(
-        mw.PartitionError,
+        mw.errors.PartitionError,
         match=r"w: \w+ has a shape but is no array\. Read it with numpy\.asarray\(x\), or in "
         r"pieces with FromCallback",
     ):
@@ -346,7 +348,7 @@ def test_what_only_has_a_shape_says_how_to_read_it(value):
 
 def test_under_jit_the_message_says_what_to_use():
     with pytest.raises(
-        mw.PartitionError,
+        mw.errors.PartitionError,
         match=r"w: a tracer\. Under jit use jax\.lax\.with_sharding_constraint with the specs of "
         r"partition, or jit's in_shardings",
     ):
@@ -365,7 +367,7 @@ def test_deleted_arrays_are_all_named():
     gone = {"a": jnp.ones(8), "b": [jnp.ones(8)], "c": jnp.ones(8)}
     gone["a"].delete()
     gone["b"][0].delete()
-    with pytest.raises(mw.PartitionError, match="2 problems") as caught:
+    with pytest.raises(mw.errors.PartitionError, match="2 problems") as caught:
         mw.shard(gone, MESH)
     assert "a: the array was deleted or donated. Use the one it went into." in str(caught.value)
     assert "b/0: the array was deleted or donated" in str(caught.value)
@@ -379,7 +381,8 @@ def test_deleted_arrays_are_all_named():
 def test_what_is_no_number_names_the_leaf(value):
     for narrow in ("error", "convert"):
         with pytest.raises(
-            mw.PartitionError, match=r"w: .* cannot be placed\. Make it an array of numbers first"
+            mw.errors.PartitionError,
+            match=r"w: .* cannot be placed\. Make it an array of numbers first",
         ):
             mw.shard({"w": value}, MESH, narrow=narrow)
 
@@ -396,7 +399,7 @@ def test_what_is_no_number_names_the_leaf(value):
     ],
 )
 def test_specs_in_another_tree_name_the_first_difference(specs, message):
-    with pytest.raises(mw.PartitionError, match=rf"^specs: .*{message}"):
+    with pytest.raises(mw.errors.PartitionError, match=rf"^specs: .*{message}"):
         mw.shard({"a": W, "b": [W]}, MESH, specs)
 
 
@@ -429,7 +432,7 @@ def test_specs_in_another_tree_name_the_first_difference(specs, message):
     ],
 )
 def test_every_leaf_without_a_spec_is_named_with_what_to_write(specs, lines):
-    with pytest.raises(mw.PartitionError, match=r"^specs: \d problems?\.\n") as caught:
+    with pytest.raises(mw.errors.PartitionError, match=r"^specs: \d problems?\.\n") as caught:
         mw.shard({"a": W, "b": [W]}, MESH, specs)
     assert [line.strip() for line in str(caught.value).splitlines()[1:]] == lines
 
@@ -442,12 +445,12 @@ def test_every_leaf_without_a_spec_is_named_with_what_to_write(specs, lines):
     ],
 )
 def test_names_in_place_of_one_spec_for_all_say_what_to_write(specs, message):
-    with pytest.raises(mw.PartitionError, match=message):
+    with pytest.raises(mw.errors.PartitionError, match=message):
         mw.shard({"a": W, "b": [W]}, MESH, specs)
 
 
 def test_how_many_more_have_no_spec_is_said():
-    with pytest.raises(mw.PartitionError, match="'a' has no spec, nor have 2 more"):
+    with pytest.raises(mw.errors.PartitionError, match="'a' has no spec, nor have 2 more"):
         mw.shard({"a": W, "b": W, "c": W}, MESH, {})
 
 
@@ -484,7 +487,7 @@ def test_shardings_of_another_mesh_are_all_refused():
         lambda: mw.init(lambda: {"a": 0, "b": 0, "c": 0}, mesh=MESH, specs=specs),
     )
     for call in calls:
-        with pytest.raises(mw.PartitionError, match=r"specs: 2 problems") as caught:
+        with pytest.raises(mw.errors.PartitionError, match=r"specs: 2 problems") as caught:
             call()
         text = str(caught.value)
         assert "a: a sharding on the mesh 'tp:8', but the mesh is 'fsdp:4, tp:2'. Pass its" in text
@@ -494,7 +497,8 @@ def test_shardings_of_another_mesh_are_all_refused():
 def test_a_sharding_in_other_memory_is_refused():
     there = NamedSharding(MESH, P(), memory_kind="pinned_host")
     with pytest.raises(
-        mw.PartitionError, match=r"specs: a sharding in memory 'pinned_host'; arrays go to 'device'"
+        mw.errors.PartitionError,
+        match=r"specs: a sharding in memory 'pinned_host'; arrays go to 'device'",
     ):
         mw.shard({"a": W}, MESH, there)
 
@@ -502,7 +506,7 @@ def test_a_sharding_in_other_memory_is_refused():
 def test_the_first_difference_of_a_large_tree_is_found():
     tree = {f"w{place:05}": W[0] for place in range(10_000)}
     specs = {key: P() for key in tree if key != "w07777"}
-    with pytest.raises(mw.PartitionError, match="First difference: 'w07777' has no spec"):
+    with pytest.raises(mw.errors.PartitionError, match="First difference: 'w07777' has no spec"):
         mw.shard(tree, MESH, specs)
 
 
@@ -517,13 +521,15 @@ def test_the_first_difference_of_a_large_tree_is_found():
     ],
 )
 def test_specs_that_do_not_fit_name_the_leaf(spec, message):
-    with pytest.raises(mw.PartitionError, match=message):
+    with pytest.raises(mw.errors.PartitionError, match=message):
         mw.shard({"w": W}, MESH, {"w": spec})
 
 
 def test_every_leaf_that_does_not_divide_is_named():
     tree = {"a": np.ones((6, 8), "f4"), "b": [np.ones((8, 3), "f4")], "c": np.ones((8, 8), "f4")}
-    with pytest.raises(mw.PartitionError, match="shard: 2 problems, nothing was placed") as caught:
+    with pytest.raises(
+        mw.errors.PartitionError, match="shard: 2 problems, nothing was placed"
+    ) as caught:
         mw.shard(tree, MESH, P("fsdp", "tp"))
     assert "a: dim 0 has size 6, not divisible by 4 (axes fsdp). Pad to 8" in str(caught.value)
     assert "b/0: dim 1 has size 3, not divisible by 2 (axes tp). Pad to 4" in str(caught.value)
@@ -544,7 +550,7 @@ def test_nothing_is_placed_when_anything_is_wrong():
         ({"a": W, "good": good, "z": np.ones(8, "float32")}, {"a": P(), "good": P()}),
     ]
     for tree, specs in wrong:
-        with pytest.raises(mw.PartitionError):
+        with pytest.raises(mw.errors.PartitionError):
             mw.shard(tree, MESH, specs)
     assert asked == []
     gc.collect()
@@ -553,7 +559,8 @@ def test_nothing_is_placed_when_anything_is_wrong():
 
 def test_options_of_partition_do_not_go_with_specs():
     with pytest.raises(
-        mw.PartitionError, match=r"^rules, uneven: options of partition, but specs were given\.$"
+        mw.errors.PartitionError,
+        match=r"^rules, uneven: options of partition, but specs were given\.$",
     ):
         mw.shard({"w": W}, MESH, P(), rules=[], uneven="replicate")
 
@@ -568,9 +575,13 @@ def test_in_one_process_a_local_part_is_the_whole():
 
 
 def test_a_local_part_needs_specs_that_fit():
-    with pytest.raises(mw.PartitionError, match=r"^local=True needs specs: a part does not tell"):
+    with pytest.raises(
+        mw.errors.PartitionError, match=r"^local=True needs specs: a part does not tell"
+    ):
         mw.shard({"w": W}, MESH, local=True)
-    with pytest.raises(mw.PartitionError, match=r"w: dim 0: no mesh axis 'fspd' in fsdp, tp"):
+    with pytest.raises(
+        mw.errors.PartitionError, match=r"w: dim 0: no mesh axis 'fspd' in fsdp, tp"
+    ):
         mw.shard({"w": W}, MESH, P("fspd"), local=True)
 
 
@@ -580,7 +591,7 @@ def test_parts_that_do_not_divide_are_all_named_and_none_is_placed():
     tree = {"a": W, "x": np.ones((9, 4), "float32"), "y": np.ones((4, 3), "float32")}
     specs = {"a": P("fsdp"), "x": P("fsdp"), "y": P(None, "tp")}
     with pytest.raises(
-        mw.PartitionError, match=r"^shard: 2 problems, nothing was placed"
+        mw.errors.PartitionError, match=r"^shard: 2 problems, nothing was placed"
     ) as caught:
         mw.shard(tree, MESH, specs, local=True)
     assert (
@@ -611,7 +622,7 @@ def test_a_process_holds_an_equal_share_or_none_can_be_told(held, count, shares)
 def test_parts_that_overlap_are_refused(monkeypatch):
     monkeypatch.setattr(device_put, "_pieces_here", lambda mesh, entry: None)
     with pytest.raises(
-        mw.PartitionError,
+        mw.errors.PartitionError,
         match=r"w: dim 0: axes fsdp, tp do not give every process an equal part of its own\. Put",
     ):
         mw.shard({"w": W}, MESH, P(("fsdp", "tp")), local=True)
@@ -619,12 +630,12 @@ def test_parts_that_overlap_are_refused(monkeypatch):
 
 def test_beside_parts_a_callback_tells_its_whole_shape():
     callback = mw.FromCallback((9, 4), "float32", lambda index: 1 / 0)
-    with pytest.raises(mw.PartitionError, match="c: dim 0 has size 9, not divisible by 4"):
+    with pytest.raises(mw.errors.PartitionError, match="c: dim 0 has size 9, not divisible by 4"):
         mw.shard({"c": callback}, MESH, P("fsdp"), local=True)
 
 
 def test_local_is_true_or_false():
-    with pytest.raises(mw.MeshwrightError, match=r"^local: 'yes' is not True or False\.$"):
+    with pytest.raises(mw.errors.MeshwrightError, match=r"^local: 'yes' is not True or False\.$"):
         mw.shard({"w": W}, MESH, P(), local="yes")
 
 
@@ -660,7 +671,7 @@ def test_variables_of_nnx_that_are_tied_are_refused_by_name():
         lambda: mw.init(Tied, mesh=MESH),
         lambda: mw.MeshPartitionHelper(MESH).auto_shard_pytree(Tied()),
     ):
-        with pytest.raises(mw.PartitionError, match=match + r"Pass nnx\.state\(model\)"):
+        with pytest.raises(mw.errors.PartitionError, match=match + r"Pass nnx\.state\(model\)"):
             call()
 
 
@@ -686,7 +697,9 @@ def test_containers_are_kept():
 
 
 def test_messages_name_a_single_array_too():
-    with pytest.raises(mw.PartitionError, match=re.escape("(the array): float64 would become")):
+    with pytest.raises(
+        mw.errors.PartitionError, match=re.escape("(the array): float64 would become")
+    ):
         mw.shard(np.ones((8, 8)), MESH)
 
 

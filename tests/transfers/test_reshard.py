@@ -436,7 +436,7 @@ def test_bad_input_is_refused(tree, specs, match):
 
 
 def test_donate_is_true_or_false():
-    with pytest.raises(mw.MeshwrightError, match=r"^donate: 'yes' is not True or False\.$"):
+    with pytest.raises(mw.errors.MeshwrightError, match=r"^donate: 'yes' is not True or False\.$"):
         mw.reshard(X, mesh(range(8), 4, 2), P(), donate="yes")
 
 

@@ -97,7 +97,7 @@ def within(box, outer):
 @given(source=ends(), target=ends())
 def check_steps(count, source, target):
     values = np.arange(128).reshape(8, 16)
-    route = mw.route(shape_of((8, 16), source), target)
+    route = mw.transfers.route(shape_of((8, 16), source), target)
     store = carried_out(route, values, count)
     for device, box in route.items[0].wanted.items():
         assert (store[route.lot(0, device)] == part(values, box)).all()
@@ -123,7 +123,7 @@ def test_every_shard_is_made_once_of_what_is_there(processes):
 def test_what_one_process_gives_to_a_shard_crosses_in_one_piece(monkeypatch):
     for module in (transfer_plan, transfer_plan, routes, transfer_plan):
         monkeypatch.setattr(module, "process_of", lambda device: device.id // 4)
-    route = mw.route(
+    route = mw.transfers.route(
         shape_of((8, 16), end(range(4), spec=P("a"))), end(range(4, 8), spec=P(None, "a"))
     )
     assert len(route.plan.send) == 4
@@ -138,7 +138,7 @@ def test_what_one_process_gives_to_a_shard_crosses_in_one_piece(monkeypatch):
 def test_what_several_processes_give_is_joined_on_arrival(monkeypatch):
     for module in (transfer_plan, transfer_plan, routes, transfer_plan):
         monkeypatch.setattr(module, "process_of", lambda device: device.id // 2)
-    route = mw.route(
+    route = mw.transfers.route(
         shape_of((8, 16), end(range(4), spec=P("a"))), end(range(4, 8), spec=P(None, "a"))
     )
     assert route.joins_on_arrival
@@ -156,7 +156,7 @@ def test_replicas_take_turns_and_a_replicated_target_is_fed_once_a_process(monke
     for module in (transfer_plan, transfer_plan, routes, transfer_plan):
         monkeypatch.setattr(module, "process_of", lambda device: device.id // 2)
     tree = [shape_of((8,), end(range(4))) for _ in range(4)]
-    route = mw.route(tree, end(range(4, 8)))
+    route = mw.transfers.route(tree, end(range(4, 8)))
     lots = route.plan.lots
     givers = [lots[step.of[0]].device.id for step in route.plan.send]
     takers = [lots[step.made].device.id for step in route.plan.send]
@@ -166,7 +166,7 @@ def test_replicas_take_turns_and_a_replicated_target_is_fed_once_a_process(monke
 
 
 def test_a_device_that_holds_its_shard_sends_nothing():
-    route = mw.route(shape_of((8,), end(range(4))), end((2, 3, 4), spec=WHOLE))
+    route = mw.transfers.route(shape_of((8,), end(range(4))), end((2, 3, 4), spec=WHOLE))
     assert [route.plan.lots[step.made].device.id for step in route.plan.send] == [4]
 
 
@@ -183,13 +183,13 @@ def test_equal_splits_travel_whole(monkeypatch):
         "scalar": end(range(4, 8)),
         "none": end(range(4, 8), spec=P(None, "a")),
     }
-    names = [item.where for item in mw.route(tree, targets).items]
+    names = [item.where for item in mw.transfers.route(tree, targets).items]
     assert names == ["none", "same", "scalar", "turned"]
-    assert links.whole_here(mw.route(tree, targets)) == {1, 2}
+    assert links.whole_here(mw.transfers.route(tree, targets)) == {1, 2}
     for module in (transfer_plan, transfer_plan, routes, transfer_plan, links):
         if hasattr(module, "process_of"):
             monkeypatch.setattr(module, "process_of", lambda device: device.id // 4)
-    route = mw.route(tree, targets)
+    route = mw.transfers.route(tree, targets)
     # A replicated array crosses once, and is copied there.
     assert links.whole_pulled(route) == {1}
     assert links.whole_put(route) == {1}
@@ -197,7 +197,7 @@ def test_equal_splits_travel_whole(monkeypatch):
 
 def test_a_name_tells_routes_apart_and_is_the_same_for_the_same():
     def named(shape, source, target):
-        return mw.route({"x": shape_of(shape, source)}, target).name
+        return mw.transfers.route({"x": shape_of(shape, source)}, target).name
 
     first, last = end(range(4), spec=P("a")), end(range(4, 8), spec=P("a"))
     name = named((8, 8), first, last)
@@ -206,15 +206,17 @@ def test_a_name_tells_routes_apart_and_is_the_same_for_the_same():
         named((8, 4), first, last),
         named((8, 8), first, end(range(4, 8))),
         named((8, 8), end((1, 0, 2, 3), spec=P("a")), last),
-        mw.route({"y": shape_of((8, 8), first)}, last).name,
-        mw.route({"x": shape_of((8, 8), first, "int32")}, last).name,
+        mw.transfers.route({"y": shape_of((8, 8), first)}, last).name,
+        mw.transfers.route({"x": shape_of((8, 8), first, "int32")}, last).name,
     }
     assert len(others) == 5
     assert name not in others
 
 
 def test_a_route_shows_itself():
-    route = mw.route({"w": shape_of((8, 8), end(range(4), spec=P("a")), "bfloat16")}, end((7,)))
+    route = mw.transfers.route(
+        {"w": shape_of((8, 8), end(range(4), spec=P("a")), "bfloat16")}, end((7,))
+    )
     assert str(route).splitlines() == [
         "1 array, 128 B: 4 devices to 1, 4 pieces, inside process 0",
         "path  array            from          to  pieces",
@@ -229,19 +231,21 @@ def test_a_route_shows_itself():
 
 def test_a_long_route_is_cut_short():
     tree = [shape_of((), end((0,))) for _ in range(60)]
-    text = str(mw.route(tree, end((1,))))
+    text = str(mw.transfers.route(tree, end((1,))))
     assert text.splitlines()[-1] == "... and 10 more arrays"
 
 
 def test_sources_may_be_named_apart_and_be_single_devices():
     device = SingleDeviceSharding(jax.devices()[1])
-    route = mw.route({"x": np.zeros((4, 4))}, {"x": end((2, 3), spec=P("a"))}, source=device)
+    route = mw.transfers.route(
+        {"x": np.zeros((4, 4))}, {"x": end((2, 3), spec=P("a"))}, source=device
+    )
     assert route.to_json()["arrays"][0]["from_devices"] == [1]
 
 
 def test_a_route_moves_nothing_and_takes_arrays_too():
     array = jax.device_put(jnp.zeros(8), end(range(4), spec=P("a")))
-    assert mw.route(array, end((5,))).bytes == 32
+    assert mw.transfers.route(array, end((5,))).bytes == 32
 
 
 @pytest.mark.parametrize(
@@ -276,25 +280,25 @@ def test_a_route_moves_nothing_and_takes_arrays_too():
 )
 def test_what_cannot_be_routed_is_refused(tree, target, text):
     with pytest.raises(TransferError, match=text):
-        mw.route(tree, target)
+        mw.transfers.route(tree, target)
 
 
 def test_a_source_that_does_not_fit_is_refused():
     with pytest.raises(TransferError, match=r"x: source: .* 2 entries for an array with 1 dims"):
-        mw.route({"x": np.zeros(6)}, end((1,)), source=end(range(2), spec=P("a", None)))
+        mw.transfers.route({"x": np.zeros(6)}, end((1,)), source=end(range(2), spec=P("a", None)))
     with pytest.raises(TransferError, match=r"x: source: 3 is not a sharding. Pass"):
-        mw.route({"x": np.zeros(6)}, end((1,)), source=3)
+        mw.transfers.route({"x": np.zeros(6)}, end((1,)), source=3)
 
 
 def test_every_bad_array_is_named_at_once():
     tree = {"a": shape_of((6,), end((0,))), "b": shape_of((7,), end((0,)))}
     with pytest.raises(TransferError, match=r"2 problems, nothing was moved.\n  a: .*\n  b: "):
-        mw.route(tree, end(range(4), spec=P("a")))
+        mw.transfers.route(tree, end(range(4), spec=P("a")))
 
 
 def test_a_tracer_is_refused():
     with pytest.raises(TransferError, match=r"x: a tracer. Transfers happen outside jit"):
-        jax.jit(lambda x: mw.route({"x": x}, end((1,))))(1.0)
+        jax.jit(lambda x: mw.transfers.route({"x": x}, end((1,))))(1.0)
 
 
 def test_platforms_do_not_mix():

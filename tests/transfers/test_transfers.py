@@ -66,7 +66,7 @@ def assert_is(array, values, sharding):
 
 @pytest.fixture
 def link():
-    with mw.connect() as one:
+    with mw.transfers.connect() as one:
         yield one
 
 
@@ -88,8 +88,8 @@ def ends(draw):
 def test_any_split_goes_to_any_other_bit_for_bit(source, target, dtype, way):
     values = pattern(dtype=dtype)
     array = on(values, source)
-    with mw.connect(way=way) as link:
-        assert_is(link.move(mw.route(array, target), 0, array), values, target)
+    with mw.transfers.connect(way=way) as link:
+        assert_is(link.move(mw.transfers.route(array, target), 0, array), values, target)
     assert_is(array, values, source)
 
 
@@ -102,7 +102,7 @@ def test_all_dtypes_keys_scalars_and_empty_arrays_travel_in_one_tree(link):
     tree |= {"key": jax.device_put(key, FIRST), "scalar": on(np.float32(-0.0), end(range(4)))}
     targets = dict.fromkeys(values, LAST) | {"none": end(range(4, 8)), "scalar": end(range(4, 8))}
     targets["key"] = end((6, 7), spec=P("a"))
-    route = mw.route(tree, targets)
+    route = mw.transfers.route(tree, targets)
     for _ in range(2):
         moved = link.move(route, 0, tree)
         for name, value in values.items():
@@ -115,7 +115,7 @@ def test_all_dtypes_keys_scalars_and_empty_arrays_travel_in_one_tree(link):
 
 def test_sends_and_receives_meet_by_key_in_any_order(link):
     values = [pattern(seed=seed) for seed in range(6)]
-    route = mw.route(on(values[0], FIRST), LAST)
+    route = mw.transfers.route(on(values[0], FIRST), LAST)
     for number in range(3):
         link.send(route, ("a", number), on(values[number], FIRST))
         link.send(route, 7, on(values[3 + number], FIRST))
@@ -129,7 +129,7 @@ def test_sends_and_receives_meet_by_key_in_any_order(link):
 
 def test_a_receive_that_was_refused_does_not_count(link):
     values = pattern()
-    route = mw.route(on(values, FIRST), LAST)
+    route = mw.transfers.route(on(values, FIRST), LAST)
     for _ in range(3):
         with pytest.raises(TransferError, match="Inside a process send first, or move"):
             link.receive(route, 0)
@@ -139,7 +139,7 @@ def test_a_receive_that_was_refused_does_not_count(link):
 
 def test_a_mesh_that_is_set_changes_nothing(link):
     values = pattern()
-    route = mw.route(on(values, FIRST), LAST)
+    route = mw.transfers.route(on(values, FIRST), LAST)
     with jax.set_mesh(mesh(range(8), 2, 4)):
         assert_is(link.move(route, 0, on(values, FIRST)), values, LAST)
 
@@ -151,7 +151,7 @@ def test_moving_does_not_wait_for_the_source(link):
 
     array = jax.device_put(jnp.eye(512), end((0,)))
     targets = [end((1,)), end((2, 3), spec=P(None, "a"))]
-    made = [mw.route(array, target) for target in targets]
+    made = [mw.transfers.route(array, target) for target in targets]
     for route in made:  # compile
         link.move(route, 0, slow(array)).block_until_ready()
     late = slow(array)
@@ -165,17 +165,19 @@ def test_donated_arrays_are_given_up_unless_shared(link):
     values = pattern()
     for target in (LAST, end((0, 4), spec=P("a")), end(range(4, 8), spec=P("a"))):
         array = on(values, FIRST)
-        moved = link.move(mw.route(array, target), 0, array, donate=True)
+        moved = link.move(mw.transfers.route(array, target), 0, array, donate=True)
         assert array.is_deleted()
         assert_is(moved, values, target)
     array = on(values, FIRST)
-    shared = link.move(mw.route(array, end(range(4), spec=P("a", None))), 0, array, donate=True)
+    shared = link.move(
+        mw.transfers.route(array, end(range(4), spec=P("a", None))), 0, array, donate=True
+    )
     assert_is(shared, values, end(range(4), spec=P("a", None)))
     assert not array.is_deleted()
 
 
 def test_one_process_needs_no_port():
-    link = mw.connect()
+    link = mw.transfers.connect()
     assert (link.way, link.processes) == ("local", (0,))
     assert repr(link) == "<Link 'local' of processes 0>"
     assert not hasattr(link, "address")
@@ -183,7 +185,7 @@ def test_one_process_needs_no_port():
 
 def test_a_closed_link_says_so_and_forgets_what_was_sent(link):
     array = on(pattern(), FIRST)
-    route = mw.route(array, LAST)
+    route = mw.transfers.route(array, LAST)
     link.send(route, 0, array)
     link.close()
     link.close()
@@ -211,14 +213,14 @@ def test_a_closed_link_says_so_and_forgets_what_was_sent(link):
     ],
 )
 def test_other_arrays_than_the_routes_are_refused(link, arrays, text):
-    route = mw.route({"x": on(pattern(), FIRST)}, LAST)
+    route = mw.transfers.route({"x": on(pattern(), FIRST)}, LAST)
     with pytest.raises(TransferError, match=text):
         link.move(route, 0, arrays())
 
 
 def test_deleted_arrays_and_tracers_are_refused(link):
     array = on(pattern(), FIRST)
-    route = mw.route(array, LAST)
+    route = mw.transfers.route(array, LAST)
     with pytest.raises(TransferError, match=r"a tracer. Transfers happen outside jit"):
         jax.jit(lambda x: link.move(route, 0, x))(array)
     array.delete()
@@ -228,7 +230,7 @@ def test_deleted_arrays_and_tracers_are_refused(link):
 
 def test_other_keys_than_the_routes_are_refused(link):
     key = jax.device_put(jax.random.split(jax.random.key(0), 8), FIRST)
-    route = mw.route(key, end((5,)))
+    route = mw.transfers.route(key, end((5,)))
     other = jax.device_put(jax.random.split(jax.random.key(0, impl="rbg"), 8), FIRST)
     with pytest.raises(TransferError, match="other keys or another shape"):
         link.move(route, 0, other)
@@ -238,7 +240,7 @@ def test_other_keys_than_the_routes_are_refused(link):
 
 def test_an_equivalent_sharding_passes(link):
     values = pattern((8,))
-    route = mw.route(on(values, end(range(4), spec=P("a"))), end((5,)))
+    route = mw.transfers.route(on(values, end(range(4), spec=P("a"))), end((5,)))
     same = on(values, end(range(4), 4, 1, spec=P(("a", "b"))))
     assert_is(link.move(route, 0, same), values, end((5,)))
 
@@ -246,7 +248,7 @@ def test_an_equivalent_sharding_passes(link):
 @pytest.mark.parametrize("key", [1.5, None, (1, 2.0), [1], object()])
 def test_keys_that_processes_may_tell_apart_differently_are_refused(link, key):
     array = on(pattern(), FIRST)
-    route = mw.route(array, LAST)
+    route = mw.transfers.route(array, LAST)
     with pytest.raises(TransferError, match="Use an int, a str or a tuple of them"):
         link.send(route, key, array)
     with pytest.raises(TransferError, match="Use an int, a str or a tuple of them"):
@@ -290,7 +292,7 @@ def test_not_a_route_is_refused(link):
 )
 def test_a_link_that_cannot_be_made_is_refused(options, text):
     with pytest.raises(TransferError, match=text):
-        mw.connect(**options)
+        mw.transfers.connect(**options)
 
 
 def test_an_address_of_another_machine_is_refused_before_anything_listens():
@@ -301,9 +303,9 @@ def test_an_address_of_another_machine_is_refused_before_anything_listens():
 def test_puts_are_allowed_only_before_jax_starts():
     jax.devices()
     with pytest.raises(TransferError, match="JAX has already started its devices"):
-        mw.allow_puts()
+        mw.transfers.allow_puts()
     with pytest.raises(TransferError, match="not an IP address"):
-        mw.allow_puts("localhost")
+        mw.transfers.allow_puts("localhost")
 
 
 def test_a_put_address_that_nobody_could_reach_is_seen(monkeypatch):
@@ -317,8 +319,8 @@ def test_a_put_address_that_nobody_could_reach_is_seen(monkeypatch):
 
 def test_with_puts_only_move_is_offered():
     array = on(pattern(), FIRST)
-    route = mw.route(array, LAST)
-    with mw.connect(way="put") as link:
+    route = mw.transfers.route(array, LAST)
+    with mw.transfers.connect(way="put") as link:
         with pytest.raises(TransferError, match=r"send: with way='put' .* Use move"):
             link.send(route, 0, array)
         with pytest.raises(TransferError, match=r"receive: with way='put' .* Use move"):

@@ -138,16 +138,17 @@ def test_odd_counts_of_half_bytes_round_up():
 
 @pytest.mark.parametrize("mesh", [None, "fsdp:8", 8, jax.devices()])
 def test_what_is_no_mesh_is_refused(mesh):
-    for call in (mw.partition, mw.shardings, mw.shard, mw.describe):
+    for call in (mw.partition, mw.shardings, mw.shard, mw.explain):
         with pytest.raises(
-            mw.PartitionError, match=r"^mesh: .* is not a jax.sharding.Mesh or AbstractMesh\. Make"
+            mw.errors.PartitionError,
+            match=r"^mesh: .* is not a jax.sharding.Mesh or AbstractMesh\. Make",
         ):
             call({"w": np.ones((64, 64), "float32")}, mesh)
 
 
 def test_thousands_of_bad_leaves_fit_on_a_screen():
     tree = {f"layer{place}": np.ones((6, 6)) for place in range(5000)}
-    with pytest.raises(mw.PartitionError, match=r"^partition: 5000 problems\.\n") as caught:
+    with pytest.raises(mw.errors.PartitionError, match=r"^partition: 5000 problems\.\n") as caught:
         mw.partition(tree, MESH, rules=[("**", "fsdp")])
     message = str(caught.value)
     assert len(message) <= LONGEST_MESSAGE
@@ -155,7 +156,7 @@ def test_thousands_of_bad_leaves_fit_on_a_screen():
 
 
 def test_a_single_array_is_called_so_in_messages():
-    with pytest.raises(mw.PartitionError, match=r"\(the array\): dim 0 has size 6"):
+    with pytest.raises(mw.errors.PartitionError, match=r"\(the array\): dim 0 has size 6"):
         mw.partition(np.ones((6, 6)), MESH, rules=[("**", "fsdp")])
 
 
@@ -165,8 +166,8 @@ def test_a_single_array_is_called_so_in_messages():
 def test_keys_without_an_order_name_the_dict():
     array = np.ones(8, "float32")
     match = r"^b/1: a dict with keys that have no order, \[0, '1'\]\. Use keys of one kind"
-    for call in (mw.partition, mw.shard, mw.describe):
-        with pytest.raises(mw.PartitionError, match=match):
+    for call in (mw.partition, mw.shard, mw.explain):
+        with pytest.raises(mw.errors.PartitionError, match=match):
             call({"a": array, "b": [array, {0: array, "1": array}]}, MESH)
 
 
@@ -177,10 +178,10 @@ def test_a_tree_that_is_too_deep_is_refused():
     around = []
     around.append(around)
     message = r"^tree: nested too deeply, or inside itself"
-    with pytest.raises(mw.PartitionError, match=message):
+    with pytest.raises(mw.errors.PartitionError, match=message):
         mw.partition(around, MESH)
     if sys.version_info < (3, 12):  # later ones walk deeper
-        with pytest.raises(mw.PartitionError, match=message):
+        with pytest.raises(mw.errors.PartitionError, match=message):
             mw.partition(deep, MESH)
 
 
@@ -202,7 +203,7 @@ class Measured:
 def test_a_node_that_refuses_specs_is_named():
     tree = {"a": [Measured(np.ones((64, 64), "float32"))], "b": np.ones(8, "float32")}
     with pytest.raises(
-        mw.PartitionError,
+        mw.errors.PartitionError,
         match=r"^tree: a node of type Measured refuses leaves of type 'P\w*' "
         r"\(AttributeError: .*\)\. Pass its arrays as a plain dict\.$",
     ):
@@ -216,7 +217,7 @@ def test_keys_that_do_not_print_are_written_out():
     paths = [leaf.path for leaf in walk(tree).arrays]
     assert paths == ["grün", "red\\x1b[31m", "two\\nlines"]
     with pytest.raises(
-        mw.PartitionError, match=r"\n  two\\nlines: \(8,\) matches no rule"
+        mw.errors.PartitionError, match=r"\n  two\\nlines: \(8,\) matches no rule"
     ) as caught:
         mw.partition(tree, MESH, rules=[])
     assert "\x1b" not in str(caught.value)
@@ -224,17 +225,19 @@ def test_keys_that_do_not_print_are_written_out():
 
 def test_a_long_path_and_a_long_spec_leave_room_for_the_reason():
     tree = {"a" * 3000: {"z" * 3000: np.ones((6, 6), "float32")}}
-    with pytest.raises(mw.PartitionError, match=r"aaa \.\.\. zzz.*: dim 0 has size 6, not div"):
+    with pytest.raises(
+        mw.errors.PartitionError, match=r"aaa \.\.\. zzz.*: dim 0 has size 6, not div"
+    ):
         mw.shard(tree, MESH, P("fsdp"))
     spec = P(*[f"axis{place}" for place in range(500)])
-    with pytest.raises(mw.PartitionError, match=r"has 500 entries for an array with 2 dims"):
+    with pytest.raises(mw.errors.PartitionError, match=r"has 500 entries for an array with 2 dims"):
         mw.shard(np.ones((8, 8), "float32"), MESH, spec)
 
 
 def test_only_what_places_says_that_nothing_was_placed():
     tree = {"w": np.ones((6, 6), "float32")}
-    for call, said in ((mw.shard, True), (mw.describe, False)):
-        with pytest.raises(mw.PartitionError, match="1 problem") as caught:
+    for call, said in ((mw.shard, True), (mw.explain, False)):
+        with pytest.raises(mw.errors.PartitionError, match="1 problem") as caught:
             call(tree, MESH, P("fsdp"))
         assert ("nothing was placed" in str(caught.value)) is said
 
@@ -244,12 +247,12 @@ def test_specs_with_open_sums_are_refused(uneven):
     tree = {"w": np.ones((8, 8), "float32")}
     spec = P("fsdp", unreduced={"tp"})
     match = r"w: P\('fsdp',.* unreduced=\{'tp'\}.*\) asks for more than a split\. Name axes"
-    with pytest.raises(mw.PartitionError, match=match):
+    with pytest.raises(mw.errors.PartitionError, match=match):
         mw.partition(tree, MESH, rules=[("w", spec)], uneven=uneven)
-    for call in (mw.shard, mw.describe, mw.reshard):
-        with pytest.raises(mw.PartitionError, match=match):
+    for call in (mw.shard, mw.explain, mw.reshard):
+        with pytest.raises(mw.errors.PartitionError, match=match):
             call(tree, MESH, spec)
-    with pytest.raises(mw.PartitionError, match="asks for more than a split"):
+    with pytest.raises(mw.errors.PartitionError, match="asks for more than a split"):
         mw.data_shard(MESH, spec)
 
 
@@ -283,7 +286,7 @@ for call in (
 ):
     try:
         print(call())
-    except mw.MeshError as error:
+    except mw.errors.MeshError as error:
         assert "these 8 cpu devices belong to a backend that was reset" in str(error), error
         print("refused")
 # What is left of the old arrays can be saved, and brought to the new devices.

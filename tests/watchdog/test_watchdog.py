@@ -13,7 +13,7 @@ import pytest
 from meshwright.errors import PipelineError
 from meshwright.watchdog import failure_detector, monitor, os_process
 from meshwright.watchdog.failure_detector import DONE, GONE, Fault, Judge, State
-from meshwright.watchdog.watchdog import Watch
+from meshwright.watchdog.watchdog import Watchdog
 
 POLL = 0.2
 
@@ -240,15 +240,15 @@ def noticed(number, frame):
 def test_a_single_process_is_not_watched():
     threads = threading.active_count()
     action = os_process._action(signal.SIGABRT).handler if sys.platform == "linux" else None
-    with Watch(limit=0.01) as watch:
+    with Watchdog(limit=0.01) as watch:
         watch.step, watch.waiting = 1, "0F0"
-        assert repr(watch) == "<Watch 'run': waiting for 0F0 (step 1)>"
+        assert repr(watch) == "<Watchdog 'run': waiting for 0F0 (step 1)>"
         watch.doing = "1F0"
         assert (watch.doing, watch.waiting, watch.step) == ("1F0", "", 1)
         assert threading.active_count() == threads
         if sys.platform == "linux":
             assert os_process._action(signal.SIGABRT).handler == action
-    with pytest.raises(KeyError, match="as usual"), Watch():
+    with pytest.raises(KeyError, match="as usual"), Watchdog():
         raise KeyError("as usual")
     with pytest.raises(PipelineError, match="started before"):
         watch.start()
@@ -265,7 +265,7 @@ def test_a_single_process_is_not_watched():
 )
 def test_options_are_checked(options, text):
     with pytest.raises(PipelineError, match=text):
-        Watch(**options)
+        Watchdog(**options)
 
 
 def test_the_exit_status_is_the_one_asked_for():

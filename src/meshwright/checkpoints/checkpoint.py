@@ -93,7 +93,7 @@ def restore_checkpoint(path: str | os.PathLike[str], target: Any, *, verify: boo
 
     >>> import jax, tempfile
     >>> from jax.sharding import NamedSharding, PartitionSpec
-    >>> from meshwright.meshes import mesh
+    >>> from meshwright.meshes.build import mesh
     >>> path = tempfile.mkdtemp() + "/step_1"
     >>> save_checkpoint(path, {"w": jax.numpy.ones((8, 4)), "step": 1})
     >>> rows = NamedSharding(mesh("fsdp:-1"), PartitionSpec("fsdp"))

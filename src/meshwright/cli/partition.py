@@ -16,7 +16,7 @@ from meshwright.cli.terminal import call
 from meshwright.errors import PartitionError, short
 from meshwright.meshes.build import abstract_mesh
 from meshwright.meshes.devices import live_devices
-from meshwright.partitioning.report import PartitionReport, describe
+from meshwright.partitioning.report import PartitionReport, explain_tree
 from meshwright.spec.mesh_spec import MeshSpec
 
 
@@ -58,7 +58,7 @@ class PartitionCommand:
         mesh, options = self._mesh(), self._options()
         tree = call(self.source)
         try:
-            report = describe(tree, mesh, **options)
+            report = explain_tree(tree, mesh, **options)
         except PartitionError as error:
             raise PartitionError(_as_words(str(error))) from error
         if not report.rows:
@@ -75,7 +75,7 @@ class PartitionCommand:
         return abstract_mesh(spec, on=self.on, slices=self.slices)
 
     def _options(self) -> dict[str, Any]:
-        """The options of `describe` that were given."""
+        """The options of `explain_tree` that were given."""
         words = {"unmatched": self.unmatched, "unused": self.unused, "uneven": self.uneven}
         options: dict[str, Any] = {name: word for name, word in words.items() if word != "error"}
         if self.rules is not None:

@@ -215,14 +215,14 @@ def recall(mesh: AbstractMesh) -> Placement:
     )
 
 
-# `explain(mesh)`: what any mesh, ours or not, means on its hardware.
+# `explain_mesh`: what any mesh, ours or not, means on its hardware.
 
 
 # A layout is called better from one per cent on; latency alone makes smaller differences.
 _CLEARLY = 0.99
 
 
-def explain(
+def explain_mesh(
     mesh: Mesh | AbstractMesh | SpecLike | Placement,
     *,
     on: str | Topology | Sequence[Any] | None = None,
@@ -246,7 +246,7 @@ def explain(
             raise MeshError("a Placement is explained as it is; place it anew with other options.")
         return mesh
     if isinstance(mesh, Mesh):
-        return _explain_mesh(mesh, on, slices, intensity)
+        return _explain_live(mesh, on, slices, intensity)
     if on is None and isinstance(mesh, AbstractMesh):
         found = recall(mesh)
         if intensity is None:
@@ -273,7 +273,7 @@ def _printable(names: Sequence[Any]) -> list[str]:
     return words
 
 
-def _explain_mesh(
+def _explain_live(
     mesh: Mesh, on: Any, slices: int, intensity: Mapping[str, float] | None
 ) -> Placement:
     if mesh.empty:

@@ -13,7 +13,7 @@ import numpy as np
 
 from meshwright.errors import ModelError, near, short
 from meshwright.pipelines.microbatching import value_and_grad
-from meshwright.pipelines.stage_mark import stage
+from meshwright.pipelines.stage_mark import stage_end
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,7 @@ def run_stages(
     notes = []
     for number, layers in enumerate(stages):
         if number:
-            x = stage(x)
+            x = stage_end(x)
         x, found = jax.lax.scan(REMAT[remat](block), x, layers)
         notes.append(found)
     return x, jax.tree.map(lambda *each: jnp.concatenate(each), *notes)

@@ -32,7 +32,7 @@ from meshwright.models.weights import (
     matrix,
     stacked,
 )
-from meshwright.pipelines.stage_mark import stage
+from meshwright.pipelines.stage_mark import stage_end
 from meshwright.trees.specs import AnyMesh
 
 # What models of images share: their batches, and the loss on classes.
@@ -273,7 +273,7 @@ class ConvNet(ImageModel):
         each = len(config.depths) // config.stages
         for number, (level, sizes) in enumerate(zip(params["levels"], self.levels(), strict=True)):
             if number and number % each == 0:
-                x = stage(x)
+                x = stage_end(x)
             x = self._level(level, x, sizes.stride)
         return classify(cast(params["head"], config.compute), x.mean(axis=(1, 2)))
 

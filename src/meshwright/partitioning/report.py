@@ -1,4 +1,4 @@
-"""`describe(...)`: what a partitioning costs, leaf by leaf and in all."""
+"""`explain(...)`: what a mesh means on its hardware; what a partitioning costs, leaf by leaf."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ import functools
 import html
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshwright._html import html_table
 from meshwright._text import amount, table
+from meshwright.errors import MeshError
+from meshwright.hardware.topology import Topology
+from meshwright.meshes.build import explain_mesh
 from meshwright.partitioning.decide import settle
+from meshwright.placement.placement import Placement
+from meshwright.spec.mesh_spec import SpecLike
 from meshwright.trees.specs import AnyMesh, entry_axes, mesh_axes, plain_specs, shard_shape, ways
 from meshwright.trees.walk import Leaf, bits, walk
 
@@ -81,22 +86,62 @@ class PartitionReport:
         return as_json(self)
 
 
-def describe(tree: Any, mesh: AnyMesh, specs: Any = None, **options: Any) -> PartitionReport:
+@overload
+def explain(
+    what: Mesh | AbstractMesh | SpecLike | Placement,
+    /,
+    *,
+    on: str | Topology | Sequence[Any] | None = None,
+    slices: int = 1,
+    intensity: Mapping[str, float] | None = None,
+) -> Placement: ...
+
+
+@overload
+def explain(what: Any, /, mesh: AnyMesh, specs: Any = None, **options: Any) -> PartitionReport: ...
+
+
+def explain(what: Any, /, mesh: Any = None, specs: Any = None, **options: Any) -> Any:
+    """Show what a mesh means on its hardware, or how a tree of arrays is cut over a mesh.
+
+    `explain(mesh)` returns a `Placement`. Per axis: the links it uses, their bandwidth, modelled
+    times, what crosses the slow network. It takes any `jax.sharding.Mesh`, and an `AbstractMesh`
+    that `mesh` made for named hardware. A spec, or an `AbstractMesh` from elsewhere, has no
+    devices: say `on` what hardware, and how many `slices` of it. `intensity` replaces how much
+    traffic an axis is expected to have, by its name.
+
+    `explain(tree, mesh)` returns a `PartitionReport`: what the given `specs`, or
+    `partition(tree, mesh, **options)`, make of the tree. With neither, arrays (and shapes) that
+    are on this mesh already are shown as they are, the others as `partition` would cut them.
+
+    Both print themselves, draw themselves in a notebook, and have `to_json()`.
+
+    >>> import jax, meshwright as mw
+    >>> print(mw.explain("fsdp:-1, tp:4", on="v5e:16x16").axes[1].cost.shape)
+    ring
+    >>> tree = {"w": jax.ShapeDtypeStruct((1024, 4096), "float32")}
+    >>> print(mw.explain(tree, mw.mesh("fsdp:4, tp:2")))
+    1 array on fsdp:4, tp:2 (8 devices): 16 MiB, 2 MiB on each device
+    path  array                    bytes  on a device  copies
+    w     f32[1024@fsdp,4096@tp]  16 MiB        2 MiB       1
+    """
+    if mesh is not None:
+        return explain_tree(what, mesh, specs, **options)
+    if specs is not None or not options.keys() <= {"on", "slices", "intensity"}:
+        raise MeshError("explain: to show how a tree is cut, give its mesh: explain(tree, mesh).")
+    return explain_mesh(what, **options)
+
+
+def explain_tree(tree: Any, mesh: AnyMesh, specs: Any = None, **options: Any) -> PartitionReport:
     """What the given specs, or `partition(tree, mesh, **options)`, make of a tree.
 
     With neither specs nor options, arrays (and shapes) that lie on this mesh already are shown as
     they lie, and the others as `partition` would cut them.
 
-    >>> import jax, meshwright as mw
-    >>> tree = {"w": jax.ShapeDtypeStruct((1024, 4096), "float32")}
-    >>> print(mw.describe(tree, mw.mesh("fsdp:4, tp:2")))
-    1 array on fsdp:4, tp:2 (8 devices): 16 MiB, 2 MiB on each device
-    path  array                    bytes  on a device  copies
-    w     f32[1024@fsdp,4096@tp]  16 MiB        2 MiB       1
     """
     found = walk(tree)
     sizes = mesh_axes(mesh)
-    per_leaf = settle("describe", found, tree, mesh, plain_specs(specs, mesh), options)
+    per_leaf = settle("explain", found, tree, mesh, plain_specs(specs, mesh), options)
     if specs is None and not options:
         per_leaf = [
             _lies(leaf, mesh, spec) for leaf, spec in zip(found.arrays, per_leaf, strict=True)

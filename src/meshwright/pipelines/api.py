@@ -13,7 +13,7 @@ from meshwright.errors import PipelineError, ScheduleError, near, short
 from meshwright.mpmd.groups import Groups, as_groups
 from meshwright.pipelines.arguments import takes_places
 from meshwright.pipelines.plan import Planner
-from meshwright.pipelines.stage_mark import stage
+from meshwright.pipelines.stage_mark import stage_end
 from meshwright.pipelines.step import PipelineStep
 from meshwright.pipelines.step_graph import Layouts
 from meshwright.schedules.auto import Auto
@@ -49,7 +49,7 @@ def pipeline(
 
     >>> import jax, jax.numpy as jnp, meshwright as mw
     >>> def loss(params, x):
-    ...     h = mw.stage(jnp.tanh(x @ params["a"]))
+    ...     h = mw.stage_end(jnp.tanh(x @ params["a"]))
     ...     return jnp.mean((h @ params["b"]) ** 2)
     >>> params = {"a": jnp.ones((4, 4)), "b": jnp.ones((4, 4))}
     >>> step = mw.pipeline(loss, mw.MpmdMesh(mw.mesh("pp:2, dp:4"), "pp"), microbatches=2)
@@ -124,7 +124,7 @@ def chained(functions: Any) -> Callable[..., Any]:
         for before, function, own, count in zip(
             functions[:-1], later, params[1:], labels, strict=True
         ):
-            given = stage(value, getattr(before, "__name__", None))
+            given = stage_end(value, getattr(before, "__name__", None))
             value = function(own, given, *batch[len(batch) - count :])
         return value
 

@@ -21,7 +21,7 @@ import numpy as np
 from meshwright.errors import PipelineError, listing
 from meshwright.transfers.connection import connect
 from meshwright.trees.split import Split, as_shape
-from meshwright.watchdog.watchdog import Watch
+from meshwright.watchdog.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from meshwright.pipelines.plan import Plan
@@ -33,7 +33,7 @@ class Company:
     def __init__(self) -> None:
         self.link = connect()
         try:
-            self.watch = Watch(name="pipeline").start()
+            self.watch = Watchdog(name="pipeline").start()
         except BaseException:
             self.link.close()
             raise

@@ -1,4 +1,4 @@
-"""`stage(y)`: the end of a stage, inside an ordinary function."""
+"""`stage_end(y)`: the end of a stage, inside an ordinary function."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def mark() -> Any:
     return _compat.identity_primitive("stage_mark")
 
 
-def stage(values: Any, name: str | None = None) -> Any:
+def stage_end(values: Any, name: str | None = None) -> Any:
     """End a stage of a pipeline here: what comes next belongs to the next stage.
 
     `values` is what the next stage goes on with, an array or a tree of them; they come back
@@ -31,7 +31,7 @@ def stage(values: Any, name: str | None = None) -> Any:
 
     >>> import jax, jax.numpy as jnp, meshwright as mw
     >>> def loss(params, x):
-    ...     h = mw.stage(jnp.tanh(x @ params["a"]))
+    ...     h = mw.stage_end(jnp.tanh(x @ params["a"]))
     ...     return jnp.mean((h @ params["b"]) ** 2)
     >>> params = {"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2))}
     >>> jax.jit(loss)(params, jnp.zeros((4, 2)))
@@ -40,7 +40,7 @@ def stage(values: Any, name: str | None = None) -> Any:
     leaves, treedef = jax.tree.flatten(values)
     where = caller(__file__)
     if not leaves:
-        raise PipelineError(f"stage(...) at {where}: nothing to go on with.")
+        raise PipelineError(f"stage_end(...) at {where}: nothing to go on with.")
     # Whole numbers have no gradient, so no backward: beside others they need no mark.
     inexact = [n for n, leaf in enumerate(leaves) if jnp.issubdtype(_dtype(leaf), jnp.inexact)]
     chosen = inexact or range(len(leaves))

@@ -146,8 +146,8 @@ def _refuse_unused(eqn: Any, used: set[Any]) -> None:
     """A mark that nothing comes after divides nothing: its result was dropped."""
     if not eqn.params["backward"] and not used.intersection(eqn.outvars):
         raise PipelineError(
-            f"stage(...) at {eqn.params['where']}: its result is not used, so the next stage takes "
-            "nothing from this one. Write y = stage(y), and go on with y."
+            f"stage_end(...) at {eqn.params['where']}: its result is not used, so the next stage "
+            "takes nothing from this one. Write y = stage_end(y), and go on with y."
         )
 
 
@@ -155,7 +155,7 @@ def _refuse_whole_numbers(bench: Bench, eqn: Any) -> None:
     """A gradient must be able to come back through every mark."""
     if bench.grads and not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars):
         raise PipelineError(
-            f"stage(...) at {eqn.params['where']}: no array of floating-point numbers to go on "
+            f"stage_end(...) at {eqn.params['where']}: no array of floating-point numbers to go on "
             "with, so no gradient comes back. Mark what the next stage is computed from."
         )
 
@@ -168,7 +168,7 @@ def _refuse_inner_gradient(
     if (back and bench.grads and opened.get(eqn.params["number"])) or (not back and here[0] == "F"):
         return
     raise PipelineError(
-        f"stage(...) at {eqn.params['where']} is inside of a gradient that the function itself "
+        f"stage_end(...) at {eqn.params['where']} is inside of a gradient that the function itself "
         "takes, which cannot be cut. Move the mark outside of it."
     )
 

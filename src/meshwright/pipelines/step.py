@@ -21,7 +21,7 @@ from meshwright.pipelines.runtime import begin, is_here, local_groups, results
 from meshwright.pipelines.step_graph import run, run_watched
 from meshwright.pipelines.step_graph import tell as tell_watch
 from meshwright.trees.split import Split, take_apart
-from meshwright.watchdog.watchdog import Watch
+from meshwright.watchdog.watchdog import Watchdog
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class PipelineStep:
         found = results(board, cells, plan.assembled.results, self.mine)
         return plan.traced.out.rebuild(found)
 
-    def _among_others(self, watch: Watch, work: Callable[[], T]) -> T:
+    def _among_others(self, watch: Watchdog, work: Callable[[], T]) -> T:
         """Run while the other processes run theirs; when one fails, all end."""
         try:
             found = work()

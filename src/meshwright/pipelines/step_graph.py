@@ -19,7 +19,7 @@ from meshwright.partitioning.rules import match_rules, read_rules
 from meshwright.schedules.types import Task
 from meshwright.trees.specs import make_spec
 from meshwright.trees.walk import Leaf, refuse
-from meshwright.watchdog.watchdog import Watch
+from meshwright.watchdog.watchdog import Watchdog
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,14 +194,14 @@ def set_drops(operations: Sequence[Operation], kept: set[int]) -> None:
             operations[number].drop += (cell,)
 
 
-def run_watched(operations: Sequence[Operation], cells: list[Any], watch: Watch) -> None:
+def run_watched(operations: Sequence[Operation], cells: list[Any], watch: Watchdog) -> None:
     """The same, while others may ask what this process is about."""
     for operation in operations:
         tell(watch, operation)
         run((operation,), cells)
 
 
-def tell(watch: Watch, operation: Operation) -> None:
+def tell(watch: Watchdog, operation: Operation) -> None:
     """Say what this process is about: transfers go beside the task that it is in."""
     if operation.waits:
         watch.waiting = operation.name

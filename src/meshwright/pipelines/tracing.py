@@ -126,8 +126,8 @@ def _refuse_gradients(jaxpr: Any) -> None:
     for eqn in jaxpr.eqns:
         if eqn.primitive is mark() and eqn.params["backward"]:
             raise PipelineError(
-                f"stage(...) at {eqn.params['where']} is inside of a gradient that the step takes "
-                "by itself. Take it with meshwright.value_and_grad, which a pipeline runs in "
+                f"stage_end(...) at {eqn.params['where']} is inside of a gradient that the step "
+                "takes by itself. Take it with meshwright.value_and_grad, which a pipeline runs in "
                 "microbatches."
             )
 
@@ -266,7 +266,7 @@ def marks_of(eqns: Iterable[Any]) -> Iterator[str]:
     """The same, of equations."""
     for eqn in eqns:
         if eqn.primitive is mark():
-            yield f"stage(...) at {eqn.params['where']}"
+            yield f"stage_end(...) at {eqn.params['where']}"
         elif eqn.primitive is region_primitive():
             yield f"value_and_grad(...) at {eqn.params['region'].where}"
         for inner in _programs(eqn):

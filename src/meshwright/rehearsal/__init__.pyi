@@ -1,8 +1,8 @@
 from meshwright.rehearsal.api import rehearse as rehearse
 from meshwright.rehearsal.api import rehearse_model as rehearse_model
-from meshwright.rehearsal.collectives.types import Clash as Clash
 from meshwright.rehearsal.collectives.types import Collective as Collective
-from meshwright.rehearsal.collectives.types import Ledger as Ledger
+from meshwright.rehearsal.collectives.types import Collectives as Collectives
+from meshwright.rehearsal.collectives.types import ShardingConflict as ShardingConflict
 from meshwright.rehearsal.memory import Memory as Memory
 from meshwright.rehearsal.pipelines import PipelineRehearsal as PipelineRehearsal
 from meshwright.rehearsal.pipelines import rehearse_pipeline as rehearse_pipeline

@@ -21,7 +21,7 @@ from meshwright.partitioning.decide import partition
 from meshwright.partitioning.report import LeafRow
 from meshwright.placement.placement import Placement
 from meshwright.rehearsal.collectives.analyze import ledger
-from meshwright.rehearsal.collectives.types import Ledger, read_clashes
+from meshwright.rehearsal.collectives.types import Collectives, read_clashes
 from meshwright.rehearsal.compiler import Compiler, Job, Outcome, Platform, Site, answer
 from meshwright.rehearsal.lowering import lower
 from meshwright.rehearsal.memory import Memory, as_compiled, as_refused, live_buffers
@@ -151,11 +151,11 @@ def _site(platform: Platform, placed: Placement, hardware: Topology) -> Site:
 
 def read(
     outcome: Outcome, placed: Placement, arguments: Sequence[LeafRow]
-) -> tuple[Memory, Ledger, StepTime | None]:
+) -> tuple[Memory, Collectives, StepTime | None]:
     """Memory, collectives and time, from what the compiler left."""
     chip: Chip = placed.topology.chip
     if outcome.verdict == "exhausted":
-        return as_refused(outcome.reason, arguments, chip), Ledger(()), None
+        return as_refused(outcome.reason, arguments, chip), Collectives(()), None
     program = read_program(outcome.text)
     collectives = ledger(program, placed, read_clashes(outcome.notes))
     memory = as_compiled(outcome.memory, chip, live_buffers(program))

@@ -24,7 +24,7 @@ from meshwright._text import amount, duration, table
 from meshwright.errors import RehearsalError, short
 from meshwright.hardware.chips import Chip
 from meshwright.hlo.program import read_program
-from meshwright.meshes.build import explain
+from meshwright.meshes.build import explain_mesh
 from meshwright.mpmd.groups import Groups
 from meshwright.pipelines.explanation import Explanation
 from meshwright.pipelines.explanation import explain as explain_plan
@@ -33,7 +33,7 @@ from meshwright.pipelines.step import PipelineStep
 from meshwright.pipelines.step_graph import Board, Code, Operation
 from meshwright.placement.placement import Placement
 from meshwright.rehearsal.collectives.analyze import ledger
-from meshwright.rehearsal.collectives.types import Ledger
+from meshwright.rehearsal.collectives.types import Collectives
 from meshwright.rehearsal.compiler import PLATFORMS, Job, Outcome, Site, answer
 from meshwright.rehearsal.lowering import identity_of
 from meshwright.rehearsal.memory import Memory, as_refused, available
@@ -57,7 +57,7 @@ def rehearse_pipeline(
 
     >>> import jax, jax.numpy as jnp, meshwright as mw
     >>> def loss(params, x):
-    ...     h = mw.stage(jnp.tanh(x @ params["a"]))
+    ...     h = mw.stage_end(jnp.tanh(x @ params["a"]))
     ...     return jnp.mean((h @ params["b"]) ** 2)
     >>> w, x = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((32, 64), "float32")
     >>> groups = mw.MpmdMesh(mw.mesh("pp:2, dp:4"), "pp")
@@ -93,7 +93,7 @@ def _elsewhere(step: PipelineStep, args: tuple[Any, ...], compiler: TaskCompiler
 
 def _group(plan: Plan, group: int) -> GroupRehearsal:
     board = plan.assembled.board
-    placed = explain(board.layouts.meshes[group])
+    placed = explain_mesh(board.layouts.meshes[group])
     operations = [each for each in plan.operations if each.group == group]
     memory, held = group_memory(board, plan.operations, group, placed.topology.chip)
     odd = stand_in(board.layouts.meshes[group]) if board.layouts.groups.compile_only else ""
@@ -133,7 +133,7 @@ def _timeline(plan: Plan, groups: Sequence[GroupRehearsal]) -> Timeline:
 def _latency(plan: Plan) -> float:
     """Milliseconds for the largest value that crosses a boundary, at the speed of one link."""
     board = plan.assembled.board
-    chip = explain(board.layouts.meshes[0]).topology.chip
+    chip = explain_mesh(board.layouts.meshes[0]).topology.chip
     largest = max(
         (
             sum(bytes_on_device(board, cell) for cell in operation.outs)
@@ -303,7 +303,7 @@ class TaskRehearsal:
     name: str
     stage: int
     kind: str
-    collectives: Ledger
+    collectives: Collectives
     time: StepTime
     temporaries: int
 

@@ -48,7 +48,7 @@ from meshwright.rehearsal.collectives.types import (
     MOST_ROWS,
     NOBODY_ASKED,
     Collective,
-    Ledger,
+    Collectives,
     cause_line,
     collective_rows,
     collectives_headline,
@@ -250,7 +250,7 @@ def mesh(placed: Placement) -> Html:
 # The ledger of collectives, a table per cause; what nobody asked for comes first.
 
 
-def moves(ledger: Ledger) -> Html:
+def moves(ledger: Collectives) -> Html:
     if not len(ledger):
         return tag("p", "No collectives: nothing moves between devices.")
     causes = ledger.by_cause()
@@ -375,7 +375,7 @@ def steptime(result: Rehearsal) -> Html:
 
 
 def grouped(
-    ledger: Ledger, key: Callable[[Collective], str], colours: dict[str, str]
+    ledger: Collectives, key: Callable[[Collective], str], colours: dict[str, str]
 ) -> tuple[Part, ...]:
     """The time of all collectives, one part per group."""
     seconds = dict.fromkeys(colours, 0.0)

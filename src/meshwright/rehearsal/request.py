@@ -16,7 +16,7 @@ from meshwright._checks import argument_numbers
 from meshwright.errors import RehearsalError, near, short
 from meshwright.hardware.topology import Topology
 from meshwright.hardware.topology import topology as read_topology
-from meshwright.meshes.build import abstract_mesh, explain, placement_of, warn_idle
+from meshwright.meshes.build import abstract_mesh, explain_mesh, placement_of, warn_idle
 from meshwright.meshes.devices import target
 from meshwright.partitioning.decide import Options
 from meshwright.placement.placement import Placement
@@ -59,7 +59,7 @@ class Request:
     def placed(self) -> tuple[Placement, Topology]:
         """Where the mesh lies, and the whole machine that its positions count in."""
         if isinstance(self.mesh, (Mesh, AbstractMesh)):
-            found = explain(self.mesh, on=self.on, slices=self.slices)
+            found = explain_mesh(self.mesh, on=self.on, slices=self.slices)
             return found, found.topology
         hardware = self._hardware()
         found = placement_of(MeshSpec.parse(self.mesh), hardware, self.dcn)

@@ -11,7 +11,7 @@ from meshwright._text import amount, duration, table
 from meshwright.errors import RehearsalError, short
 from meshwright.partitioning.report import PartitionReport
 from meshwright.placement.placement import Placement
-from meshwright.rehearsal.collectives.types import CAUSES, Ledger
+from meshwright.rehearsal.collectives.types import CAUSES, Collectives
 from meshwright.rehearsal.memory import Memory
 from meshwright.rehearsal.request import Request
 from meshwright.rehearsal.step_time import StepTime
@@ -33,7 +33,7 @@ class Rehearsal:
     placement: Placement
     arguments: PartitionReport
     memory: Memory
-    collectives: Ledger
+    collectives: Collectives
     time: StepTime | None
     compiler: str
     stand_in: bool

@@ -21,7 +21,7 @@ from meshwright.axes import role
 from meshwright.errors import RehearsalError, short
 from meshwright.partitioning.decide import partition, settle
 from meshwright.partitioning.optimizer_state import partition_like
-from meshwright.partitioning.report import PartitionReport, describe
+from meshwright.partitioning.report import PartitionReport, explain_tree
 from meshwright.trees.specs import make_spec, match_specs
 from meshwright.trees.walk import Leaf, walk
 
@@ -176,6 +176,6 @@ def sharding_table(
     """All arguments in one table."""
     walks = [walk(shape) for shape in shapes]
     specs = [one.rebuild([leaf.value.sharding.spec for leaf in one.arrays]) for one in walks]
-    return describe(
+    return explain_tree(
         dict(zip(names, shapes, strict=True)), mesh, dict(zip(names, specs, strict=True))
     )

@@ -15,7 +15,7 @@ from meshwright._text import duration, table
 from meshwright.hardware.chips import Chip
 from meshwright.hlo.instructions import Computation, Instruction
 from meshwright.hlo.program import Program, flops
-from meshwright.rehearsal.collectives.types import Collective, Ledger
+from meshwright.rehearsal.collectives.types import Collective, Collectives
 
 _FREE = frozenset(
     {
@@ -275,7 +275,7 @@ class StepTime:
         }
 
 
-def step_time(program: Program, collectives: Ledger, chip: Chip) -> StepTime:
+def step_time(program: Program, collectives: Collectives, chip: Chip) -> StepTime:
     """The model's verdict on a program."""
     speed = speeds(chip)
     by_name = {name: entry for entry in collectives for name in entry.instructions}

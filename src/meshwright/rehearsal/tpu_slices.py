@@ -15,7 +15,7 @@ from meshwright.errors import RehearsalError, TopologyError
 from meshwright.hardware.chips import CHIPS
 from meshwright.hardware.topology import Topology
 from meshwright.hardware.topology import topology as read_topology
-from meshwright.meshes.build import explain
+from meshwright.meshes.build import explain_mesh
 from meshwright.placement.placement import Placement
 from meshwright.placement.placer import place
 
@@ -28,7 +28,7 @@ def hardware_of(mesh: Mesh) -> tuple[Topology, np.ndarray]:
     It has the shape of the group where slices come in that shape, turned if need be; else it is
     a compact one of its size.
     """
-    placed = explain(mesh)
+    placed = explain_mesh(mesh)
     found = _of_its_shape(placed.topology) or _of_its_size(placed)
     if found is None:
         raise RehearsalError(
@@ -53,7 +53,7 @@ def as_slice(placed: Placement) -> tuple[Topology, np.ndarray] | None:
 
 def stand_in(mesh: Mesh) -> str:
     """The slice that stands for a group, where none has its shape; else nothing."""
-    own = _of_its_shape(explain(mesh).topology)
+    own = _of_its_shape(explain_mesh(mesh).topology)
     return hardware_of(mesh)[0].name if own is None else ""
 
 

@@ -25,8 +25,8 @@ class Auto:
     whole. The same question has the same answer in every process.
 
     >>> import meshwright as mw
-    >>> best = mw.Auto(latency=0.25, memory=4).build(groups=4, microbatches=8)
-    >>> mw.simulate(best, latency=0.25).makespan, mw.check(best).live
+    >>> best = mw.schedules.Auto(latency=0.25, memory=4).build(groups=4, microbatches=8)
+    >>> mw.schedules.simulate(best, latency=0.25).makespan, mw.schedules.check(best).live
     (28.75, (8, 8, 8, 8))
     """
 

@@ -92,7 +92,7 @@ def compare_schedules(
     `also` are schedules of your own to put beside them.
 
     >>> import meshwright as mw
-    >>> found = mw.compare_schedules(4, 16, memory=4)
+    >>> found = mw.schedules.compare_schedules(4, 16, memory=4)
     >>> [row.name for row in found.rows if not row.fits]
     ['dualpipe-v', 'zb-h2', 'interleaved-1f1b', 'looped-bfs', 'eager-1f1b', 'gpipe']
     """

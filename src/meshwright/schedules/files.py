@@ -100,7 +100,8 @@ def write_schedule(
     >>> import meshwright as mw, pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     file = pathlib.Path(folder, "zb-h1.csv")
-    ...     mw.write_schedule(mw.schedule("zb-h1", groups=2, microbatches=2), file)
+    ...     zb_h1 = mw.schedules.schedule("zb-h1", groups=2, microbatches=2)
+    ...     mw.schedules.write_schedule(zb_h1, file)
     ...     print(file.read_text(), end="")
     0F0,0F1,0B0,0W0,0B1,0W1
     1F0,1B0,1F1,1B1,1W0,1W1
@@ -129,7 +130,7 @@ def read_schedule(path: str | os.PathLike[str], *, notation: str = "meshwright")
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     file = pathlib.Path(folder, "mine.csv")
     ...     _ = file.write_text("0F0,0F1,,0B0,0B1\\n,1F0,1B0,1F1,1B1\\n")
-    ...     mine = mw.read_schedule(file, notation="torch")
+    ...     mine = mw.schedules.read_schedule(file, notation="torch")
     >>> mine, str(mine.tasks[1][1])
     (Schedule('mine', groups=2, stages=2, microbatches=2, tasks=8), '1BW0')
     """

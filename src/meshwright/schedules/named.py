@@ -329,9 +329,9 @@ def schedule(name: str, *, groups: int, microbatches: int, stages: int | None = 
     `looped-bfs`.
 
     >>> import meshwright as mw
-    >>> mw.schedule("interleaved-1f1b", groups=4, microbatches=8, stages=12)
+    >>> mw.schedules.schedule("interleaved-1f1b", groups=4, microbatches=8, stages=12)
     Schedule('interleaved-1f1b', groups=4, stages=12, microbatches=8, tasks=192)
-    >>> mw.schedule("zbh1", groups=4, microbatches=8)
+    >>> mw.schedules.schedule("zbh1", groups=4, microbatches=8)
     Traceback (most recent call last):
     ...
     meshwright.errors.ScheduleError: no schedule is called 'zbh1'. Did you mean 'zb-h1'? There...

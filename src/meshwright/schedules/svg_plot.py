@@ -326,8 +326,8 @@ MOST_ROWS = 64
 def as_text(timeline: Timeline) -> str:
     """At most 100 columns wide; plain letters, no colours.
 
-    >>> import meshwright as mw
-    >>> print(as_text(mw.simulate(mw.schedule("1f1b", groups=2, microbatches=4))))
+    >>> from meshwright.schedules import schedule, simulate
+    >>> print(as_text(simulate(schedule("1f1b", groups=2, microbatches=4))))
     1f1b: 2 groups, 2 stages, 4 microbatches; F=1, B=1, W=1 per group
             0              5              10             15
     group 0 F  F  ......bw    F  bw    F  bw    ...bw

@@ -170,8 +170,8 @@ _MOST_LISTED = 16
 def headline(timeline: Timeline) -> str:
     """What is drawn.
 
-    >>> import meshwright as mw
-    >>> headline(mw.simulate(mw.schedule("zb-v", groups=2, microbatches=4), latency=0.5))
+    >>> from meshwright.schedules import schedule, simulate
+    >>> headline(simulate(schedule("zb-v", groups=2, microbatches=4), latency=0.5))
     'zb-v: 2 groups, 4 stages, 4 microbatches; F=1, B=1, W=1 per group, latency 0.5'
     """
     schedule = timeline.schedule
@@ -186,7 +186,7 @@ def headline(timeline: Timeline) -> str:
 def summary(timeline: Timeline) -> str:
     """
     >>> import meshwright as mw
-    >>> summary(mw.simulate(mw.schedule("1f1b", groups=4, microbatches=8)))
+    >>> summary(mw.schedules.simulate(mw.schedules.schedule("1f1b", groups=4, microbatches=8)))
     'makespan 33, bubble 9, idle 27.3 %; microbatches held by each group: 4, 3, 2, 1'
     """
     held = ", ".join(f"{most:g}" for most in timeline.memory)

@@ -120,7 +120,7 @@ def simulate(schedule: Schedule, costs: AnyCosts = "F=1,B=1,W=1", latency: float
     `latency` is how long a result takes to another group, during which both go on working.
 
     >>> import meshwright as mw
-    >>> zb = mw.simulate(mw.schedule("zb-h1", groups=4, microbatches=16))
+    >>> zb = mw.schedules.simulate(mw.schedules.schedule("zb-h1", groups=4, microbatches=16))
     >>> zb.makespan, zb.bubble, zb.memory
     (51.0, 3.0, (4.0, 4.0, 4.0, 4.0))
     """

@@ -19,8 +19,8 @@ def chrome_trace(timeline: Timeline, *, microseconds: float = 1000.0) -> dict[st
 
     A unit of cost is drawn as a millisecond; costs in seconds take `microseconds=1e6`.
 
-    >>> import meshwright as mw
-    >>> trace = mw.simulate(mw.schedule("gpipe", groups=2, microbatches=2)).trace()
+    >>> from meshwright.schedules import schedule, simulate
+    >>> trace = simulate(schedule("gpipe", groups=2, microbatches=2)).trace()
     >>> [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]
     ['0F0', '0F1', '0BW0', '0BW1', '1F0', '1F1', '1BW0', '1BW1']
     """

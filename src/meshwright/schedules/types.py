@@ -77,7 +77,7 @@ class Schedule:
     times it, `print` draws it.
 
     >>> import meshwright as mw
-    >>> two = mw.Schedule("mine", microbatches=1, group_of=(0, 1),
+    >>> two = mw.schedules.Schedule("mine", microbatches=1, group_of=(0, 1),
     ...                   tasks=([("F", 0, 0), ("BW", 0, 0)], [("F", 1, 0), ("BW", 1, 0)]))
     >>> [str(task) for task in two.tasks[1]]
     ['1F0', '1BW0']

@@ -58,9 +58,9 @@ def check(schedule: Schedule) -> Proof:
     Raises `ScheduleError` that names the first offending task.
 
     >>> import meshwright as mw
-    >>> mw.check(mw.schedule("1f1b", groups=4, microbatches=8)).live
+    >>> mw.schedules.check(mw.schedules.schedule("1f1b", groups=4, microbatches=8)).live
     (4, 3, 2, 1)
-    >>> mw.check(mw.Schedule("bad", 1, (0,), [[("BW", 0, 0), ("F", 0, 0)]]))
+    >>> mw.schedules.check(mw.schedules.Schedule("bad", 1, (0,), [[("BW", 0, 0), ("F", 0, 0)]]))
     Traceback (most recent call last):
     ...
     meshwright.errors.ScheduleError: bad: group 0 waits at 0BW0 (position 0) for 0F0, which it...

@@ -158,8 +158,8 @@ def connect(
     >>> from jax.sharding import NamedSharding, PartitionSpec as P
     >>> first, last = (mw.mesh("tp:4", devices=jax.devices()[at:at + 4]) for at in (0, 4))
     >>> x = jax.device_put(np.ones((8, 8)), NamedSharding(first, P("tp")))
-    >>> way = mw.route(x, NamedSharding(last, P(None, "tp")))
-    >>> with mw.connect() as link:
+    >>> way = mw.transfers.route(x, NamedSharding(last, P(None, "tp")))
+    >>> with mw.transfers.connect() as link:
     ...     link.send(way, (0, 1), x)
     ...     y = link.receive(way, (0, 1))
     >>> link.way, y.sharding.shard_shape((8, 8))
@@ -221,7 +221,8 @@ def _put(members: tuple[int, ...]) -> Link:
     wrong = puts_problem() if len(members) > 1 else ""
     if wrong:
         raise TransferError(
-            f"way='put': {wrong}. Call meshwright.allow_puts() before jax.distributed.initialize."
+            f"way='put': {wrong}. Call meshwright.transfers.allow_puts() before "
+            "jax.distributed.initialize."
         )
     return PutLink(members)
 

@@ -87,7 +87,9 @@ class Link(abc.ABC):
 
     def _job(self, route: Route) -> Job:
         if self.closed:
-            raise TransferError("this link is closed. Make another with meshwright.connect().")
+            raise TransferError(
+                "this link is closed. Make another with meshwright.transfers.connect()."
+            )
         what = (route.name, route.treedef) if isinstance(route, Route) else None
         known = self._jobs.get(what)
         if known is None:
@@ -96,7 +98,9 @@ class Link(abc.ABC):
 
     def _checked(self, route: Route) -> Route:
         if not isinstance(route, Route):
-            raise TransferError(f"{short(route)} is not a Route. Make one with meshwright.route().")
+            raise TransferError(
+                f"{short(route)} is not a Route. Make one with meshwright.transfers.route()."
+            )
         strange = sorted((route.senders | route.receivers) - set(self.processes))
         if strange:
             raise TransferError(
@@ -214,7 +218,7 @@ def key_text(key: Any) -> str:
 def message_number(name: str, key: str, turn: int, sender: int, receiver: int) -> int:
     """63 bits that nobody else uses, the same at both ends.
 
-    >>> number("a", "1", 0, 0, 1) == number("a", "1", 0, 0, 1) != number("a", "1", 1, 0, 1)
+    >>> message_number("a", "1", 0, 0, 1) == number("a", "1", 0, 0, 1) != number("a", "1", 1, 0, 1)
     True
     """
     text = f"{name} {key} {turn} {sender} {receiver}"

@@ -112,7 +112,7 @@ def route(arrays: Any, target: Any, *, source: Any = None) -> Route:
     >>> from jax.sharding import NamedSharding, PartitionSpec as P
     >>> first = NamedSharding(mw.mesh("tp:4", devices=jax.devices()[:4]), P("tp"))
     >>> last = NamedSharding(mw.mesh("tp:2", devices=jax.devices()[4:6]), P(None, "tp"))
-    >>> way = mw.route(jax.ShapeDtypeStruct((8, 8), "float32", sharding=first), last)
+    >>> way = mw.transfers.route(jax.ShapeDtypeStruct((8, 8), "float32", sharding=first), last)
     >>> print(way)
     1 array, 256 B: 4 devices to 2, 8 pieces, inside process 0
     path         array           from          to  pieces

@@ -1,4 +1,4 @@
-"""`Watch`: this process's place among the others, while they work together."""
+"""`Watchdog`: this process's place among the others, while they work together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright.watchdog.monitor import Guard
 _begun: collections.Counter[str] = collections.Counter()
 
 
-class Watch:
+class Watchdog:
     """Ends every process within 2 s when one of them dies, raises, is stopped or told to stop.
 
     Used with `with` around what the processes do together, in each of them; in a single process
@@ -38,12 +38,12 @@ class Watch:
     apart. `sigterm=False` leaves SIGTERM to JAX's preemption service; a handler set in Python is
     left alone anyway. The end of the `with`, and that of Python, waits until all have come there.
 
-    >>> with Watch(limit=30) as watch:
+    >>> with Watchdog(limit=30) as watch:
     ...     watch.step = 17
     ...     watch.waiting = "1F5 of process 0"
     ...     watch.doing = "2F5"
     >>> watch
-    <Watch 'run': idle (step 17), closed>
+    <Watchdog 'run': idle (step 17), closed>
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class Watch:
     ) -> None:
         for what, seconds in (("limit", limit), ("silence", silence)):
             if not isinstance(seconds, (int, float)) or math.isnan(seconds) or seconds <= 0:
-                raise PipelineError(f"Watch: {what} {short(seconds)}: use a number of seconds.")
+                raise PipelineError(f"Watchdog: {what} {short(seconds)}: use a number of seconds.")
         if not isinstance(name, str) or not name or "/" in name:
-            raise PipelineError(f"Watch: name {short(name)}: use a word without '/'.")
+            raise PipelineError(f"Watchdog: name {short(name)}: use a word without '/'.")
         self.limit, self.name, self.silence, self.sigterm = limit, name, silence, sigterm
         self.closed = False
         self._doing = self._waiting = ""
@@ -114,10 +114,10 @@ class Watch:
         self.waiting = ""
         return str(answer)
 
-    def start(self) -> Watch:
+    def start(self) -> Watchdog:
         """Begin; once. The others may do so later."""
         if self.closed or self._guard is not None:
-            raise PipelineError("this Watch was started before. Make another.")
+            raise PipelineError("this Watchdog was started before. Make another.")
         process, count = _compat.coordination_place()
         client = _compat.coordination_client()
         if client is not None and count > 1:
@@ -149,7 +149,7 @@ class Watch:
             self._guard.fail(error, shown=True)
         self.close()
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watchdog:
         return self.start()
 
     def __exit__(
@@ -179,4 +179,4 @@ class Watch:
         where = self._waiting and f"waiting for {self._waiting}"
         about = ", ".join(part for part in (self._doing, where) if part) or "idle"
         step = "" if self.step is None else f" (step {self.step})"
-        return f"<Watch {self.name!r}: {about}{step}{', closed' if self.closed else ''}>"
+        return f"<Watchdog {self.name!r}: {about}{step}{', closed' if self.closed else ''}>"

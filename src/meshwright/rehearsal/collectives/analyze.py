@@ -25,15 +25,17 @@ from meshwright.rehearsal.collectives.costs import (
 from meshwright.rehearsal.collectives.find import Found, find
 from meshwright.rehearsal.collectives.types import (
     AxisPart,
-    Clash,
     Collective,
-    Ledger,
+    Collectives,
+    ShardingConflict,
     axes_crossed,
     axes_of,
 )
 
 
-def ledger(program: Program, placement: Placement, clashes: Sequence[Clash] = ()) -> Ledger:
+def ledger(
+    program: Program, placement: Placement, clashes: Sequence[ShardingConflict] = ()
+) -> Collectives:
     """What a program moves between devices.
 
     `placement` is that of the mesh the program was compiled for (`mw.explain(mesh)`), `clashes`
@@ -41,10 +43,10 @@ def ledger(program: Program, placement: Placement, clashes: Sequence[Clash] = ()
     """
     located = tuple(_located(clash, program) for clash in clashes)
     book = _Book(program, placement, Causes(program, located))
-    return Ledger(tuple(book.entry(found) for found in find(program)), located)
+    return Collectives(tuple(book.entry(found) for found in find(program)), located)
 
 
-def _located(clash: Clash, program: Program) -> Clash:
+def _located(clash: ShardingConflict, program: Program) -> ShardingConflict:
     """A clash with the source that the program gives for an operation of the same name."""
     if clash.source is not None or not clash.op_name:
         return clash

@@ -42,7 +42,7 @@ from meshwright.rehearsal.collectives.types import (
     NOBODY_ASKED,
     PARAMETER_GATHERS,
     AxisPart,
-    Clash,
+    ShardingConflict,
 )
 
 _SUMS = ("all-reduce", "reduce-scatter")
@@ -63,7 +63,7 @@ _SHIFTS = re.compile(r"slice|pad|concatenate|roll|rev|conv_general_dilated|cum|r
 class Cause:
     name: str
     why: str
-    clash: Clash | None = None
+    clash: ShardingConflict | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,7 +71,7 @@ class Causes:
     """The rules, for one program."""
 
     program: Program
-    clashes: Sequence[Clash] = ()
+    clashes: Sequence[ShardingConflict] = ()
 
     def of(self, found: Found, op_name: str, axes: tuple[AxisPart, ...] | None, size: int) -> Cause:
         clash = self._clash(found, op_name)
@@ -111,7 +111,7 @@ class Causes:
             return Cause(GRADIENT_SUMS, f"sums gradients {pieces}")
         return Cause(ACTIVATION_EXCHANGES, f"exchanged {pieces}")
 
-    def _clash(self, found: Found, op_name: str) -> Clash | None:
+    def _clash(self, found: Found, op_name: str) -> ShardingConflict | None:
         """The complaint about the operation it serves; one without a name goes by its shape."""
         if found.kind in _SUMS:
             return None

@@ -1,4 +1,4 @@
-"""`Collective` and `Ledger`: the entries and the book."""
+"""`Collective` and `Collectives`: the entries and the book."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Collective:
     cause: str
     why: str
     instructions: tuple[str, ...]
-    clash: Clash | None = None
+    clash: ShardingConflict | None = None
 
     @property
     def group_size(self) -> int:
@@ -82,11 +82,11 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ledger:
+class Collectives:
     """All collectives of a program, in program order. Prints itself, grouped by cause."""
 
     entries: tuple[Collective, ...]
-    clashes: tuple[Clash, ...] = ()
+    clashes: tuple[ShardingConflict, ...] = ()
 
     def __iter__(self) -> Iterator[Collective]:
         return iter(self.entries)
@@ -139,7 +139,7 @@ MOST_ROWS = 40
 BESIDE = "* runs beside other work"
 
 
-def as_text(ledger: Ledger) -> str:
+def as_text(ledger: Collectives) -> str:
     if not len(ledger):
         return "no collectives: nothing moves between devices"
     lines = [collectives_headline(ledger)]
@@ -155,7 +155,7 @@ def as_text(ledger: Ledger) -> str:
     return "\n".join(lines)
 
 
-def collectives_headline(ledger: Ledger) -> str:
+def collectives_headline(ledger: Collectives) -> str:
     return (
         f"{_count(len(ledger))}: a device sends {amount(ledger.moved)}, "
         f"{duration(ledger.seconds)} if nothing runs beside them"
@@ -168,7 +168,7 @@ def cause_line(cause: str, entries: Sequence[Collective]) -> str:
     return f"{cause}: {_count(len(entries))}, {amount(moved)} sent, {duration(seconds)}"
 
 
-def clash_lines(ledger: Ledger) -> list[str]:
+def clash_lines(ledger: Collectives) -> list[str]:
     """The partitioner's complaints, and which of them left no collective behind."""
     seen = {entry.clash for entry in ledger}
     return [
@@ -220,7 +220,7 @@ def _count(number: int) -> str:
     return f"{number:,} collective{'' if number == 1 else 's'}"
 
 
-def as_json(ledger: Ledger) -> dict[str, Any]:
+def as_json(ledger: Collectives) -> dict[str, Any]:
     return {
         "seconds": ledger.seconds,
         "bytes": ledger.bytes,
@@ -268,7 +268,7 @@ def _entry_json(entry: Collective) -> dict[str, Any]:
 # A ledger for a notebook or a report.
 
 
-def as_html(ledger: Ledger) -> str:
+def as_html(ledger: Collectives) -> str:
     if not len(ledger):
         return "<p>no collectives: nothing moves between devices</p>"
     parts = [f"<b>{html.escape(collectives_headline(ledger))}</b>"]
@@ -362,7 +362,7 @@ _COMPLAINT = re.compile(
 
 
 @dataclasses.dataclass(frozen=True)
-class Clash:
+class ShardingConflict:
     """Two shardings that do not go together, and the operation where they meet."""
 
     operation: str
@@ -377,13 +377,13 @@ class Clash:
         return f"{self.shape} {self.operation}{where}: from {self.before} to {self.after}"
 
 
-def read_clashes(stderr: str) -> list[Clash]:
+def read_clashes(stderr: str) -> list[ShardingConflict]:
     """Every complaint in a compiler's standard error, each once."""
-    found: dict[Clash, None] = {}
+    found: dict[ShardingConflict, None] = {}
     for complaint in _COMPLAINT.finditer(stderr):
         instruction = read_instruction(f"  {complaint['operation']}", "")
         if instruction is not None:
-            clash = Clash(
+            clash = ShardingConflict(
                 instruction.name,
                 str(instruction.shape.leaves[0]),
                 complaint["before"],
