@@ -27,9 +27,9 @@ import numpy as np
 
 import meshwright as mw
 from meshwright._text import duration, table
-from meshwright.pipelines.runtime import begin
+from meshwright.pipelines.runtime import bind_arguments
 from meshwright.pipelines.step import PipelineStep
-from meshwright.trees.split import take_apart
+from meshwright.trees.split import split_arrays
 
 LAYERS, GROUPS = 8, 4
 # hidden, rows of a microbatch, microbatches, steps to time
@@ -112,15 +112,15 @@ def bare_loop(step: PipelineStep, args: Any, steps: int) -> tuple[float, int]:
     """The compiled tasks and transfers of a step, called one after the other with stored values."""
     plan = next(reversed(step._plans.values()))
     tasks = sum(operation.task is not None for operation in plan.operations)
-    parts = take_apart(args)
+    parts = split_arrays(args)
 
     def once() -> Any:
-        cells = begin(plan.assembled.board, parts.arrays, step.mine)
+        slots = bind_arguments(plan.assembled.builder, parts.arrays, step.local_groups)
         last = None
         for call, ins, outs in calls:
-            last = call(*[cells[n] for n in ins])
+            last = call(*[slots[n] for n in ins])
             for n, result in zip(outs, last, strict=True):
-                cells[n] = result
+                slots[n] = result
         return last
 
     calls = [(operation.call, operation.ins, operation.outs) for operation in plan.operations]
@@ -165,28 +165,28 @@ def memory() -> None:
         step = mw.pipeline(loss, groups(), schedule=name, microbatches=16)
         jax.block_until_ready(step(*args))
         plan = next(reversed(step._plans.values()))
-        print(f"  {name:12} {held(plan, take_apart(args).arrays, step)} {plan.proof.live}")
+        print(f"  {name:12} {held(plan, split_arrays(args).arrays, step)} {plan.proof.live}")
 
 
 def held(plan: Any, arrays: Any, step: PipelineStep) -> tuple[int, ...]:
-    """The most microbatches whose stage activations are in cells at the same time."""
+    """The most microbatches whose stage activations are in slots at the same time."""
     gc.collect()
-    cells = begin(plan.assembled.board, arrays, step.mine)
+    slots = bind_arguments(plan.assembled.builder, arrays, step.local_groups)
     made: dict[int, tuple[int, int]] = {}
     most = [0] * GROUPS
     for operation in plan.operations:
-        results = operation.call(*[cells[n] for n in operation.ins])
+        results = operation.call(*[slots[n] for n in operation.ins])
         for n, result in zip(operation.outs, results, strict=True):
-            cells[n] = result
+            slots[n] = result
         task = operation.task
         if task is not None and task.kind == "F":
             kept = operation.outs[: len(plan.programs["F", task.stage].outs)]
             made.update(dict.fromkeys(kept, (operation.group, task.microbatch)))
         for group in range(GROUPS):
-            live = {at for n, at in made.items() if cells[n] is not None and at[0] == group}
+            live = {at for n, at in made.items() if slots[n] is not None and at[0] == group}
             most[group] = max(most[group], len(live))
         for n in operation.drop:
-            cells[n] = None
+            slots[n] = None
     return tuple(most)
 
 

@@ -87,15 +87,15 @@ def main() -> None:
     port, me, processes, fault = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     start(port, me, processes, 1)
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(processes, 1), ("pp", "dp"))
-    mine = fault if me == 1 and fault != "goes on" else ""
-    fn = other_loss if mine == "program" else loss
-    if mine == "program":
+    local_groups = fault if me == 1 and fault != "goes on" else ""
+    fn = other_loss if local_groups == "program" else loss
+    if local_groups == "program":
         print(time.time(), flush=True)
     limit = 2.0 if fault == "hang" else LONG
     groups = mw.MpmdMesh(mesh, "pp")
     step = mw.pipeline(fn, groups, microbatches=2, limit=limit)
     evaluate = mw.pipeline(loss, groups, schedule="forward", microbatches=2)
-    if mine == "values":
+    if local_groups == "values":
         print(time.time(), flush=True)
     if fault == "values":
         step(PARAMS, np.full((4, 4), me, "float32"))
@@ -104,7 +104,7 @@ def main() -> None:
         goes_on(step, evaluate)
     with contextlib.nullcontext() if "bare" in fault else evaluate:
         with contextlib.nullcontext() if "bare" in fault else step:
-            train(step, evaluate, mine)
+            train(step, evaluate, local_groups)
     if "bare" not in fault:
         os._exit(0)
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from pipeline_helpers import assert_close, looped, normal
 
 import meshwright as mw
-from meshwright.pipelines.mesh_rewrite import localized
+from meshwright.pipelines.mesh_rewrite import rewrite_to_group_mesh
 
 WHOLE = mw.mesh("pp:2, dp:2, tp:2")
 AT = mw.MpmdMesh(WHOLE, "pp")
@@ -206,7 +206,7 @@ def test_a_program_that_is_called_twice_stays_one():
     layer = jax.jit(lambda x, w: jnp.tanh(constrain(x @ w)))
     with jax.set_mesh(WHOLE):
         traced = jax.make_jaxpr(lambda x, w: (layer(x, w), layer(x, w)))(ROWS, PARAMS["a"])
-    first, second = localized(traced.jaxpr.eqns, AT, 1)
+    first, second = rewrite_to_group_mesh(traced.jaxpr.eqns, AT, 1)
     assert first.params["jaxpr"] is second.params["jaxpr"]
     assert first.params["jaxpr"] is not traced.jaxpr.eqns[0].params["jaxpr"]
     assert first.params["ctx_mesh"] == AT.meshes[1]

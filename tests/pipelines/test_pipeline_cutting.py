@@ -9,13 +9,13 @@ import meshwright as mw
 from meshwright.pipelines.stages import cut
 from meshwright.pipelines.task_programs import programs
 from meshwright.pipelines.tracing import read
-from meshwright.trees.split import take_apart
+from meshwright.trees.split import split_arrays
 
 SPLIT = ("F", "B", "W")
 
 
 def tasks_of(loss, *arguments, kinds=SPLIT):
-    traced = read(loss, take_apart(arguments), 4, False, {})
+    traced = read(loss, split_arrays(arguments), 4, False, {})
     stages = cut(traced.region)
     keys = [(kind, stage) for kind in kinds for stage in range(stages.stages)]
     names = dict(zip(stages.invars, traced.region.names, strict=True))
@@ -127,7 +127,7 @@ def test_state_stays_in_the_stage_that_uses_it_however_late_it_is_written():
         return jnp.mean((out - y) ** 2), 0.9 * state + jnp.mean(h, axis=0)
 
     arguments = (layers(3), *batch(), jnp.zeros(4))
-    traced = read(loss, take_apart(arguments), 4, False, {"carry": 3})
+    traced = read(loss, split_arrays(arguments), 4, False, {"carry": 3})
     stages = cut(traced.region)
     tasks = programs(stages, [(kind, n) for kind in ("F", "BW") for n in range(3)])
     assert stages.outs[1] in tasks["F", 0].outs

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import meshwright as mw
-from meshwright.pipelines.runtime import begin
-from meshwright.trees.split import take_apart
+from meshwright.pipelines.runtime import bind_arguments
+from meshwright.trees.split import split_arrays
 
 GROUPS = 4
 PARAMS = [jnp.eye(8)] * 8
@@ -28,25 +28,25 @@ def held(step, args):
     """The most stage activations that each group has at once."""
     jax.block_until_ready(step(*args))
     (plan,) = step._plans.values()
-    cells = begin(plan.assembled.board, take_apart(args).arrays, step.mine)
+    slots = bind_arguments(plan.assembled.builder, split_arrays(args).arrays, step.local_groups)
     made, most = {}, [0] * GROUPS
     for operation in plan.operations:
-        results = operation.call(*[cells[cell] for cell in operation.ins])
-        for cell, result in zip(operation.outs, results, strict=True):
-            cells[cell] = result
+        results = operation.call(*[slots[slot] for slot in operation.ins])
+        for slot, result in zip(operation.outs, results, strict=True):
+            slots[slot] = result
         task = operation.task
         if task is not None and task.kind == "F":
             kept = operation.outs[: len(plan.programs["F", task.stage].outs)]
             made.update(dict.fromkeys(kept, (operation.group, task.stage, task.microbatch)))
         for group in range(GROUPS):
-            live = {at for cell, at in made.items() if cells[cell] is not None and at[0] == group}
+            live = {at for slot, at in made.items() if slots[slot] is not None and at[0] == group}
             most[group] = max(most[group], len(live))
-        for cell in operation.drop:
-            cells[cell] = None
+        for slot in operation.drop:
+            slots[slot] = None
     # Nothing but results and constants is left.
-    wanted = {cell for by_group in plan.assembled.results for cell in by_group.values()}
-    left = {n for n, value in enumerate(cells) if value is not None}
-    assert left <= wanted | set(plan.assembled.board.fixed)
+    wanted = {slot for by_group in plan.assembled.results for slot in by_group.values()}
+    left = {n for n, value in enumerate(slots) if value is not None}
+    assert left <= wanted | set(plan.assembled.builder.constants)
     return tuple(most), plan.proof.live
 
 

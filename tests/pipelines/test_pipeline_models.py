@@ -93,14 +93,14 @@ def test_equinox_modules_with_functions_among_their_leaves():
         return eqx.apply_updates(params, updates), state, value
 
     step = mw.pipeline(train_step, groups(2), microbatches=2)
-    mine, theirs = (model, tx.init(params)), (params, tx.init(params))
+    local_groups, theirs = (model, tx.init(params)), (params, tx.init(params))
     by_jit = jax.jit(by_parts)
     for _ in range(20):
-        new, state, value = step(*mine, *batch())
-        mine = (eqx.combine(new, static), state)
+        new, state, value = step(*local_groups, *batch())
+        local_groups = (eqx.combine(new, static), state)
         *theirs, expected = by_jit(*theirs, *batch())
         assert_close(value, expected)
-    assert_close(eqx.filter(mine[0], eqx.is_array), theirs[0])
+    assert_close(eqx.filter(local_groups[0], eqx.is_array), theirs[0])
 
 
 class Scaled(eqx.Module):
@@ -138,14 +138,14 @@ def test_settings_of_a_module_stay_settings_over_many_steps(tx):
     state = tx.init(eqx.filter(model, eqx.is_inexact_array))
     step = mw.pipeline(trained(mw.value_and_grad(error), tx), groups(2), microbatches=2)
     plain = eqx.filter_jit(trained(eqx.filter_value_and_grad(error), tx))
-    mine = theirs = (model, state)
+    local_groups = theirs = (model, state)
     for _ in range(3):
-        *mine, value = step(*mine, *batch())
+        *local_groups, value = step(*local_groups, *batch())
         *theirs, wanted = plain(*theirs, *batch())
-        assert type(mine[0].scale) is float and mine[0].scale == 2.0
-        assert mine[0].centred is True
+        assert type(local_groups[0].scale) is float and local_groups[0].scale == 2.0
+        assert local_groups[0].centred is True
     assert_close(
-        (eqx.filter(mine, eqx.is_array), value), (eqx.filter(theirs, eqx.is_array), wanted)
+        (eqx.filter(local_groups, eqx.is_array), value), (eqx.filter(theirs, eqx.is_array), wanted)
     )
     assert len(step._plans) == 1
 
@@ -181,10 +181,13 @@ def test_functions_in_a_module_are_returned_as_they_came():
     model = eqx.nn.MLP(4, 4, 4, 1, key=jax.random.key(0))
     step = mw.pipeline(train(mw.value_and_grad), groups(2), microbatches=2)
     plain = eqx.filter_jit(train(eqx.filter_value_and_grad))
-    mine = theirs = model
+    local_groups = theirs = model
     for _ in range(2):
-        mine, value = step(mine, *batch())
+        local_groups, value = step(local_groups, *batch())
         theirs, wanted = plain(theirs, *batch())
-    assert mine.activation is model.activation
-    pairs = ((eqx.filter(mine, eqx.is_array), value), (eqx.filter(theirs, eqx.is_array), wanted))
+    assert local_groups.activation is model.activation
+    pairs = (
+        (eqx.filter(local_groups, eqx.is_array), value),
+        (eqx.filter(theirs, eqx.is_array), wanted),
+    )
     assert_close(*pairs)

@@ -54,13 +54,13 @@ def test_parameters_after_20_steps(name):
         trainer(tx, mw.value_and_grad(tied_loss)), groups(3), schedule="zb-h1", microbatches=4
     )
     by_jit = jax.jit(trainer(tx, looped(tied_loss, 4)))
-    mine = theirs = (tied_params(), tx.init(tied_params()))
+    local_groups = theirs = (tied_params(), tx.init(tied_params()))
     for _ in range(20):
-        *mine, value, norm = step(*mine, *batch())
+        *local_groups, value, norm = step(*local_groups, *batch())
         *theirs, expected, expected_norm = by_jit(*theirs, *batch())
         assert_close((value, norm), (expected, expected_norm))
-    assert_close(mine[0], theirs[0])
-    assert_close(mine[1], theirs[1], 1e-4)
+    assert_close(local_groups[0], theirs[0])
+    assert_close(local_groups[1], theirs[1], 1e-4)
 
 
 def test_donated_parameters_are_used_up():
@@ -69,15 +69,15 @@ def test_donated_parameters_are_used_up():
     step = mw.pipeline(train_step, groups(2), microbatches=4, donate=(0, 1))
     by_jit = jax.jit(trainer(tx, looped(chain_loss, 4)))
     theirs = (layers(2), tx.init(layers(2)))
-    mine = step(layers(2), tx.init(layers(2)), *batch())[:2]  # they lie in their groups now
+    local_groups = step(layers(2), tx.init(layers(2)), *batch())[:2]  # they lie in their groups now
     theirs = by_jit(*theirs, *batch())[:2]
     for _ in range(19):
-        before = mine
-        mine = step(*before, *batch())[:2]
+        before = local_groups
+        local_groups = step(*before, *batch())[:2]
         theirs = by_jit(*theirs, *batch())[:2]
         arrays = [x for x in jax.tree.leaves(before) if x.size > 1]
         assert all(x.is_deleted() for x in arrays)
-    assert_close(mine[0], theirs[0])
+    assert_close(local_groups[0], theirs[0])
 
 
 def on_device_7(tree):
@@ -143,11 +143,11 @@ def test_an_average_of_parameters_follows():
 
     step = mw.pipeline(trainer(mw.value_and_grad(chain_loss)), groups(3), microbatches=4)
     by_jit = jax.jit(trainer(looped(chain_loss, 4)))
-    mine = theirs = (layers(3), layers(3), tx.init(layers(3)))
+    local_groups = theirs = (layers(3), layers(3), tx.init(layers(3)))
     for _ in range(20):
-        *mine, value = step(*mine, *batch())
+        *local_groups, value = step(*local_groups, *batch())
         *theirs, expected = by_jit(*theirs, *batch())
-    assert_close((mine, value), (theirs, expected))
+    assert_close((local_groups, value), (theirs, expected))
 
 
 def test_parameters_moments_and_average_lie_with_their_stage():
@@ -206,11 +206,11 @@ def test_aux_outputs_and_carried_statistics_in_a_train_step():
     options = {"has_aux": True, "aux": "max", "carry": 1}
     step = mw.pipeline(trainer(mw.value_and_grad(loss, **options)), groups(2), microbatches=4)
     by_jit = jax.jit(trainer(looped(loss, 4, **options)))
-    mine = theirs = (layers(2), jnp.zeros(4))
+    local_groups = theirs = (layers(2), jnp.zeros(4))
     for _ in range(20):
-        *mine, out = step(*mine, *batch())
+        *local_groups, out = step(*local_groups, *batch())
         *theirs, expected = by_jit(*theirs, *batch())
-    assert_close((mine, out), (theirs, expected))
+    assert_close((local_groups, out), (theirs, expected))
 
 
 def test_outside_of_a_pipeline_a_train_step_is_an_ordinary_function():

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import meshwright as mw
-from meshwright.pipelines.profiling import Handing, predict
+from meshwright.pipelines.profiling import Dispatch, predict
 from meshwright.schedules.types import Costs
 from meshwright.schedules.validation import walk
 
@@ -16,7 +16,7 @@ PLAIN = mw.schedules.schedule("1f1b", groups=4, microbatches=8)
 def handed(schedule, groups, before=0.0, call=0.0, waited=False):
     """What a process does that hands over the tasks of some groups."""
     return [
-        Handing(task, before, call, waited)
+        Dispatch(task, before, call, waited)
         for group, first, last in walk(schedule)
         if group in groups
         for task in schedule.tasks[group][first:last]
@@ -66,7 +66,7 @@ def test_a_task_without_work_passes_on_what_it_would_wait_for():
     )
     run = dataclasses.replace(split, tasks=rows, overlapped=())
     order = [
-        Handing(task, 0.0, 0.0, False)
+        Dispatch(task, 0.0, 0.0, False)
         for group, first, last in walk(split)
         for task in split.tasks[group][first:last]
         if (task.kind, task.stage) != ("B", 0)

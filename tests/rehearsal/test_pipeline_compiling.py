@@ -9,11 +9,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import meshwright as mw
 from meshwright import _compat
 from meshwright.errors import RehearsalError
-from meshwright.pipelines.step_graph import Code, Operation
+from meshwright.pipelines.step_graph import Operation, TaskFunction
 from meshwright.rehearsal.compiler import Compiler, Outcome
 from meshwright.rehearsal.pipelines import TaskCompiler
 from meshwright.rehearsal.tpu_slices import hardware_of
-from meshwright.trees.split import take_apart
+from meshwright.trees.split import split_arrays
 
 WEIGHT = jax.ShapeDtypeStruct((64, 64), "float32")
 PARAMS = {"a": WEIGHT, "b": WEIGHT}
@@ -37,7 +37,7 @@ def task():
     lies = NamedSharding(mesh, PartitionSpec("fsdp"))
     shape = jax.ShapeDtypeStruct((8, 8), "float32", sharding=lies)
     program = jax.jit(lambda x: [x + 1]).lower(shape)
-    code = Code("group 1: update 0", lambda x: [x + 1], [None])
+    code = TaskFunction("group 1: update 0", lambda x: [x + 1], [None])
     return step.groups, (code, Operation(1, "update", (0,), (1,), code), program)
 
 
@@ -45,18 +45,21 @@ def test_a_task_is_the_same_compiled_elsewhere(tmp_path):
     step = step_over_groups()
     here = step.plan_of(PARAMS, X)
     compiler = TaskCompiler(step.groups, 300.0, tmp_path)
-    there = step.planner.plan(take_apart((PARAMS, X), 1), step.mine, step.link, compiler)
-    assert there.assembled.board.lies == here.assembled.board.lies
+    there = step.planner.plan(split_arrays((PARAMS, X), 1), step.local_groups, step.link, compiler)
+    assert there.assembled.builder.slot_shardings == here.assembled.builder.slot_shardings
     for one, other in zip(here.operations, there.operations, strict=True):
         if one.code is None:
             continue
-        mine, others = one.code.compiled, other.code.compiled
-        assert list(mine.output_shardings) == list(others.output_shardings)
+        local_groups, others = one.code.compiled, other.code.compiled
+        assert list(local_groups.output_shardings) == list(others.output_shardings)
         for part in ("argument", "output", "alias", "temp"):
             name = f"{part}_size_in_bytes"
-            sizes = getattr(mine.memory_analysis(), name), getattr(others.memory_analysis(), name)
+            sizes = (
+                getattr(local_groups.memory_analysis(), name),
+                getattr(others.memory_analysis(), name),
+            )
             assert sizes[0] == sizes[1]
-        assert mine.cost_analysis().get("flops") == others.cost_analysis().get("flops")
+        assert local_groups.cost_analysis().get("flops") == others.cost_analysis().get("flops")
     assert list(tmp_path.glob("*.rehearsal"))
 
 

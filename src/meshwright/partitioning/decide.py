@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
@@ -117,6 +117,20 @@ def _check_word(option: str, value: object, known: tuple[str, ...]) -> None:
         raise PartitionError(f"{option}: {short(value)} is not one of {', '.join(known)}.")
 
 
+class PartitionOptions(TypedDict, total=False):
+    """The options of `partition`, for functions that pass them on."""
+
+    rules: Rules | None
+    logical: Table | None
+    names: Any
+    axes: Sequence[str] | None
+    min_shard_size: int
+    uneven: Uneven
+    unmatched: Unmatched
+    unused: str
+    stacked: str | Sequence[str] | bool | None
+
+
 def partition(
     tree: Any,
     mesh: AnyMesh,
@@ -162,7 +176,7 @@ def partition(
     return found.rebuild(decide(found, tree, mesh, options))
 
 
-def shardings(tree: Any, mesh: AnyMesh, **options: Any) -> Any:
+def shardings(tree: Any, mesh: AnyMesh, **options: Unpack[PartitionOptions]) -> Any:
     """The same decision as `NamedSharding`s, ready for `jit` and `device_put`.
 
     >>> import jax, meshwright as mw

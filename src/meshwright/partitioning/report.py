@@ -8,7 +8,7 @@ import html
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from meshwright._text import amount, table
 from meshwright.errors import MeshError
 from meshwright.hardware.topology import Topology
 from meshwright.meshes.build import explain_mesh
-from meshwright.partitioning.decide import settle
+from meshwright.partitioning.decide import PartitionOptions, settle
 from meshwright.placement.placement import Placement
 from meshwright.spec.mesh_spec import SpecLike
 from meshwright.trees.specs import AnyMesh, entry_axes, mesh_axes, plain_specs, shard_shape, ways
@@ -98,7 +98,9 @@ def explain(
 
 
 @overload
-def explain(what: Any, /, mesh: AnyMesh, specs: Any = None, **options: Any) -> PartitionReport: ...
+def explain(
+    what: Any, /, mesh: AnyMesh, specs: Any = None, **options: Unpack[PartitionOptions]
+) -> PartitionReport: ...
 
 
 def explain(what: Any, /, mesh: Any = None, specs: Any = None, **options: Any) -> Any:
@@ -132,7 +134,9 @@ def explain(what: Any, /, mesh: Any = None, specs: Any = None, **options: Any) -
     return explain_mesh(what, **options)
 
 
-def explain_tree(tree: Any, mesh: AnyMesh, specs: Any = None, **options: Any) -> PartitionReport:
+def explain_tree(
+    tree: Any, mesh: AnyMesh, specs: Any = None, **options: Unpack[PartitionOptions]
+) -> PartitionReport:
     """What the given specs, or `partition(tree, mesh, **options)`, make of a tree.
 
     With neither specs nor options, arrays (and shapes) that lie on this mesh already are shown as

@@ -14,8 +14,8 @@ from meshwright.errors import PipelineError
 from meshwright.pipelines import outer_program
 from meshwright.pipelines.build_tasks import Part, Sums, Tasks
 from meshwright.pipelines.outer_program import EVERYWHERE, Node, Phase, is_literal, size
-from meshwright.pipelines.stages import Cut
-from meshwright.pipelines.step_graph import Board, Code
+from meshwright.pipelines.stages import StageProgram
+from meshwright.pipelines.step_graph import StepBuilder, TaskFunction
 from meshwright.pipelines.task_programs import Program, TaskKey
 from meshwright.pipelines.tracing import Traced
 from meshwright.schedules.validation import Proof
@@ -23,36 +23,36 @@ from meshwright.schedules.validation import Proof
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Assembled:
-    """A step as operations. `results` are the cells of what it returns, by group: arrays have
+    """A step as operations. `results` are the slots of what it returns, by group: arrays have
     one home, single numbers are known to every group."""
 
-    board: Board
+    builder: StepBuilder
     results: tuple[dict[int, int], ...]
 
 
 def assemble(
     traced: Traced,
-    cut: Cut,
+    cut: StageProgram,
     programs: dict[TaskKey, Program],
     proof: Proof,
-    board: Board,
+    builder: StepBuilder,
     donated: frozenset[int],
 ) -> Assembled:
-    """Write everything onto the board, in the order in which it runs."""
-    homes = _homes(traced, cut, programs, proof)
-    board.homes = dict(homes)
-    _before(traced, board, homes)
-    sums = Sums(board, cut, traced, proof.schedule.group_of)
+    """Write everything onto the builder, in the order in which it runs."""
+    group_of_var = _homes(traced, cut, programs, proof)
+    builder.group_of_var = dict(group_of_var)
+    _before(traced, builder, group_of_var)
+    sums = Sums(builder, cut, traced, proof.schedule.group_of)
     sums.begin()
-    tasks = Tasks(board, cut, programs, proof, traced, sums)
+    tasks = Tasks(builder, cut, programs, proof, traced, sums)
     tasks.bring_batch()
     tasks.write()
-    results = _after(traced, cut, tasks, sums, board, homes, donated)
-    return Assembled(board, results)
+    results = _after(traced, cut, tasks, sums, builder, group_of_var, donated)
+    return Assembled(builder, results)
 
 
 def _homes(
-    traced: Traced, cut: Cut, programs: dict[TaskKey, Program], proof: Proof
+    traced: Traced, cut: StageProgram, programs: dict[TaskKey, Program], proof: Proof
 ) -> dict[Any, int]:
     """Where parameters live: in the group of the first stage that uses them."""
     made = {var for eqn in traced.before for var in eqn.outvars}
@@ -61,24 +61,24 @@ def _homes(
     split = {
         var for var, role in zip(traced.operands, cut.region.roles, strict=True) if role == "split"
     }
-    homes: dict[Any, int] = {}
+    group_of_var: dict[Any, int] = {}
     for key in sorted(programs, key=lambda key: (key[1], key[0])):
         for var in programs[key].ins:
             found = operand.get(var)
             if found in arguments and found not in split and size(found) > 1:
-                homes.setdefault(found, proof.schedule.group_of[key[1]])
+                group_of_var.setdefault(found, proof.schedule.group_of[key[1]])
     for found, role in zip(traced.operands, cut.region.roles, strict=True):
         if role == "params" and found in arguments and size(found) > 1:
-            homes.setdefault(found, 0)  # nothing uses it
-    return homes
+            group_of_var.setdefault(found, 0)  # nothing uses it
+    return group_of_var
 
 
-def _before(traced: Traced, board: Board, homes: dict[Any, int]) -> None:
+def _before(traced: Traced, builder: StepBuilder, group_of_var: dict[Any, int]) -> None:
     """What is done to parameters before the microbatches, where they are used; else in group 0."""
     nodes = [outer_program.equation_node(eqn) for eqn in traced.before]
-    found = dict(homes)
-    outer_program.settle(nodes, found)
-    board.homes.update((var, at) for var, at in found.items() if var in board.arguments)
+    found = dict(group_of_var)
+    outer_program.assign_groups(nodes, found)
+    builder.group_of_var.update((var, at) for var, at in found.items() if var in builder.arguments)
     made = {var: node for node in nodes for var in node.outs}
     later = [var for eqn in traced.after for var in eqn.invars]
     wanted = {
@@ -86,53 +86,57 @@ def _before(traced: Traced, board: Board, homes: dict[Any, int]) -> None:
         for var in (*traced.operands, *later, *traced.outvars)
         if not is_literal(var) and var in made
     }
-    homes.update((var, at) for var, at in found.items() if var in board.arguments or var in wanted)
-    for phase in outer_program.phases(nodes, list(wanted.items())):
-        _run(phase, board, ())
+    group_of_var.update(
+        (var, at) for var, at in found.items() if var in builder.arguments or var in wanted
+    )
+    for phase in outer_program.fuse_by_group_and_level(nodes, list(wanted.items())):
+        _run(phase, builder, ())
 
 
 def _after(
     traced: Traced,
-    cut: Cut,
+    cut: StageProgram,
     tasks: Tasks,
     sums: Sums,
-    board: Board,
-    homes: dict[Any, int],
+    builder: StepBuilder,
+    group_of_var: dict[Any, int],
     donated: frozenset[int],
 ) -> tuple[dict[int, int], ...]:
-    nodes = _results(traced, cut, tasks, sums, homes)
+    nodes = _results(traced, cut, tasks, sums, group_of_var)
     nodes += [outer_program.equation_node(eqn) for eqn in traced.after]
     for node in nodes:
         if node.group is not None:
-            homes.update(dict.fromkeys(node.outs, node.group))
-    outer_program.settle(nodes, homes)
-    board.homes.update((var, at) for var, at in homes.items() if var in board.arguments)
+            group_of_var.update(dict.fromkeys(node.outs, node.group))
+    outer_program.assign_groups(nodes, group_of_var)
+    builder.group_of_var.update(
+        (var, at) for var, at in group_of_var.items() if var in builder.arguments
+    )
     made = {var: node for node in nodes for var in node.outs}
-    everywhere: Sequence[int] = range(board.groups)
+    everywhere: Sequence[int] = range(builder.groups)
     at = {
         var: everywhere if made[var].group == EVERYWHERE else [made[var].group or 0]
         for var in traced.outvars
         if not is_literal(var) and var in made
     }
-    phases = outer_program.phases(
+    phases = outer_program.fuse_by_group_and_level(
         nodes, [(var, group) for var, groups in at.items() for group in groups]
     )
     last = {var: phase for phase in phases for var in phase.ins}
-    _keep_layouts(board, phases)
+    _keep_layouts(builder, phases)
     kept = {var for var in traced.outvars if not is_literal(var)}
     for phase in phases:
         gone = {
             n: var
             for n, var in enumerate(phase.ins)
-            if board.arguments.get(var) in donated and last[var] is phase and var not in kept
+            if builder.arguments.get(var) in donated and last[var] is phase and var not in kept
         }
-        _run(phase, board, _usable(gone, phase))
+        _run(phase, builder, _usable(gone, phase))
     found = []
     for var in traced.outvars:
         groups = everywhere
         if not is_literal(var) and size(var) != 1:
-            groups = at.get(var, [homes.get(var, 0)])
-        found.append({group: board.fetch(var, group) for group in groups})
+            groups = at.get(var, [group_of_var.get(var, 0)])
+        found.append({group: builder.slot_in_group(var, group) for group in groups})
     return tuple(found)
 
 
@@ -148,40 +152,40 @@ def _usable(gone: dict[int, Any], phase: Phase) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _run(phase: Phase, board: Board, donated: tuple[int, ...]) -> None:
-    ins = [board.fetch(var, phase.group) for var in phase.ins]
-    outs = [board.layout(var, phase.group) for var in phase.outs]
-    run = phase.localized(board.layouts.groups).run
-    code = Code(f"group {phase.group}: update {phase.level}", run, list(outs), donated)
-    cells = board.run(phase.group, code, ins, [var.aval for var in phase.outs])
-    for var, cell in zip(phase.outs, cells, strict=True):
-        board.cell_of[var, phase.group] = cell
+def _run(phase: Phase, builder: StepBuilder, donated: tuple[int, ...]) -> None:
+    ins = [builder.slot_in_group(var, phase.group) for var in phase.ins]
+    outs = [builder.layout(var, phase.group) for var in phase.outs]
+    run = phase.rewrite_to_group_mesh(builder.layouts.groups).run
+    code = TaskFunction(f"group {phase.group}: update {phase.level}", run, list(outs), donated)
+    slots = builder.run(phase.group, code, ins, [var.aval for var in phase.outs])
+    for var, slot in zip(phase.outs, slots, strict=True):
+        builder.slot_of[var, phase.group] = slot
 
 
-def _keep_layouts(board: Board, phases: Sequence[Phase]) -> None:
+def _keep_layouts(builder: StepBuilder, phases: Sequence[Phase]) -> None:
     """A result lies as the nearest value of its shape that it is computed from."""
     for phase in phases:
         made = {var: node for node in phase.nodes for var in node.outs}
         for var in phase.outs:
             if size(var) > 1:
-                board.layout_of[var, phase.group] = _nearest(board, phase.group, made, var)
+                builder.layout_of[var, phase.group] = _nearest(builder, phase.group, made, var)
 
 
-def _nearest(board: Board, group: int, made: dict[Any, Node], var: Any) -> NamedSharding:
+def _nearest(builder: StepBuilder, group: int, made: dict[Any, Node], var: Any) -> NamedSharding:
     queue, seen = [var], {var}
     while queue:
         found = queue.pop(0)
-        if found in board.arguments or (found, group) in board.layout_of:
-            return board.layout(found, group)
+        if found in builder.arguments or (found, group) in builder.layout_of:
+            return builder.layout(found, group)
         for other in made[found].ins if found in made else ():
             if other.aval.shape == var.aval.shape and other not in seen:
                 seen.add(other)
                 queue.append(other)
-    return board.layouts.whole(group)
+    return builder.layouts.whole(group)
 
 
 def _results(
-    traced: Traced, cut: Cut, tasks: Tasks, sums: Sums, homes: dict[Any, int]
+    traced: Traced, cut: StageProgram, tasks: Tasks, sums: Sums, group_of_var: dict[Any, int]
 ) -> list[Node]:
     """The region's results, from sums and from values of single microbatches."""
     nodes = []
@@ -192,12 +196,12 @@ def _results(
             nodes.append(_stacked(cut, tasks, number, var, how))
             continue
         place = number - len(cut.outs)
-        home = homes.get(sums.operands[place]) if place >= 0 else None
+        home = group_of_var.get(sums.operands[place]) if place >= 0 else None
         nodes.append(sums.result(number, var, home))
     return nodes
 
 
-def _stacked(cut: Cut, tasks: Tasks, number: int, var: Any, how: str) -> Node:
+def _stacked(cut: StageProgram, tasks: Tasks, number: int, var: Any, how: str) -> Node:
     inner, count = cut.outs[number], tasks.schedule.microbatches
     groups = [tasks.group(key) for key, program in tasks.programs.items() if inner in program.outs]
     if not groups:
@@ -209,7 +213,7 @@ def _stacked(cut: Cut, tasks: Tasks, number: int, var: Any, how: str) -> Node:
     parts = []
     for i in range(count) if how == "stack" else (count - 1,):
         part = Part(inner.aval)
-        tasks.board.cell_of[part, group] = tasks.values[inner, i, group]
+        tasks.builder.slot_of[part, group] = tasks.values[inner, i, group]
         parts.append(part)
 
     def stack(values: dict[Any, Any]) -> list[Any]:

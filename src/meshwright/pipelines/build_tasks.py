@@ -14,36 +14,36 @@ from jax.sharding import NamedSharding
 
 from meshwright import _compat
 from meshwright.errors import PipelineError
-from meshwright.pipelines.mesh_rewrite import localized
+from meshwright.pipelines.mesh_rewrite import rewrite_to_group_mesh
 from meshwright.pipelines.outer_program import Node
 from meshwright.pipelines.staged_program import FREE
-from meshwright.pipelines.stages import Cut
-from meshwright.pipelines.step_graph import Board, Code
-from meshwright.pipelines.task_programs import Program, Sum, TaskKey, all_sums, clones
+from meshwright.pipelines.stages import StageProgram
+from meshwright.pipelines.step_graph import StepBuilder, TaskFunction
+from meshwright.pipelines.task_programs import Program, Sum, TaskKey, all_sums, recomputed
 from meshwright.pipelines.tracing import Traced, program_of
 from meshwright.schedules.validation import Proof
 
 
 class Tasks:
-    """Writes the tasks onto the board, in the order in which the schedule was proved."""
+    """Writes the tasks onto the builder, in the order in which the schedule was proved."""
 
     def __init__(
         self,
-        board: Board,
-        cut: Cut,
+        builder: StepBuilder,
+        cut: StageProgram,
         programs: dict[TaskKey, Program],
         proof: Proof,
         traced: Traced,
         sums: Sums,
     ):
-        self.board, self.cut, self.programs, self.proof = board, cut, programs, proof
+        self.builder, self.cut, self.programs, self.proof = builder, cut, programs, proof
         self.traced, self.sums = traced, sums
         self.schedule = proof.schedule
         self.values: dict[tuple[Any, int, int], int] = {}  # (variable, microbatch, group)
         self.operand = dict(zip(cut.invars, traced.operands, strict=True))
         roles = zip(cut.invars, cut.region.roles, strict=True)
         split = {var: self.operand[var] for var, role in roles if role == "split"}
-        self.batch = Microbatches(board, split, self.schedule.microbatches)
+        self.batch = Microbatches(builder, split, self.schedule.microbatches)
         self.carried = self._carried()
         self.readers: dict[Any, set[int]] = {}  # a variable, and the groups whose tasks take it
         for key, program in programs.items():
@@ -66,17 +66,17 @@ class Tasks:
             if not program.eqns and not program.sums:
                 continue
             i = task.microbatch
-            adding = [self.sums.cells[number] for number in program.sums]
+            adding = [self.sums.slots[number] for number in program.sums]
             own = [var for var in program.ins if var not in self.batch.split]
             ins = [self._input(var, i, group) for var in own]
             ins += self.batch.inputs(program.ins, i, group)
             avals = [var.aval for var in (*program.outs, *program.sums.values())]
             code = codes[task.kind, task.stage]
-            outs = self.board.run(group, code, [*adding, *ins], avals, task)
+            outs = self.builder.run(group, code, [*adding, *ins], avals, task)
             given = len(program.outs)
-            for var, cell in zip(program.outs, outs[:given], strict=True):
-                self.values[var, i, group] = cell
-            self.sums.cells.update(zip(program.sums, outs[given:], strict=True))
+            for var, slot in zip(program.outs, outs[:given], strict=True):
+                self.values[var, i, group] = slot
+            self.sums.slots.update(zip(program.sums, outs[given:], strict=True))
             self._hand_over(program, i, group)
 
     def _hand_over(self, program: Program, microbatch: int, group: int) -> None:
@@ -84,18 +84,20 @@ class Tasks:
         for target in range(self.schedule.groups):
             used = [v for v in program.outs if target in self.readers.get(v, ())]
             if target != group and used:
-                layouts = [self.board.layouts.rows(target, var.aval.shape) for var in used]
-                cells = [self.values[var, microbatch, group] for var in used]
-                for var, cell in zip(used, self.board.send(cells, target, layouts), strict=True):
-                    self.values[var, microbatch, target] = cell
+                layouts = [self.builder.layouts.rows(target, var.aval.shape) for var in used]
+                slots = [self.values[var, microbatch, group] for var in used]
+                for var, slot in zip(used, self.builder.send(slots, target, layouts), strict=True):
+                    self.values[var, microbatch, target] = slot
 
     def _input(self, var: Any, microbatch: int, group: int) -> int:
         if (var, microbatch, group) in self.values:
             return self.values[var, microbatch, group]
         if var in self.cut.consts:
-            if (var, group) not in self.board.cell_of:
-                self.board.cell_of[var, group] = self.board.fix(self.cut.consts[var], group)
-            return self.board.cell_of[var, group]
+            if (var, group) not in self.builder.slot_of:
+                self.builder.slot_of[var, group] = self.builder.constant(
+                    self.cut.consts[var], group
+                )
+            return self.builder.slot_of[var, group]
         if var in self.carried and microbatch:
             before = (self.carried[var], microbatch - 1, group)
             if before not in self.values:
@@ -105,7 +107,7 @@ class Tasks:
                     "is carried within one stage."
                 )
             return self.values[before]
-        return self.board.fetch(self.operand[var], group)
+        return self.builder.slot_in_group(self.operand[var], group)
 
     def _carried(self) -> dict[Any, Any]:
         """A carried operand, and the variable that holds it after a microbatch."""
@@ -114,10 +116,10 @@ class Tasks:
         out = [v for v, how in zip(self.cut.outs, region.reductions, strict=True) if how == "carry"]
         return dict(zip(into, out, strict=True))
 
-    def _code(self, key: TaskKey) -> Code:
+    def _code(self, key: TaskKey) -> TaskFunction:
         """The program of a task, with what it adds up: sums come first, and are given up."""
         program, group = self.programs[key], self.group(key)
-        eqns = localized(program.eqns, self.board.layouts.groups, group)
+        eqns = rewrite_to_group_mesh(program.eqns, self.builder.layouts.groups, group)
         run = program_of(program.ins, [*program.outs, *program.sums.values()], eqns)
         run = self.batch.picking(run, program.ins)
         adds = [self.sums.add(number) for number in program.sums]
@@ -136,7 +138,7 @@ class Tasks:
         task.__name__ = task.__qualname__ = program.name
         outs = [self._layout(var, key) for var in program.outs]
         outs += [self.sums.layout(number, group) for number in program.sums]
-        return Code(program.name, task, outs, tuple(range(count)))
+        return TaskFunction(program.name, task, outs, tuple(range(count)))
 
     def _layout(self, var: Any, key: TaskKey) -> NamedSharding | None:
         """Rows cut over data axes where a value leaves its stage; else as the compiler likes.
@@ -145,13 +147,13 @@ class Tasks:
         """
         for before, after in self.carried.items():
             if after is var:
-                return self.board.layout(self.operand[before], self.group(key))
+                return self.builder.layout(self.operand[before], self.group(key))
         leaves = any(var in other.ins for at, other in self.programs.items() if at[1] != key[1])
         group = self.group(key)
-        single = len(self.board.layouts.meshes[group].devices.flat) == 1
+        single = len(self.builder.layouts.meshes[group].devices.flat) == 1
         if not leaves and not single:
             return None
-        return self.board.layouts.rows(group, var.aval.shape)
+        return self.builder.layouts.rows(group, var.aval.shape)
 
 
 # What is added up over microbatches, and how results come of it.
@@ -165,10 +167,12 @@ class Part:
 
 
 class Sums:
-    """The accumulators of a step: each is a cell that moves on with every task that adds to it."""
+    """The accumulators of a step: each is a slot that moves on with every task that adds to it."""
 
-    def __init__(self, board: Board, cut: Cut, traced: Traced, group_of: Sequence[int]):
-        self.board, self.cut = board, cut
+    def __init__(
+        self, builder: StepBuilder, cut: StageProgram, traced: Traced, group_of: Sequence[int]
+    ):
+        self.builder, self.cut = builder, cut
         self.operands = [
             operand
             for operand, role in zip(traced.operands, cut.region.roles, strict=True)
@@ -176,20 +180,20 @@ class Sums:
         ]
         self.vars = {number: var for number, (_, var) in all_sums(cut).items()}
         self.group = {number: group_of[home[1]] for number, (home, _) in all_sums(cut).items()}
-        self.cells: dict[Sum, int] = {}
+        self.slots: dict[Sum, int] = {}
 
     def begin(self) -> None:
         """Zeros, or the least number where the largest is sought; one program per group."""
         for group in sorted(set(self.group.values())):
             numbers = [number for number, at in self.group.items() if at == group]
             wanted = [(self.how(number), self.vars[number].aval) for number in numbers]
-            code = Code(
+            code = TaskFunction(
                 f"group {group}: zeros",
                 functools.partial(_beginnings, wanted),
                 [self.layout(number, group) for number in numbers],
             )
-            cells = self.board.run(group, code, (), [aval for _, aval in wanted])
-            self.cells.update(zip(numbers, cells, strict=True))
+            slots = self.builder.run(group, code, (), [aval for _, aval in wanted])
+            self.slots.update(zip(numbers, slots, strict=True))
 
     def how(self, number: Sum) -> str:
         return self.cut.region.all_reductions[number[0]]
@@ -197,9 +201,9 @@ class Sums:
     def layout(self, number: Sum, group: int) -> NamedSharding:
         """A gradient lies as its parameter does; other sums lie whole."""
         place = number[0] - len(self.cut.outs)
-        if place < 0 or self.operands[place] not in self.board.arguments:
-            return self.board.layouts.whole(group)
-        return self.board.layout(self.operands[place], group)
+        if place < 0 or self.operands[place] not in self.builder.arguments:
+            return self.builder.layouts.whole(group)
+        return self.builder.layout(self.operands[place], group)
 
     def add(self, number: Sum) -> Callable[[Any, Any], Any]:
         return jnp.maximum if self.how(number) == "max" else jnp.add
@@ -212,8 +216,8 @@ class Sums:
         home = min(groups, default=0) if home is None else home
         parts = [Part(self.vars[key].aval) for key in numbers]
         for key, part, group in zip(numbers, parts, groups, strict=True):
-            self.board.cell_of[part, group] = self.cells[key]
-            self.board.layout_of[part, home] = self.layout(key, home)
+            self.builder.slot_of[part, group] = self.slots[key]
+            self.builder.layout_of[part, home] = self.layout(key, home)
         fixed = self._fixed(number)
 
         def finish(values: dict[Any, Any]) -> list[Any]:
@@ -236,7 +240,7 @@ class Sums:
         jc = _compat.jaxprs()
         if isinstance(var, jc.Literal):
             return jnp.full(var.aval.shape, var.val, var.aval.dtype)
-        eqns = clones(self.cut, [var])
+        eqns = recomputed(self.cut, [var])
         made = {v for eqn in eqns for v in eqn.outvars}
         used = {v for e in eqns for v in e.invars if not isinstance(v, jc.Literal)}
         if var not in made or used - made:
@@ -244,7 +248,9 @@ class Sums:
                 "a result depends on parameters, constants or keys alone, not on the batch. "
                 "Compute it outside of the differentiated function."
             )
-        return program_of((), (var,), localized(eqns, self.board.layouts.groups, group))()[0]
+        return program_of(
+            (), (var,), rewrite_to_group_mesh(eqns, self.builder.layouts.groups, group)
+        )()[0]
 
 
 def _beginnings(wanted: Sequence[tuple[str, Any]]) -> list[Any]:
@@ -271,25 +277,25 @@ Run = Callable[..., list[Any]]
 class Microbatches:
     """`split` are the variables of one microbatch, each with the step's variable for the batch."""
 
-    def __init__(self, board: Board, split: Mapping[Any, Any], count: int):
-        self.board, self.split, self.count = board, split, count
+    def __init__(self, builder: StepBuilder, split: Mapping[Any, Any], count: int):
+        self.builder, self.split, self.count = builder, split, count
         self._cells: dict[tuple[Any, int], int] = {}
         self._numbers: dict[tuple[int, int], int] = {}
 
     def bring(self, group: int, used: Sequence[Any]) -> None:
         """What the tasks of a group need; each of several devices holds a part of every row."""
-        layouts = self.board.layouts
+        layouts = self.builder.layouts
         batches = [self.split[var] for var in used]
         for batch in batches:
-            self.board.layout_of[batch, group] = layouts.rows(group, batch.aval.shape)
-        cells = [self.board.fetch(batch, group) for batch in batches]
+            self.builder.layout_of[batch, group] = layouts.rows(group, batch.aval.shape)
+        slots = [self.builder.slot_in_group(batch, group) for batch in batches]
         if used and layouts.meshes[group].size > 1:
             avals = [var.aval.update(shape=(self.count, *var.aval.shape)) for var in used]
             outs = [layouts.rows(group, aval.shape, 1) for aval in avals]
             rows = functools.partial(_rows, [aval.shape for aval in avals])
-            code = Code(f"group {group}: microbatches", rows, outs)
-            cells = self.board.run(group, code, cells, avals)
-        self._cells.update(((var, group), cell) for var, cell in zip(used, cells, strict=True))
+            code = TaskFunction(f"group {group}: microbatches", rows, outs)
+            slots = self.builder.run(group, code, slots, avals)
+        self._cells.update(((var, group), slot) for var, slot in zip(used, slots, strict=True))
 
     def inputs(self, variables: Sequence[Any], microbatch: int, group: int) -> list[int]:
         """Cells of the batch for a task with these inputs, then that of its microbatch's number."""
@@ -312,7 +318,7 @@ class Microbatches:
 
     def _number(self, microbatch: int, group: int) -> int:
         if (microbatch, group) not in self._numbers:
-            self._numbers[microbatch, group] = self.board.fix(jnp.int32(microbatch), group)
+            self._numbers[microbatch, group] = self.builder.constant(jnp.int32(microbatch), group)
         return self._numbers[microbatch, group]
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from meshwright.pipelines.plan import Plan
 
 
-class Company:
+class ProcessContext:
     """What the pipelines share while at least one of them is open."""
 
     def __init__(self) -> None:
@@ -50,11 +50,11 @@ class Company:
 
     def leave(self, number: int) -> None:
         """The last one waits until the others are done, too."""
-        global _company
+        global _process_context
         del self._limits[number]
         if self._limits:
             return
-        _company = None if _company is self else _company
+        _process_context = None if _process_context is self else _process_context
         try:
             if not self.watch.closed:
                 self.watch.close()
@@ -69,7 +69,7 @@ class Company:
         self._steps += 1
 
     @contextlib.contextmanager
-    def patient(self, doing: str) -> Iterator[None]:
+    def without_timeout(self, doing: str) -> Iterator[None]:
         """Tracing and compiling take what they take; others wait for us meanwhile."""
         before, self.watch.limit, self.watch.doing = self.watch.limit, math.inf, doing
         try:
@@ -78,15 +78,15 @@ class Company:
             self.watch.limit, self.watch.doing = before, ""
 
 
-_company: Company | None = None
+_process_context: ProcessContext | None = None
 
 
-def company() -> Company:
+def process_context() -> ProcessContext:
     """That of this process; made for its first pipeline."""
-    global _company
-    if _company is None:
-        _company = Company()
-    return _company
+    global _process_context
+    if _process_context is None:
+        _process_context = ProcessContext()
+    return _process_context
 
 
 # Every process must run the same step: its plan in words, compared before it first runs.
@@ -97,11 +97,11 @@ _SAMPLE = 2**16  # elements of an array
 _VALUES = "values"
 
 
-class Agreement:
+class PlanConsistency:
     """A pipeline's plans that all processes have agreed on, with names that tell them apart."""
 
-    def __init__(self, company: Company, number: int) -> None:
-        self.company, self.number = company, number
+    def __init__(self, process_context: ProcessContext, number: int) -> None:
+        self.process_context, self.number = process_context, number
         self._names: dict[Hashable, str] = {}
         self._agreed: set[Hashable] = set()
         self._first: Mapping[str, str] = {}
@@ -114,21 +114,21 @@ class Agreement:
             self._first = self._first or words
             whose = f" of pipeline {self.number}" if self.number else ""
             self._names[kind] = f"plan {len(self._names)}{whose}{_beside(words, self._first)}"
-        self.company.begin(self.number, self._names[kind] + why)
+        self.process_context.begin(self.number, self._names[kind] + why)
 
     def agree(self, kind: Hashable, plan: Plan, parts: Split) -> None:
         """Before the first step with a plan, compare it with that of the others."""
         if kind not in self._agreed:
-            words = in_words(plan) | values_in_words(parts)
-            wrong = self.company.watch.confer("the plan", json.dumps(words), _compared)
+            words = plan_summary(plan) | values_summary(parts)
+            wrong = self.process_context.watch.confer("the plan", json.dumps(words), _compared)
             if wrong:
                 raise PipelineError(f"the processes do not run the same step: {wrong}.")
             self._agreed.add(kind)
 
 
-def in_words(plan: Plan) -> dict[str, str]:
+def plan_summary(plan: Plan) -> dict[str, str]:
     """What must be the same everywhere, part by part; of long parts a checksum."""
-    board, schedule = plan.assembled.board, plan.proof.schedule
+    builder, schedule = plan.assembled.builder, plan.proof.schedule
     found = {
         "schedule": f"{schedule.name} of {schedule.groups} groups, {schedule.stages} stages and "
         f"{schedule.microbatches} microbatches"
@@ -139,15 +139,21 @@ def in_words(plan: Plan) -> dict[str, str]:
         counts = [f"{count} {name}" for name, count in collections.Counter(names).items()]
         found[f"task {program.name}"] = ", ".join([*counts, f"checksum {_checksum(names)}"])
     sent = [
-        (o.name, *((board.avals[cell].str_short(), str(board.lies[cell])) for cell in o.outs))
-        for o in board.operations
+        (
+            o.name,
+            *(
+                (builder.avals[slot].str_short(), str(builder.slot_shardings[slot]))
+                for slot in o.outs
+            ),
+        )
+        for o in builder.operations
         if o.source is not None
     ]
     found["transfers"] = f"{len(sent)}, checksum {_checksum(sent)}"
     return found
 
 
-def values_in_words(parts: Split) -> dict[str, str]:
+def values_summary(parts: Split) -> dict[str, str]:
     """Checksums of what every process passes from its host: inputs and labels of other rows would
     train on wrong pairs. Arrays on devices are not read."""
     return {

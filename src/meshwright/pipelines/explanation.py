@@ -135,9 +135,9 @@ def _note(plan: Plan, stage: int, names: Sequence[str], flops: dict[TaskKey, flo
     forward = plan.programs["F", stage]
     elsewhere = {var for program in others for var in program.ins}
     owned = _parameters(plan, tasks.values())
-    clones: collections.Counter[str] = collections.Counter()
+    recomputed: collections.Counter[str] = collections.Counter()
     for program in tasks.values():
-        clones.update(eqn.primitive.name for eqn in program.cloned)
+        recomputed.update(eqn.primitive.name for eqn in program.cloned)
     back = {key: flops[key] for key in tasks if key[0] != "F" and key in flops}
     # BW stands for B and W together; count one of the two ways.
     back = {key: f for key, f in back.items() if key[0] == "BW"} or back
@@ -152,7 +152,7 @@ def _note(plan: Plan, stage: int, names: Sequence[str], flops: dict[TaskKey, flo
         sum(_bytes(v) for v in forward.outs if any(v in b.ins for b in backward)),
         sum(_bytes(v) for v in forward.outs if v in elsewhere),
         sum(_bytes(v) for b in backward for v in b.outs if v in elsewhere),
-        dict(clones.most_common()),
+        dict(recomputed.most_common()),
         _why_whole(plan, stage),
     )
 
@@ -173,7 +173,7 @@ def _arguments(plan: Plan, operand: Any) -> list[int]:
 
     Those of its own shape, if there are any: a cast or scaled parameter, not its scale.
     """
-    arguments = plan.assembled.board.arguments
+    arguments = plan.assembled.builder.arguments
     makers = {var: eqn for eqn in plan.traced.before for var in eqn.outvars}
     found, queue = set[Any](), variables([operand])
     while queue:
@@ -219,7 +219,7 @@ def _flops(plan: Plan) -> dict[TaskKey, float]:
 
 
 def _row(note: StageNote) -> list[str]:
-    clones = ", ".join(f"{n} {name}" for name, n in list(note.cloned.items())[:3])
+    recomputed = ", ".join(f"{n} {name}" for name, n in list(note.cloned.items())[:3])
     return [
         f"{note.stage} {note.name or ''}".strip(),
         str(note.group),
@@ -229,7 +229,7 @@ def _row(note: StageNote) -> list[str]:
         amount(note.kept_bytes),
         amount(note.sent_on_bytes),
         amount(note.sent_back_bytes),
-        clones + (", ..." if len(note.cloned) > 3 else ""),
+        recomputed + (", ..." if len(note.cloned) > 3 else ""),
     ]
 
 

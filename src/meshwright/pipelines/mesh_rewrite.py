@@ -20,7 +20,7 @@ from meshwright.mpmd.groups import Groups
 from meshwright.trees.specs import entry_axes, ways
 
 
-def localized(eqns: Iterable[Any], groups: Groups, group: int) -> tuple[Any, ...]:
+def rewrite_to_group_mesh(eqns: Iterable[Any], groups: Groups, group: int) -> tuple[Any, ...]:
     """Equations as they run in a group; their variables stay."""
     place = _Place(groups, group)
     return tuple(place.equation(eqn, {}) for eqn in eqns)

@@ -23,7 +23,7 @@ from meshwright.pipelines.arguments import (
     takes_places,
 )
 from meshwright.pipelines.stage_mark import caller
-from meshwright.trees.split import EMPTY, Split, as_data, as_shape, take_apart
+from meshwright.trees.split import EMPTY, Split, as_data, as_shape, split_arrays
 
 Role = Literal["whole", "params", "split", "carry"]
 REDUCTIONS = ("mean", "sum", "max", "stack")
@@ -131,7 +131,7 @@ def value_and_grad(
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **keywords: Any) -> Any:
-        parts = tuple(map(take_apart, by_place(fn, args, keywords)))
+        parts = tuple(map(split_arrays, by_place(fn, args, keywords)))
         call = _Call(
             takes_places(fn),
             parts,
@@ -161,7 +161,7 @@ def forward(
     def wrapped(*args: Any) -> Any:
         call = _Call(
             fn,
-            tuple(map(take_apart, args)),
+            tuple(map(split_arrays, args)),
             0,
             None,
             False,
@@ -263,7 +263,7 @@ class _Call:
 
     def _apart(self, out: Any) -> tuple[Any, list[Any]]:
         if not self.gradient:
-            self.extra = take_apart(as_data(out))
+            self.extra = split_arrays(as_data(out))
             return None, list(self.extra.arrays)
         value, extra = out, None
         if self.has_aux or self.carry is not None:
@@ -283,12 +283,12 @@ class _Call:
     def _beside(self, extra: Any) -> Split:
         """What comes with the value: in a carry settings stay settings, else numbers are data."""
         if self.carry is None:
-            return take_apart(as_data(extra))
+            return split_arrays(as_data(extra))
         if not self.has_aux:
-            return take_apart(extra)
+            return split_arrays(extra)
         if not isinstance(extra, tuple) or len(extra) != 2:
             raise PipelineError("with carry and has_aux the function returns value, (carry, aux).")
-        return take_apart((extra[0], as_data(extra[1])), 1)
+        return split_arrays((extra[0], as_data(extra[1])), 1)
 
 
 def _write_down(call: _Call, aux: Any, reduce: str | None, step: Tracing) -> list[Any]:

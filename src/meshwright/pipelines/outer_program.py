@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwright import _compat
 from meshwright.mpmd.groups import Groups
-from meshwright.pipelines.mesh_rewrite import localized
+from meshwright.pipelines.mesh_rewrite import rewrite_to_group_mesh
 from meshwright.pipelines.tracing import run_equation
 
 EVERYWHERE = -1
@@ -38,8 +38,8 @@ def equation_node(eqn: Any) -> Node:
     return Node(ins, tuple(eqn.outvars), lambda values: run_equation(jc, eqn, values), eqn=eqn)
 
 
-def settle(nodes: Sequence[Node], homes: dict[Any, int]) -> None:
-    """Give every node a group and a level; `homes` grows by the variables that find theirs.
+def assign_groups(nodes: Sequence[Node], group_of_var: dict[Any, int]) -> None:
+    """Give every node a group and a level; `group_of_var` grows by the variables that find theirs.
 
     Levels count how often data has crossed between groups: all nodes of one group and level run
     as one program.
@@ -48,23 +48,25 @@ def settle(nodes: Sequence[Node], homes: dict[Any, int]) -> None:
     for node in nodes:
         for var in node.ins:
             users.setdefault(var, []).append(node)
-    while _spread(nodes, homes, users):
+    while _spread(nodes, group_of_var, users):
         pass
     for node in nodes:
         if node.group is None:
-            node.group = _group_of_scalars(node, homes)
+            node.group = _group_of_scalars(node, group_of_var)
         if node.group != EVERYWHERE:
-            homes.update(dict.fromkeys(node.outs, node.group))
-    _set_levels(nodes, homes)
+            group_of_var.update(dict.fromkeys(node.outs, node.group))
+    _set_levels(nodes, group_of_var)
 
 
-def _spread(nodes: Sequence[Node], homes: dict[Any, int], users: dict[Any, list[Node]]) -> bool:
+def _spread(
+    nodes: Sequence[Node], group_of_var: dict[Any, int], users: dict[Any, list[Node]]
+) -> bool:
     """One pass: arrays draw the nodes they meet into their group, and those other arrays."""
     changed = False
     for node in nodes:
         if node.group is None:
             known = (*node.ins, *node.outs)
-            near = [(size(v), -homes[v]) for v in known if v in homes and size(v) > 1]
+            near = [(size(v), -group_of_var[v]) for v in known if v in group_of_var and size(v) > 1]
             near = near or [
                 (size(v), -user.group)
                 for v in node.outs
@@ -76,21 +78,21 @@ def _spread(nodes: Sequence[Node], homes: dict[Any, int], users: dict[Any, list[
                 continue
             node.group, changed = -max(near)[1], True
         for var in (*node.ins, *node.outs):
-            if size(var) > 1 and var not in homes:
-                homes[var] = node.group
+            if size(var) > 1 and var not in group_of_var:
+                group_of_var[var] = node.group
                 changed = True
     return changed
 
 
-def _group_of_scalars(node: Node, homes: dict[Any, int]) -> int:
+def _group_of_scalars(node: Node, group_of_var: dict[Any, int]) -> int:
     """Scalars of one group stay there, those of several meet in the first; others are free."""
-    groups = {homes[var] for var in node.ins if var in homes}
+    groups = {group_of_var[var] for var in node.ins if var in group_of_var}
     if groups:
         return groups.pop() if len(groups) == 1 else 0
     return 0 if any(size(var) > 1 for var in (*node.ins, *node.outs)) else EVERYWHERE
 
 
-def _set_levels(nodes: Sequence[Node], homes: dict[Any, int]) -> None:
+def _set_levels(nodes: Sequence[Node], group_of_var: dict[Any, int]) -> None:
     made: dict[Any, Node] = {var: node for node in nodes for var in node.outs}
     for node in nodes:
         for var in node.ins:
@@ -110,10 +112,12 @@ class Phase:
     ins: tuple[Any, ...]
     outs: tuple[Any, ...]
 
-    def localized(self, groups: Groups) -> Phase:
+    def rewrite_to_group_mesh(self, groups: Groups) -> Phase:
         """The same with its equations on the mesh of its group."""
         nodes = tuple(
-            node if node.eqn is None else equation_node(*localized([node.eqn], groups, self.group))
+            node
+            if node.eqn is None
+            else equation_node(*rewrite_to_group_mesh([node.eqn], groups, self.group))
             for node in self.nodes
         )
         return dataclasses.replace(self, nodes=nodes)
@@ -125,7 +129,9 @@ class Phase:
         return [values[var] for var in self.outs]
 
 
-def phases(nodes: Sequence[Node], results: Sequence[tuple[Any, int]]) -> list[Phase]:
+def fuse_by_group_and_level(
+    nodes: Sequence[Node], results: Sequence[tuple[Any, int]]
+) -> list[Phase]:
     """Settled nodes as programs, in the order of their levels. `results` must be given, where."""
     free = {var: node for node in nodes if node.group == EVERYWHERE for var in node.outs}
     bodies: dict[tuple[int, int], list[Node]] = {}

@@ -14,9 +14,15 @@ import jax
 from meshwright._progress import Bar
 from meshwright.errors import PipelineError, ScheduleError
 from meshwright.pipelines.build_step import Assembled, assemble
-from meshwright.pipelines.runtime import settle_constants, share
-from meshwright.pipelines.stages import Cut, cut
-from meshwright.pipelines.step_graph import Board, Code, Layouts, Operation, set_drops
+from meshwright.pipelines.runtime import local_operations, place_constants
+from meshwright.pipelines.stages import StageProgram, cut
+from meshwright.pipelines.step_graph import (
+    Layouts,
+    Operation,
+    StepBuilder,
+    TaskFunction,
+    free_after_last_use,
+)
 from meshwright.pipelines.task_programs import Program, TaskKey, programs
 from meshwright.pipelines.tracing import Traced, read
 from meshwright.schedules.auto import Auto
@@ -30,25 +36,25 @@ from meshwright.trees.split import Split
 
 
 # From a lowered program to one that answers as `jax.stages.Compiled` does.
-Compile = Callable[[Code, Operation, Any], Any]
+Compile = Callable[[TaskFunction, Operation, Any], Any]
 
 _TICK = 0.2  # seconds between two looks at a program that is being compiled
 
 
-def compile_here(_: Code, __: Operation, program: Any) -> Any:
+def compile_here(_: TaskFunction, __: Operation, program: Any) -> Any:
     """In this process, for devices of its own."""
     return program.compile()
 
 
 def compile_all(
-    board: Board, operations: Sequence[Operation], compile_one: Compile = compile_here
+    builder: StepBuilder, operations: Sequence[Operation], compile_one: Compile = compile_here
 ) -> None:
     """Compile what the operations run, each program once, in waves.
 
     How some values lie is known only when the program that makes them is compiled: programs
     that take them wait for the next wave.
     """
-    waiting: dict[int, tuple[Code, Operation]] = {}
+    waiting: dict[int, tuple[TaskFunction, Operation]] = {}
     for operation in operations:
         if operation.code is not None and operation.code.compiled is None:
             waiting.setdefault(id(operation.code), (operation.code, operation))
@@ -57,9 +63,9 @@ def compile_all(
     with Bar("pipeline") as bar, _threads(threads) as pool:
         while waiting:
             ready = [
-                (code, operation, _lower(board, code, operation))
+                (code, operation, _lower(builder, code, operation))
                 for code, operation in waiting.values()
-                if all(board.lies[cell] is not None for cell in operation.ins)
+                if all(builder.slot_shardings[slot] is not None for slot in operation.ins)
             ]
             made = [(each[0], pool.submit(compile_one, *each)) for each in ready]
             for code, future in made:
@@ -67,7 +73,7 @@ def compile_all(
                     bar.now(f"compiling {code.name}", total - len(waiting), total)
                 code.compiled = future.result()
                 del waiting[id(code)]
-            _learn(board, operations)
+            _learn(builder, operations)
     for operation in operations:
         if operation.code is not None:
             operation.call = operation.code.compiled
@@ -83,28 +89,30 @@ def _threads(count: int) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _lower(board: Board, code: Code, operation: Operation) -> Any:
+def _lower(builder: StepBuilder, code: TaskFunction, operation: Operation) -> Any:
     shapes = [
         jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
-            board.avals[cell].shape, board.avals[cell].dtype, sharding=board.lies[cell]
+            builder.avals[slot].shape,
+            builder.avals[slot].dtype,
+            sharding=builder.slot_shardings[slot],
         )
-        for cell in operation.ins
+        for slot in operation.ins
     ]
     jitted = jax.jit(code.fn, out_shardings=code.outs, donate_argnums=code.donated)
     # A mesh that the caller has set would be taken for the program's own.
-    with jax.set_mesh(board.layouts.meshes[operation.group]):
+    with jax.set_mesh(builder.layouts.meshes[operation.group]):
         return jitted.lower(*shapes)
 
 
-def _learn(board: Board, operations: Sequence[Operation]) -> None:
+def _learn(builder: StepBuilder, operations: Sequence[Operation]) -> None:
     """How results lie that the compiler was free to place."""
     for operation in operations:
         code = operation.code
         if code is None or code.compiled is None or None not in code.outs:
             continue
-        for cell, sharding in zip(operation.outs, code.compiled.output_shardings, strict=True):
-            if board.lies[cell] is None:
-                board.lies[cell] = sharding
+        for slot, sharding in zip(operation.outs, code.compiled.output_shardings, strict=True):
+            if builder.slot_shardings[slot] is None:
+                builder.slot_shardings[slot] = sharding
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,7 +120,7 @@ class Plan:
     """A step for arguments of one kind: traced, proved, put together and compiled."""
 
     traced: Traced
-    cut: Cut
+    cut: StageProgram
     programs: dict[TaskKey, Program]
     proof: Proof
     assembled: Assembled
@@ -136,7 +144,7 @@ class Planner:
     def plan(
         self,
         parts: Split,
-        mine: frozenset[int],
+        local_groups: frozenset[int],
         link: Link | None,
         compile_one: Compile = compile_here,
     ) -> Plan:
@@ -154,7 +162,7 @@ class Planner:
         numbers = [int(path.partition("/")[0]) for path in parts.paths]
         names = [path.partition("/")[2] or path for path in parts.paths]
         self.layouts.check_rules(names)
-        board = Board(
+        builder = StepBuilder(
             self.layouts,
             {var: n for n, var in enumerate(traced.invars)},
             traced.consts,
@@ -163,13 +171,13 @@ class Planner:
         )
         donated = frozenset(n for n, number in enumerate(numbers) if number in self.donated)
         pieces = programs(stages, tasks)
-        assembled = assemble(traced, stages, pieces, proof, board, donated)
+        assembled = assemble(traced, stages, pieces, proof, builder, donated)
         if not self.layouts.groups.compile_only:
-            settle_constants(board, mine)
-        operations = share(board, mine, link)
-        kept = {cell for by_group in assembled.results for cell in by_group.values()}
-        set_drops(operations, kept | set(board.fixed))
-        compile_all(board, operations, compile_one)
+            place_constants(builder, local_groups)
+        operations = local_operations(builder, local_groups, link)
+        kept = {slot for by_group in assembled.results for slot in by_group.values()}
+        free_after_last_use(operations, kept | set(builder.constants))
+        compile_all(builder, operations, compile_one)
         return Plan(
             traced, stages, pieces, proof, assembled, operations, names, parts.paths, donated
         )

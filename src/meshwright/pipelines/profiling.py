@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright._text import table
-from meshwright.pipelines.step_graph import Operation, work_off
+from meshwright.pipelines.step_graph import Operation, execute
 from meshwright.pipelines.task_programs import TaskKey
 from meshwright.schedules.timeline import Timeline, simulate
 from meshwright.schedules.types import Costs, Key, Schedule, Task, gives, needs
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from meshwright.pipelines.plan import Plan
 
 
-class Dispatch(NamedTuple):
+class RecordedDispatch(NamedTuple):
     """A task as its process handed it to the devices, in seconds."""
 
     task: int
@@ -33,12 +33,12 @@ class Dispatch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """When operations ran, by their number on the board, in seconds of the machine's clock."""
+    """When operations ran, by their number in the builder, in seconds of the machine's clock."""
 
     tasks: dict[int, tuple[float, float]]  # start and end
     sent: dict[int, float]
     arrived: dict[int, float]
-    hosts: list[list[Dispatch]]  # process by process, in its order
+    hosts: list[list[RecordedDispatch]]  # process by process, in its order
 
     def to_text(self) -> str:
         times = (self.tasks, self.sent, self.arrived)
@@ -51,7 +51,7 @@ class Record:
             {n: (start, end) for n, (start, end) in tasks},
             dict(sent),
             dict(arrived),
-            [[Dispatch(*one) for one in host] for host in hosts],
+            [[RecordedDispatch(*one) for one in host] for host in hosts],
         )
 
 
@@ -63,21 +63,21 @@ def merge(texts: Sequence[str]) -> str:
         for number, (start, end) in record.tasks.items():
             first, last = found.tasks.get(number, (start, end))
             found.tasks[number] = (min(first, start), max(last, end))
-        for mine, theirs in ((found.sent, record.sent), (found.arrived, record.arrived)):
-            mine.update((n, max(at, mine.get(n, at))) for n, at in theirs.items())
+        for local_groups, theirs in ((found.sent, record.sent), (found.arrived, record.arrived)):
+            local_groups.update((n, max(at, local_groups.get(n, at))) for n, at in theirs.items())
     return found.to_text()
 
 
 def record(
-    operations: Sequence[Operation], cells: list[Any], tell: Callable[[Operation], None]
+    operations: Sequence[Operation], slots: list[Any], tell: Callable[[Operation], None]
 ) -> Record:
     """Run the operations; `tell` hears of each before."""
     offset = time.time() - time.perf_counter()
     groups = range(1 + max(operation.group for operation in operations))
     tasks, transfers = [_Clock() for _ in groups], [_Clock() for _ in groups]
-    ready: dict[int, Noted] = {}  # a cell, and what fills it
+    ready: dict[int, Noted] = {}  # a slot, and what fills it
     sent = {}
-    host = list[Dispatch]()
+    host = list[RecordedDispatch]()
     last, waited = time.perf_counter(), 0.0
     woken: dict[int, tuple[float, float]] = {}  # a transfer, and when this process waited for it
     clocks = [*tasks, *transfers]
@@ -85,25 +85,25 @@ def record(
         for operation in operations:
             tell(operation)
             begin = time.perf_counter()
-            values = work_off(operation, cells)
+            values = execute(operation, slots)
             end = time.perf_counter()
             if operation.task is not None:
                 before = begin - last - waited
-                host.append(Dispatch(operation.number, before, end - begin, waited > 0))
+                host.append(RecordedDispatch(operation.number, before, end - begin, waited > 0))
                 last, waited = end, 0.0
             elif operation.waits:
                 waited += end - begin
-                for clock, place in (ready[cell] for cell in operation.ins):
+                for clock, place in (ready[slot] for slot in operation.ins):
                     woken[clock.numbers[place]] = (begin, end)
             if operation.task is not None or operation.moves:
                 clock = (transfers if operation.moves else tasks)[operation.group]
-                inputs = [ready[cell] for cell in operation.ins if cell in ready]
+                inputs = [ready[slot] for slot in operation.ins if slot in ready]
                 noted = (clock, clock.note(operation.number, begin, inputs, list(values)))
                 ready.update(dict.fromkeys(operation.outs, noted))
             if operation.moves and operation.ins:
                 sent[operation.number] = begin + offset
-            for cell in operation.drop:
-                cells[cell] = None
+            for slot in operation.drop:
+                slots[slot] = None
     finally:
         for clock in clocks:
             clock.stop()
@@ -247,7 +247,7 @@ class MeasuredTimeline:
 
 def timelines(plan: Plan, record: Record) -> MeasuredTimeline:
     """What was recorded, and what the mean times of its parts predict."""
-    operations = plan.assembled.board.operations
+    operations = plan.assembled.builder.operations
     ran = [[n for n in record.tasks if operations[n].group == group] for group in _groups(plan)]
     first = min(start for start, _ in record.tasks.values())
     starts, ends = (
@@ -258,7 +258,7 @@ def timelines(plan: Plan, record: Record) -> MeasuredTimeline:
     costs = _costs(schedule, starts, ends)
     latency = 1e3 * _latency(operations, record)
     measured = Timeline(schedule, costs, latency, starts, ends)
-    predicted = predict(schedule, costs, latency, _handings(operations, record))
+    predicted = predict(schedule, costs, latency, _dispatches(operations, record))
     undelayed = simulate(plan.proof.schedule, list(costs), latency)
     return MeasuredTimeline(measured, predicted, undelayed)
 
@@ -272,12 +272,12 @@ def _latency(operations: Sequence[Operation], record: Record) -> float:
 
     What a task has taken had arrived by then, even if it was noted later.
     """
-    made = {cell: n for n in record.tasks for cell in operations[n].outs}
+    made = {slot: n for n in record.tasks for slot in operations[n].outs}
     taken: dict[int, float] = {}
     for n, (start, _) in record.tasks.items():
-        taken.update((cell, min(start, taken.get(cell, start))) for cell in operations[n].ins)
+        taken.update((slot, min(start, taken.get(slot, start))) for slot in operations[n].ins)
     late = [
-        min(at, *(taken.get(cell, at) for cell in operations[n].outs))
+        min(at, *(taken.get(slot, at) for slot in operations[n].outs))
         - max(record.tasks[made[operations[n].ins[0]]][1], record.sent[n])
         for n, at in record.arrived.items()
         if operations[n].ins[0] in made
@@ -285,13 +285,13 @@ def _latency(operations: Sequence[Operation], record: Record) -> float:
     return max(0.0, statistics.fmean(late)) if late else 0.0
 
 
-def _handings(operations: Sequence[Operation], record: Record) -> list[list[Handing]]:
+def _dispatches(operations: Sequence[Operation], record: Record) -> list[list[Dispatch]]:
     """What every process did, with the mean times of each kind and stage, in milliseconds."""
     return [_typical([(operations[one.task].task, one) for one in host]) for host in record.hosts]
 
 
-def _typical(dispatches: Sequence[tuple[Task | None, Dispatch]]) -> list[Handing]:
-    spent: dict[TaskKey, list[Dispatch]] = collections.defaultdict(list)
+def _typical(dispatches: Sequence[tuple[Task | None, RecordedDispatch]]) -> list[Dispatch]:
+    spent: dict[TaskKey, list[RecordedDispatch]] = collections.defaultdict(list)
     for task, one in dispatches:
         if task is not None:
             spent[task.kind, task.stage].append(one)
@@ -300,7 +300,7 @@ def _typical(dispatches: Sequence[tuple[Task | None, Dispatch]]) -> list[Handing
         for at in (1, 2)
     )
     return [
-        Handing(task, before[task.kind, task.stage], call[task.kind, task.stage], one.waited)
+        Dispatch(task, before[task.kind, task.stage], call[task.kind, task.stage], one.waited)
         for task, one in dispatches
         if task is not None
     ]
@@ -308,7 +308,7 @@ def _typical(dispatches: Sequence[tuple[Task | None, Dispatch]]) -> list[Handing
 
 def _only_run(plan: Plan, schedule: Schedule) -> Schedule:
     """The schedule without tasks that have nothing to do, as it ran."""
-    tasks = [o.task for o in plan.assembled.board.operations if o.task is not None]
+    tasks = [o.task for o in plan.assembled.builder.operations if o.task is not None]
     run = {(task.kind, task.stage) for task in tasks}
     rows = tuple(
         tuple(task for task in row if (task.kind, task.stage) in run) for row in schedule.tasks
@@ -336,8 +336,8 @@ def _costs(
 # When the tasks of a step run if processes hand them to their groups one after the other.
 
 
-class Handing(NamedTuple):
-    """A process hands a task over: what it does before, how long that takes, and the call."""
+class Dispatch(NamedTuple):
+    """Host time spent before and in dispatching one task."""
 
     task: Task
     before: float
@@ -349,18 +349,18 @@ def predict(
     schedule: Schedule,
     costs: tuple[Costs, ...],
     latency: float,
-    processes: Sequence[Sequence[Handing]],
+    processes: Sequence[Sequence[Dispatch]],
 ) -> Timeline:
     """A task starts once it is handed over by all its processes, its group is free and its inputs
     are there."""
-    board = _Board(schedule, costs, latency, processes)
+    simulation = _Simulation(schedule, costs, latency, processes)
     hosts = [_Host(process) for process in processes]
-    while any(board.advance(host) for host in hosts):
+    while any(simulation.advance(host) for host in hosts):
         pass
-    first = min(board.starts.values())
+    first = min(simulation.starts.values())
     rows = (
         tuple(tuple(times[task] - first for task in row) for row in schedule.tasks)
-        for times in (board.starts, board.ends)
+        for times in (simulation.starts, simulation.ends)
     )
     return Timeline(schedule, costs, latency, *rows)
 
@@ -368,11 +368,11 @@ def predict(
 class _Host:
     """A process: what it still has to hand over, and its clock."""
 
-    def __init__(self, handings: Sequence[Handing]):
-        self.queue, self.clock = collections.deque(handings), 0.0
+    def __init__(self, dispatches: Sequence[Dispatch]):
+        self.queue, self.clock = collections.deque(dispatches), 0.0
 
 
-class _Board:
+class _Simulation:
     """When tasks start and end, as far as they have been handed over."""
 
     def __init__(
@@ -380,7 +380,7 @@ class _Board:
         schedule: Schedule,
         costs: tuple[Costs, ...],
         latency: float,
-        processes: Sequence[Sequence[Handing]],
+        processes: Sequence[Sequence[Dispatch]],
     ):
         self.schedule, self.costs, self.latency = schedule, costs, latency
         self.starts, self.ends = dict[Task, float](), dict[Task, float]()

@@ -16,47 +16,50 @@ from meshwright.errors import listing
 from meshwright.mpmd.arrays import MpmdArray
 from meshwright.mpmd.assign import give_up
 from meshwright.mpmd.groups import Groups
-from meshwright.pipelines.step_graph import Board, Operation
+from meshwright.pipelines.step_graph import Operation, StepBuilder
 from meshwright.transfers.links import Link
 from meshwright.transfers.routes import Route, route
 
 
-def settle_constants(board: Board, mine: frozenset[int]) -> None:
+def place_constants(builder: StepBuilder, local_groups: frozenset[int]) -> None:
     """Constants are placed once, not in every step."""
-    cells = [cell for cell in board.fixed if board.group_of[cell] in mine]
-    placed = put([board.lies[cell] for cell in cells], *(board.fixed[cell] for cell in cells))
-    board.fixed = dict(zip(cells, placed, strict=True))
+    slots = [slot for slot in builder.constants if builder.group_of[slot] in local_groups]
+    placed = put(
+        [builder.slot_shardings[slot] for slot in slots],
+        *(builder.constants[slot] for slot in slots),
+    )
+    builder.constants = dict(zip(slots, placed, strict=True))
 
 
-def begin(
-    board: Board,
+def bind_arguments(
+    builder: StepBuilder,
     arrays: Sequence[Any],
-    mine: frozenset[int],
+    local_groups: frozenset[int],
     donated: frozenset[int] = frozenset(),
 ) -> list[Any]:
-    """Fresh cells with the constants and the arguments; those that lie right stay.
+    """Fresh slots with the constants and the arguments; those that lie right stay.
 
     Of the others those that are donated are given up: what is theirs alone is freed.
     """
-    cells: list[Any] = [None] * len(board.avals)
-    for cell, value in board.fixed.items():
-        cells[cell] = value
+    slots: list[Any] = [None] * len(builder.avals)
+    for slot, value in builder.constants.items():
+        slots[slot] = value
     away, stay = [], [array for n, array in enumerate(arrays) if n not in donated]
-    for argument in board.placed:
+    for argument in builder.placed:
         value = _in_group(arrays[argument.number], argument.group)
-        if argument.group in mine and getattr(value, "sharding", None) == argument.sharding:
-            cells[argument.cell] = value
+        if argument.group in local_groups and getattr(value, "sharding", None) == argument.sharding:
+            slots[argument.slot] = value
             stay.append(value)
         else:
             away.append((argument, value))
-    moved = [(argument, value) for argument, value in away if argument.group in mine]
+    moved = [(argument, value) for argument, value in away if argument.group in local_groups]
     placed = put([argument.sharding for argument, _ in moved], *(value for _, value in moved))
     for (argument, _), value in zip(moved, placed, strict=True):
-        cells[argument.cell] = value
+        slots[argument.slot] = value
     free = [value for argument, value in away if argument.number in donated and is_here(value)]
     if free:
         give_up(free, stay)
-    return cells
+    return slots
 
 
 def is_here(value: Any) -> bool:
@@ -72,19 +75,25 @@ def _in_group(value: Any, group: int) -> Any:
 
 
 def results(
-    board: Board, cells: Sequence[Any], wanted: Sequence[dict[int, int]], mine: frozenset[int]
+    builder: StepBuilder,
+    slots: Sequence[Any],
+    wanted: Sequence[dict[int, int]],
+    local_groups: frozenset[int],
 ) -> list[Any]:
     """What the step returns; without shards where another process holds it."""
     found = []
     for by_group in wanted:
-        here = [cell for group, cell in by_group.items() if group in mine]
-        found.append(cells[here[0]] if here else _elsewhere(board, by_group))
+        here = [slot for group, slot in by_group.items() if group in local_groups]
+        found.append(slots[here[0]] if here else _elsewhere(builder, by_group))
     return found
 
 
-def _elsewhere(board: Board, by_group: dict[int, int]) -> Any:
-    cell = next(iter(by_group.values()))
-    aval, lies = board.avals[cell], board.lies[cell] or board.layouts.whole(board.group_of[cell])
+def _elsewhere(builder: StepBuilder, by_group: dict[int, int]) -> Any:
+    slot = next(iter(by_group.values()))
+    aval, lies = (
+        builder.avals[slot],
+        builder.slot_shardings[slot] or builder.layouts.whole(builder.group_of[slot]),
+    )
     return jax.make_array_from_single_device_arrays(aval.shape, lies, [], dtype=aval.dtype)
 
 
@@ -117,39 +126,43 @@ def local_groups(groups: Groups) -> frozenset[int]:
     return frozenset(range(groups.mpmd_dim))
 
 
-def share(board: Board, mine: frozenset[int], link: Link | None) -> list[Operation]:
+def local_operations(
+    builder: StepBuilder, local_groups: frozenset[int], link: Link | None
+) -> list[Operation]:
     """The operations of these groups; transfers become puts, or sends and receives by key."""
     found: list[Operation] = []
     late: list[Operation] = []
-    for number, operation in enumerate(board.operations):
+    for number, operation in enumerate(builder.operations):
         operation.number = number
         if operation.source is None:
-            if operation.group in mine:
+            if operation.group in local_groups:
                 found.append(operation)
         elif link is None:
-            layouts = [board.lies[cell] for cell in operation.outs]
+            layouts = [builder.slot_shardings[slot] for slot in operation.outs]
             operation.call = functools.partial(put, layouts)
             found.append(operation)
         else:
-            way = _route(board, operation)
-            if operation.source in mine:
+            way = _route(builder, operation)
+            if operation.source in local_groups:
                 found.append(_send(link, way, operation))
-            if operation.group in mine:
+            if operation.group in local_groups:
                 arriving = _receive(link, way, operation)
                 (late if way.joins_on_arrival else found).append(arriving)
-                if _on_cpu(board, operation):
-                    late.append(_wait(board, operation))
+                if _on_cpu(builder, operation):
+                    late.append(_wait(builder, operation))
     return _just_in_time(found, late)
 
 
-def _route(board: Board, operation: Operation) -> Route:
+def _route(builder: StepBuilder, operation: Operation) -> Route:
     shapes = [
         jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
-            board.avals[cell].shape, board.avals[cell].dtype, sharding=board.lies[cell]
+            builder.avals[slot].shape,
+            builder.avals[slot].dtype,
+            sharding=builder.slot_shardings[slot],
         )
-        for cell in operation.ins
+        for slot in operation.ins
     ]
-    return route(shapes, [board.lies[cell] for cell in operation.outs])
+    return route(shapes, [builder.slot_shardings[slot] for slot in operation.outs])
 
 
 def _send(link: Link, way: Route, operation: Operation) -> Operation:
@@ -165,7 +178,7 @@ def _receive(link: Link, way: Route, operation: Operation) -> Operation:
     return dataclasses.replace(operation, ins=(), call=receive)
 
 
-def _wait(board: Board, operation: Operation) -> Operation:
+def _wait(builder: StepBuilder, operation: Operation) -> Operation:
     """Wait for what arrives before a program that takes it is dispatched.
 
     On CPUs a program that waits for its inputs occupies one of few threads, and enough of them
@@ -176,15 +189,15 @@ def _wait(board: Board, operation: Operation) -> Operation:
         jax.block_until_ready(values)  # type: ignore[no-untyped-call]
         return values
 
-    source = board.layouts.meshes[operation.source or 0].devices.flat
+    source = builder.layouts.meshes[operation.source or 0].devices.flat
     processes = listing(sorted({device.process_index for device in source}))
     name = f"{operation.name} (process {processes})"
-    cells = operation.outs
-    return Operation(operation.group, name, cells, cells, waits=True, call=wait)
+    slots = operation.outs
+    return Operation(operation.group, name, slots, slots, waits=True, call=wait)
 
 
-def _on_cpu(board: Board, operation: Operation) -> bool:
-    device: Any = board.layouts.meshes[operation.group].devices.flat[0]
+def _on_cpu(builder: StepBuilder, operation: Operation) -> bool:
+    device: Any = builder.layouts.meshes[operation.group].devices.flat[0]
     return bool(device.platform == "cpu")
 
 
@@ -192,13 +205,13 @@ def _just_in_time(operations: list[Operation], late: Sequence[Operation]) -> lis
     """Put late operations, in their order, before the first one that takes their results."""
     waiting: dict[int, list[Operation]] = {}
     for operation in late:
-        for cell in operation.outs:
-            waiting.setdefault(cell, []).append(operation)
+        for slot in operation.outs:
+            waiting.setdefault(slot, []).append(operation)
     found: list[Operation] = []
     done: set[int] = set()
     for operation in operations:
-        for cell in operation.ins:
-            for arriving in waiting.pop(cell, ()):
+        for slot in operation.ins:
+            for arriving in waiting.pop(slot, ()):
                 if id(arriving) not in done:
                     done.add(id(arriving))
                     found.append(arriving)

@@ -1,4 +1,4 @@
-"""The work bench: a flat program while it is cut, and what every step of the cutting asks of it."""
+"""`StagedProgram`: the flat program and, for every equation, the stage it is assigned to."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from meshwright.pipelines.microbatching import Region
 from meshwright.pipelines.stage_mark import mark
 from meshwright.pipelines.tracing import is_again
 
-Home = tuple[str, int]  # ("F" or "B", stage)
-FREE: Home = ("free", -1)
+StageKey = tuple[str, int]  # ("F" or "B", stage)
+FREE: StageKey = ("free", -1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Bench:
-    """A program on the bench. Its tables fill, and change, from step to step.
+class StagedProgram:
+    """A flat program while it is split into stages; each pass fills and changes its tables.
 
     `roots` are what free equations start from, `state` the operands that are carried from
     microbatch to microbatch. `outs` and `grads` are the results, `reductions` say how the former
-    leave the microbatches. `eqns` have their `homes` beside them, None for one that is dropped;
-    `added` holds equations that the program does not have, and `free` those without a home.
+    leave the microbatches. `stage_of_eqn` stands beside `eqns`, None for one that is dropped;
+    `added` holds equations that the jaxpr does not have, and `free` those without a stage.
     """
 
     jaxpr: Any
@@ -36,23 +36,23 @@ class Bench:
     outs: list[Any]
     grads: list[Any]
     eqns: list[Any] = dataclasses.field(default_factory=list)
-    homes: list[Home | None] = dataclasses.field(default_factory=list)
-    added: dict[Home, list[Any]] = dataclasses.field(default_factory=dict)
+    stage_of_eqn: list[StageKey | None] = dataclasses.field(default_factory=list)
+    added: dict[StageKey, list[Any]] = dataclasses.field(default_factory=dict)
     free: dict[Any, Any] = dataclasses.field(default_factory=dict)
     # What a variable is called before all marks, and what is handed over at one.
     alias: dict[Any, Any] = dataclasses.field(default_factory=dict)
     pinned: set[Any] = dataclasses.field(default_factory=set)
     # The home of a variable as its users see it: past the mark.
-    home_of: dict[Any, Home] = dataclasses.field(default_factory=dict)
+    home_of: dict[Any, StageKey] = dataclasses.field(default_factory=dict)
     known_sources: dict[Any, frozenset[Any]] = dataclasses.field(default_factory=dict)
 
 
-def lay_out(region: Region, jaxpr: Any) -> Bench:
+def make_staged_program(region: Region, jaxpr: Any) -> StagedProgram:
     """A region's flat program, before anything is cut."""
     roles = list(zip(jaxpr.invars, region.roles, strict=True))
     fixed = {var for var, role in roles if role in ("whole", "params") or _is_key(var)}
     values = len(region.reductions)
-    return Bench(
+    return StagedProgram(
         jaxpr,
         sum(map(_ends_a_stage, jaxpr.eqns)) + 1,
         frozenset(jaxpr.constvars) | fixed,
@@ -68,29 +68,29 @@ def stage_names(jaxpr: Any) -> tuple[str | None, ...]:
     return (*(eqn.params["name"] for eqn in jaxpr.eqns if _ends_a_stage(eqn)), None)
 
 
-def equations(bench: Bench) -> dict[Home, list[Any]]:
+def equations(program: StagedProgram) -> dict[StageKey, list[Any]]:
     """What has a home, by home: in program order, then what was added."""
-    found: dict[Home, list[Any]] = {}
-    for eqn, home in zip(bench.eqns, bench.homes, strict=True):
+    found: dict[StageKey, list[Any]] = {}
+    for eqn, home in zip(program.eqns, program.stage_of_eqn, strict=True):
         if home is not None:
             found.setdefault(home, []).append(eqn)
-    for home, extra in bench.added.items():
+    for home, extra in program.added.items():
         found.setdefault(home, []).extend(extra)
     return found
 
 
-def look(bench: Bench, var: Any) -> Any:
+def look(program: StagedProgram, var: Any) -> Any:
     """A variable as it was before all marks, which only hand it over."""
-    return var if is_literal(var) else bench.alias.get(var, var)
+    return var if is_literal(var) else program.alias.get(var, var)
 
 
-def sources(bench: Bench, var: Any) -> frozenset[Any]:
+def sources(program: StagedProgram, var: Any) -> frozenset[Any]:
     """What a free variable comes from; any other comes from itself."""
-    if var not in bench.known_sources:
-        eqn = bench.free.get(var)
-        inner = [] if eqn is None else [sources(bench, v) for v in variables(eqn.invars)]
-        bench.known_sources[var] = frozenset([var]) if eqn is None else frozenset().union(*inner)
-    return bench.known_sources[var]
+    if var not in program.known_sources:
+        eqn = program.free.get(var)
+        inner = [] if eqn is None else [sources(program, v) for v in variables(eqn.invars)]
+        program.known_sources[var] = frozenset([var]) if eqn is None else frozenset().union(*inner)
+    return program.known_sources[var]
 
 
 def variables(operands: Iterable[Any]) -> list[Any]:

@@ -36,14 +36,14 @@ from meshwright import _compat
 from meshwright.errors import PipelineError
 from meshwright.pipelines.microbatching import Region
 from meshwright.pipelines.stage_mark import mark
-from meshwright.pipelines.stage_outputs import Parts, settle_results, split_gradients
+from meshwright.pipelines.stage_outputs import Parts, assign_result_stages, split_gradients_by_stage
 from meshwright.pipelines.staged_program import (
-    Bench,
-    Home,
+    StagedProgram,
+    StageKey,
     equations,
     is_recomputed,
-    lay_out,
     look,
+    make_staged_program,
     stage_names,
     variables,
     vars_of,
@@ -52,7 +52,7 @@ from meshwright.pipelines.tracing import flat, is_again
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Cut:
+class StageProgram:
     """A region's equations by home, in program order, with marks taken out.
 
     `free` maps a variable to the equation that every user computes again. `outs` are the
@@ -64,7 +64,7 @@ class Cut:
     stages: int
     invars: tuple[Any, ...]
     consts: dict[Any, Any]
-    eqns: dict[Home, list[Any]]
+    eqns: dict[StageKey, list[Any]]
     free: dict[Any, Any]
     outs: tuple[Any, ...]
     grads: tuple[Parts, ...]
@@ -80,23 +80,23 @@ class Cut:
         )
 
 
-def cut(region: Region) -> Cut:
+def cut(region: Region) -> StageProgram:
     """Cut a region at its marks."""
     closed = flat(region.jaxpr, open_remat=True)
-    bench = lay_out(region, closed.jaxpr)
-    read_in_order(bench)
-    move_to_users(bench)
-    drop_and_delay(bench)
-    settle_results(bench)
-    grads = split_gradients(bench)
-    return Cut(
+    program = make_staged_program(region, closed.jaxpr)
+    assign_stages_by_order(program)
+    sink_to_first_use(program)
+    eliminate_dead_and_delay_remat(program)
+    assign_result_stages(program)
+    grads = split_gradients_by_stage(program)
+    return StageProgram(
         region,
-        bench.stages,
+        program.stages,
         tuple(closed.jaxpr.invars),
         dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)),
-        equations(bench),
-        bench.free,
-        tuple(bench.outs),
+        equations(program),
+        program.free,
+        tuple(program.outs),
         grads,
         stage_names(closed.jaxpr),
     )
@@ -105,37 +105,37 @@ def cut(region: Region) -> Cut:
 # Read a program from top to bottom: what stands between two marks is at home between them.
 
 
-def read_in_order(bench: Bench) -> None:
+def assign_stages_by_order(program: StagedProgram) -> None:
     """Homes by program order; free equations and marks are taken out on the way."""
-    here: Home = ("F", 0)
+    here: StageKey = ("F", 0)
     opened: dict[int, list[int]] = {}  # a mark traced once may be passed several times
     ends: dict[int, list[Any]] = {}
-    last, forwards = ("F", bench.stages - 1), _needed_forwards(bench)
-    used = {*variables([*bench.outs, *bench.grads]), *vars_of(bench.jaxpr.eqns)}
-    for n, eqn in enumerate(bench.jaxpr.eqns):
+    last, forwards = ("F", program.stages - 1), _needed_forwards(program)
+    used = {*variables([*program.outs, *program.grads]), *vars_of(program.jaxpr.eqns)}
+    for n, eqn in enumerate(program.jaxpr.eqns):
         if eqn.primitive is not mark():
-            ended = here == last and bench.grads and n not in forwards
-            _place(bench, eqn, ("B", here[1]) if ended else here)
+            ended = here == last and program.grads and n not in forwards
+            _place(program, eqn, ("B", here[1]) if ended else here)
         elif is_recomputed(eqn):
-            _pass_again(bench, eqn, ends[eqn.params["number"]], here)
+            _pass_again(program, eqn, ends[eqn.params["number"]], here)
         else:
             _refuse_unused(eqn, used)
-            _refuse_whole_numbers(bench, eqn)
-            _refuse_inner_gradient(bench, eqn, here, opened)
+            _refuse_whole_numbers(program, eqn)
+            _refuse_inner_gradient(program, eqn, here, opened)
             if not eqn.params["backward"]:
                 ends.setdefault(eqn.params["number"], []).append(eqn)
             here = _beyond(eqn, here, opened)
-            _hand_over(bench, eqn, here)
-    bench.outs[:] = [look(bench, var) for var in bench.outs]
-    bench.grads[:] = [look(bench, var) for var in bench.grads]
+            _hand_over(program, eqn, here)
+    program.outs[:] = [look(program, var) for var in program.outs]
+    program.grads[:] = [look(program, var) for var in program.grads]
 
 
-def _needed_forwards(bench: Bench) -> set[int]:
+def _needed_forwards(program: StagedProgram) -> set[int]:
     """Equations that the results come from: the last stage's forward; the rest is backward."""
-    needed = set(variables(bench.outs))
+    needed = set(variables(program.outs))
     found = set()
-    for n in reversed(range(len(bench.jaxpr.eqns))):
-        eqn = bench.jaxpr.eqns[n]
+    for n in reversed(range(len(program.jaxpr.eqns))):
+        eqn = program.jaxpr.eqns[n]
         if eqn.effects or any(var in needed for var in eqn.outvars):
             found.add(n)
             needed.update(variables(eqn.invars))
@@ -151,9 +151,9 @@ def _refuse_unused(eqn: Any, used: set[Any]) -> None:
         )
 
 
-def _refuse_whole_numbers(bench: Bench, eqn: Any) -> None:
+def _refuse_whole_numbers(program: StagedProgram, eqn: Any) -> None:
     """A gradient must be able to come back through every mark."""
-    if bench.grads and not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars):
+    if program.grads and not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars):
         raise PipelineError(
             f"stage_end(...) at {eqn.params['where']}: no array of floating-point numbers to go on "
             "with, so no gradient comes back. Mark what the next stage is computed from."
@@ -161,11 +161,13 @@ def _refuse_whole_numbers(bench: Bench, eqn: Any) -> None:
 
 
 def _refuse_inner_gradient(
-    bench: Bench, eqn: Any, here: Home, opened: dict[int, list[int]]
+    program: StagedProgram, eqn: Any, here: StageKey, opened: dict[int, list[int]]
 ) -> None:
     """All marks are passed forwards, then all backwards, unless there are two gradients."""
     back = eqn.params["backward"]
-    if (back and bench.grads and opened.get(eqn.params["number"])) or (not back and here[0] == "F"):
+    if (back and program.grads and opened.get(eqn.params["number"])) or (
+        not back and here[0] == "F"
+    ):
         return
     raise PipelineError(
         f"stage_end(...) at {eqn.params['where']} is inside of a gradient that the function itself "
@@ -173,7 +175,7 @@ def _refuse_inner_gradient(
     )
 
 
-def _beyond(eqn: Any, here: Home, opened: dict[int, list[int]]) -> Home:
+def _beyond(eqn: Any, here: StageKey, opened: dict[int, list[int]]) -> StageKey:
     """The home of what comes after a mark; `opened` keeps the stages that marks have ended."""
     passes = opened.setdefault(eqn.params["number"], [])
     if not eqn.params["backward"]:
@@ -183,85 +185,85 @@ def _beyond(eqn: Any, here: Home, opened: dict[int, list[int]]) -> Home:
     return ("B", stage) if here[0] == "F" or stage < here[1] else here
 
 
-def _hand_over(bench: Bench, eqn: Any, here: Home) -> None:
+def _hand_over(program: StagedProgram, eqn: Any, here: StageKey) -> None:
     """Take a mark out: beyond it, its values keep their old names."""
     for before, after in zip(eqn.invars, eqn.outvars, strict=True):
-        origin = look(bench, before)
-        bench.alias[after] = origin
-        bench.home_of[after] = here
-        bench.pinned.update(variables([origin]))
+        origin = look(program, before)
+        program.alias[after] = origin
+        program.home_of[after] = here
+        program.pinned.update(variables([origin]))
 
 
-def _pass_again(bench: Bench, eqn: Any, ends: Sequence[Any], here: Home) -> None:
+def _pass_again(program: StagedProgram, eqn: Any, ends: Sequence[Any], here: StageKey) -> None:
     """A mark in what a remat computes again: the stage has its value from the first time."""
     for n, (before, after) in enumerate(zip(eqn.invars, eqn.outvars, strict=True)):
         only = ends[0].outvars[n] if len(ends) == 1 else None
-        bench.alias[after] = look(bench, before if only is None else only)
-        bench.home_of[after] = here if only is None else bench.home_of[only]
+        program.alias[after] = look(program, before if only is None else only)
+        program.home_of[after] = here if only is None else program.home_of[only]
 
 
-def _place(bench: Bench, eqn: Any, here: Home) -> None:
+def _place(program: StagedProgram, eqn: Any, here: StageKey) -> None:
     """Free, or at home here, or back in the one stage that a backward equation touches."""
-    plain = eqn.replace(invars=[look(bench, var) for var in eqn.invars])
+    plain = eqn.replace(invars=[look(program, var) for var in eqn.invars])
     used = variables(plain.invars)
-    if all(var in bench.free or var in bench.roots for var in used) and not eqn.effects:
-        bench.free.update(dict.fromkeys(eqn.outvars, plain))
+    if all(var in program.free or var in program.roots for var in used) and not eqn.effects:
+        program.free.update(dict.fromkeys(eqn.outvars, plain))
         return
     if here[0] == "B":
         seen = variables(eqn.invars)
-        touched = {bench.home_of[var] for var in seen if var in bench.home_of}
+        touched = {program.home_of[var] for var in seen if var in program.home_of}
         stages = {stage for _, stage in touched}
         if len(stages) == 1 and any(kind == "B" for kind, _ in touched):
             here = ("B", stages.pop())
-    bench.eqns.append(plain)
-    bench.homes.append(here)
-    bench.home_of.update(dict.fromkeys(eqn.outvars, here))
+    program.eqns.append(plain)
+    program.stage_of_eqn.append(here)
+    program.home_of.update(dict.fromkeys(eqn.outvars, here))
 
 
 # Move equations from where they stand to where they are needed, and drop the others.
 
 
-def move_to_users(bench: Bench) -> None:
+def sink_to_first_use(program: StagedProgram) -> None:
     """What nobody hands over at the first mark goes to the first stage that needs it."""
     dropped = _compat.jaxprs().DropVar
     needed: dict[Any, int] = {}
-    kept = set(variables(bench.outs)) | bench.pinned
-    for n in reversed(range(len(bench.eqns))):
-        eqn, home = bench.eqns[n], bench.homes[n]
+    kept = set(variables(program.outs)) | program.pinned
+    for n in reversed(range(len(program.eqns))):
+        eqn, home = program.eqns[n], program.stage_of_eqn[n]
         made = [var for var in eqn.outvars if not isinstance(var, dropped)]
         stage = home[1] if home is not None else 0
         if home == ("F", 0) and not any(var in kept for var in made):
             stage = min((needed[var] for var in made if var in needed), default=0)
-            bench.homes[n] = ("F", stage)
+            program.stage_of_eqn[n] = ("F", stage)
         for var in variables(eqn.invars):
             needed[var] = min(stage, needed.get(var, stage))
 
 
-def drop_and_delay(bench: Bench) -> None:
+def eliminate_dead_and_delay_remat(program: StagedProgram) -> None:
     """Drop what nobody needs; what only later backwards need is computed there.
 
     The latter is what a remat computes again, for several stages at once.
     """
-    results = set(variables((*bench.outs, *bench.grads)))
-    fixed = results | bench.pinned | _cotangents(bench)
-    users: dict[Any, set[Home]] = {}
-    for n in reversed(range(len(bench.eqns))):
-        eqn, home = bench.eqns[n], bench.homes[n]
+    results = set(variables((*program.outs, *program.grads)))
+    fixed = results | program.pinned | _cotangents(program)
+    users: dict[Any, set[StageKey]] = {}
+    for n in reversed(range(len(program.eqns))):
+        eqn, home = program.eqns[n], program.stage_of_eqn[n]
         needed = any(var in results or var in users for var in eqn.outvars)
         if home is None or not (needed or eqn.effects):
-            bench.homes[n] = None
+            program.stage_of_eqn[n] = None
             continue
         if home[0] == "B" and not any(var in fixed for var in eqn.outvars):
             stages = [at[1] for var in eqn.outvars for at in users.get(var, ())]
-            home = bench.homes[n] = ("B", min(home[1], max(stages, default=home[1])))
+            home = program.stage_of_eqn[n] = ("B", min(home[1], max(stages, default=home[1])))
         for var in variables(eqn.invars):
             users.setdefault(var, set()).add(home)
 
 
-def _cotangents(bench: Bench) -> set[Any]:
+def _cotangents(program: StagedProgram) -> set[Any]:
     """What the backward makes, but for what a remat computes again from the forward."""
     found: set[Any] = set()
-    for eqn, home in zip(bench.eqns, bench.homes, strict=True):
+    for eqn, home in zip(program.eqns, program.stage_of_eqn, strict=True):
         if home is not None and home[0] == "B":
             if not is_again(eqn) or any(var in found for var in variables(eqn.invars)):
                 found.update(eqn.outvars)

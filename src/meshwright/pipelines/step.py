@@ -13,14 +13,14 @@ import numpy as np
 
 from meshwright.errors import PipelineError
 from meshwright.pipelines.arguments import by_place
-from meshwright.pipelines.consistency import Agreement, company
+from meshwright.pipelines.consistency import PlanConsistency, process_context
 from meshwright.pipelines.explanation import Explanation, explain
 from meshwright.pipelines.plan import Plan, Planner
 from meshwright.pipelines.profiling import MeasuredTimeline, Record, merge, record, timelines
-from meshwright.pipelines.runtime import begin, is_here, local_groups, results
+from meshwright.pipelines.runtime import bind_arguments, is_here, local_groups, results
 from meshwright.pipelines.step_graph import run, run_watched
 from meshwright.pipelines.step_graph import tell as tell_watch
-from meshwright.trees.split import Split, take_apart
+from meshwright.trees.split import Split, split_arrays
 from meshwright.watchdog.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -37,11 +37,13 @@ class PipelineStep:
         self.limit, self.planner = limit, planner
         self.fn, self.donated = planner.fn, planner.donated
         groups = self.groups = planner.layouts.groups
-        self.mine = local_groups(groups)
-        self.company = company() if groups.spans_processes else None
-        self.link = None if self.company is None else self.company.link
-        self.agreement = (
-            None if self.company is None else Agreement(self.company, self.company.enter(limit))
+        self.local_groups = local_groups(groups)
+        self.process_context = process_context() if groups.spans_processes else None
+        self.link = None if self.process_context is None else self.process_context.link
+        self.consistency = (
+            None
+            if self.process_context is None
+            else PlanConsistency(self.process_context, self.process_context.enter(limit))
         )
         self.closed = False
         self._plans: dict[Any, Plan] = {}
@@ -49,14 +51,14 @@ class PipelineStep:
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         parts = self._checked(by_place(self.fn, args, keywords))
         plan = self._begun(parts)
-        board = plan.assembled.board
-        cells = begin(board, parts.arrays, self.mine, plan.donated)
-        if self.company is None:
-            run(plan.operations, cells)
+        builder = plan.assembled.builder
+        slots = bind_arguments(builder, parts.arrays, self.local_groups, plan.donated)
+        if self.process_context is None:
+            run(plan.operations, slots)
         else:
-            watch = self.company.watch
-            self._among_others(watch, lambda: run_watched(plan.operations, cells, watch))
-        found = results(board, cells, plan.assembled.results, self.mine)
+            watch = self.process_context.watch
+            self._among_others(watch, lambda: run_watched(plan.operations, slots, watch))
+        found = results(builder, slots, plan.assembled.results, self.local_groups)
         return plan.traced.out.rebuild(found)
 
     def _among_others(self, watch: Watchdog, work: Callable[[], T]) -> T:
@@ -75,8 +77,8 @@ class PipelineStep:
         if self.closed:
             return
         self.closed = True
-        if self.agreement is not None:
-            self.agreement.company.leave(self.agreement.number)
+        if self.consistency is not None:
+            self.consistency.process_context.leave(self.consistency.number)
 
     def __enter__(self) -> PipelineStep:
         return self
@@ -87,8 +89,8 @@ class PipelineStep:
         error: BaseException | None,
         trace: types.TracebackType | None,
     ) -> None:
-        if error is not None and self.company is not None:
-            self.company.watch.__exit__(kind, error, trace)
+        if error is not None and self.process_context is not None:
+            self.process_context.watch.__exit__(kind, error, trace)
         self.close()
 
     def _checked(self, args: tuple[Any, ...]) -> Split:
@@ -103,7 +105,7 @@ class PipelineStep:
         for number in self.donated:
             if number not in range(len(args)):
                 raise PipelineError(f"donate={number}: the step was called with {len(args)}.")
-        parts = take_apart(args, 1)
+        parts = split_arrays(args, 1)
         self._refuse_twice(parts)
         for path, value in zip(parts.paths, parts.arrays, strict=True):
             if isinstance(value, jax.core.Tracer):
@@ -153,7 +155,7 @@ class PipelineStep:
 
     def plan_of(self, *args: Any) -> Plan:
         """Everything that is worked out and compiled before a call like this runs."""
-        parts = take_apart(args, 1)
+        parts = split_arrays(args, 1)
         return self._plan(parts, _kind(parts))
 
     def timeline(self, *args: Any, **keywords: Any) -> MeasuredTimeline:
@@ -170,14 +172,14 @@ class PipelineStep:
             jax.tree.map(_copied, arg) if number in self.donated else arg
             for number, arg in enumerate(places)
         ]
-        arrays = take_apart(tuple(copies), 1).arrays
-        cells = begin(plan.assembled.board, arrays, self.mine)
-        if self.company is None:
-            return timelines(plan, record(plan.operations, cells, lambda _: None))
-        watch = self.company.watch
+        arrays = split_arrays(tuple(copies), 1).arrays
+        slots = bind_arguments(plan.assembled.builder, arrays, self.local_groups)
+        if self.process_context is None:
+            return timelines(plan, record(plan.operations, slots, lambda _: None))
+        watch = self.process_context.watch
         watch.confer("a timeline's begin", "", lambda _: "")
         tell = functools.partial(tell_watch, watch)
-        found = self._among_others(watch, lambda: record(plan.operations, cells, tell))
+        found = self._among_others(watch, lambda: record(plan.operations, slots, tell))
         whole = watch.confer("its timeline", found.to_text(), merge)
         return timelines(plan, Record.from_text(whole))
 
@@ -189,19 +191,23 @@ class PipelineStep:
     def _begun(self, parts: Split, why: str = "") -> Plan:
         """The plan of a step that all processes now begin."""
         kind = _kind(parts)
-        if self.agreement is None:
+        if self.consistency is None:
             return self._plan(parts, kind)
-        self.agreement.enter(kind, parts, why)
+        self.consistency.enter(kind, parts, why)
         plan = self._plan(parts, kind)
-        self.agreement.agree(kind, plan, parts)
+        self.consistency.agree(kind, plan, parts)
         return plan
 
     def _plan(self, parts: Split, kind: Hashable) -> Plan:
         """What to do with arguments like these; worked out and compiled the first time."""
         if kind not in self._plans:
             alone = contextlib.nullcontext()
-            with alone if self.company is None else self.company.patient("the compiler"):
-                self._plans[kind] = self.planner.plan(parts, self.mine, self.link)
+            with (
+                alone
+                if self.process_context is None
+                else self.process_context.without_timeout("the compiler")
+            ):
+                self._plans[kind] = self.planner.plan(parts, self.local_groups, self.link)
         return self._plans[kind]
 
 

@@ -1,4 +1,4 @@
-"""Where a step's values are: cells, the groups they lie in, and the operations that fill them."""
+"""Where a step's values are: slots, the groups they lie in, and the operations that fill them."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from meshwright.watchdog.watchdog import Watchdog
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """An argument of the step that a group needs: which one, how it lies there, in which cell."""
+    """An argument of the step that a group needs: which one, how it lies there, in which slot."""
 
     number: int
     group: int
     sharding: NamedSharding
-    cell: int
+    slot: int
 
 
-class Board:
+class StepBuilder:
     """The step while it is put together.
 
-    Variables of the step (`jaxpr` variables, or parts of results) have one cell per group that
+    Variables of the step (`jaxpr` variables, or parts of results) have one slot per group that
     needs them: `fetch` finds it, or brings the value there.
     """
 
@@ -48,42 +48,47 @@ class Board:
         names: Sequence[str],
     ):
         self.layouts, self.consts = layouts, consts
-        self.homes: dict[Any, int] = {}
+        self.group_of_var: dict[Any, int] = {}
         self.arguments, self.given, self.names = arguments, given, names
         self.groups = len(layouts.meshes)
         self.avals: list[Any] = []
-        self.lies: list[NamedSharding | None] = []
+        self.slot_shardings: list[NamedSharding | None] = []
         self.group_of: list[int] = []
         self.operations: list[Operation] = []
         self.placed: list[Argument] = []
-        self.fixed: dict[int, Any] = {}
-        self.cell_of: dict[tuple[Any, int], int] = {}
+        self.constants: dict[int, Any] = {}
+        self.slot_of: dict[tuple[Any, int], int] = {}
         self.made_by: dict[int, str] = {}
         self.layout_of: dict[tuple[Any, int], NamedSharding] = {}
 
     def new(self, aval: Any, sharding: NamedSharding | None, group: int) -> int:
-        """A cell for a value of this shape that lies so in a group."""
+        """A slot for a value of this shape that lies so in a group."""
         self.avals.append(aval)
-        self.lies.append(sharding)
+        self.slot_shardings.append(sharding)
         self.group_of.append(group)
         return len(self.avals) - 1
 
     def run(
-        self, group: int, code: Code, ins: Sequence[int], avals: Sequence[Any], task: Any = None
+        self,
+        group: int,
+        code: TaskFunction,
+        ins: Sequence[int],
+        avals: Sequence[Any],
+        task: Any = None,
     ) -> list[int]:
-        """An operation; returns the cells of its results."""
+        """An operation; returns the slots of its results."""
         outs = [self.new(aval, to, group) for aval, to in zip(avals, code.outs, strict=True)]
         name = code.name if task is None else str(task)
         self.operations.append(Operation(group, name, tuple(ins), tuple(outs), code, task))
         self.made_by.update(dict.fromkeys(outs, name))
         return outs
 
-    def send(self, cells: Sequence[int], group: int, layouts: Sequence[NamedSharding]) -> list[int]:
-        """Values to another group, all in one transfer; returns their cells there."""
-        outs = [self.new(self.avals[c], to, group) for c, to in zip(cells, layouts, strict=True)]
-        source = self.group_of[cells[0]]
-        name = f"{self.made_by.get(cells[0], 'an argument')} of group {source}"
-        moved = Operation(group, name, tuple(cells), tuple(outs), source=source)
+    def send(self, slots: Sequence[int], group: int, layouts: Sequence[NamedSharding]) -> list[int]:
+        """Values to another group, all in one transfer; returns their slots there."""
+        outs = [self.new(self.avals[c], to, group) for c, to in zip(slots, layouts, strict=True)]
+        source = self.group_of[slots[0]]
+        name = f"{self.made_by.get(slots[0], 'an argument')} of group {source}"
+        moved = Operation(group, name, tuple(slots), tuple(outs), source=source)
         self.operations.append(moved)
         return outs
 
@@ -102,49 +107,49 @@ class Board:
             return given
         return self.layouts.parameter(group, self.names[number], var.aval.shape, var.aval.dtype)
 
-    def fetch(self, var: Any, group: int) -> int:
-        """The cell of a variable in a group; it is brought there once."""
+    def slot_in_group(self, var: Any, group: int) -> int:
+        """The slot of a variable in a group; it is brought there once."""
         if isinstance(var, _compat.jaxprs().Literal):
-            return self.fix(jax.numpy.asarray(var.val), group)
-        if (var, group) not in self.cell_of:
-            self.cell_of[var, group] = self._bring(var, group)
-        return self.cell_of[var, group]
+            return self.constant(jax.numpy.asarray(var.val), group)
+        if (var, group) not in self.slot_of:
+            self.slot_of[var, group] = self._bring(var, group)
+        return self.slot_of[var, group]
 
     def _bring(self, var: Any, group: int) -> int:
         if var in self.consts:
-            return self.fix(jax.numpy.asarray(self.consts[var]), group)
+            return self.constant(jax.numpy.asarray(self.consts[var]), group)
         layout = self.layout(var, group)
-        if var in self.arguments and self.homes.get(var, group) == group:
-            cell = self.new(var.aval, layout, group)
-            self.placed.append(Argument(self.arguments[var], group, layout, cell))
-            return cell
+        if var in self.arguments and self.group_of_var.get(var, group) == group:
+            slot = self.new(var.aval, layout, group)
+            self.placed.append(Argument(self.arguments[var], group, layout, slot))
+            return slot
         # An argument that several groups need comes to its home, and goes on from there.
         if var in self.arguments:
-            self.fetch(var, self.homes[var])
-        held = [self.cell_of[var, at] for at in range(self.groups) if (var, at) in self.cell_of]
+            self.slot_in_group(var, self.group_of_var[var])
+        held = [self.slot_of[var, at] for at in range(self.groups) if (var, at) in self.slot_of]
         if not held:
             raise PipelineError(
                 f"group {group} needs a value of type {var.aval.str_short()} that no group has "
                 "made. This is a defect of meshwright: please report it with the step."
             )
-        (cell,) = self.send(held[:1], group, [layout])
-        return cell
+        (slot,) = self.send(held[:1], group, [layout])
+        return slot
 
-    def fix(self, value: Any, group: int) -> int:
-        """A cell with a constant."""
-        cell = self.new(jax.typeof(value), self.layouts.whole(group), group)
-        self.fixed[cell] = value
-        return cell
+    def constant(self, value: Any, group: int) -> int:
+        """A slot with a constant."""
+        slot = self.new(jax.typeof(value), self.layouts.whole(group), group)
+        self.constants[slot] = value
+        return slot
 
 
-# A step as a list of operations on numbered cells: nothing is looked up while it runs.
+# A step as a list of operations on numbered slots: nothing is looked up while it runs.
 
 
 Call = Callable[..., Sequence[Any]]
 
 
 @dataclasses.dataclass(eq=False)
-class Code:
+class TaskFunction:
     """A function to be compiled once for all operations that run it.
 
     A result whose sharding is None lies as the compiler sees fit.
@@ -169,7 +174,7 @@ class Operation:
     name: str
     ins: tuple[int, ...]
     outs: tuple[int, ...]
-    code: Code | None = None
+    code: TaskFunction | None = None
     task: Task | None = None
     source: int | None = None
     waits: bool = False
@@ -183,22 +188,22 @@ class Operation:
         return self.source is not None
 
 
-def set_drops(operations: Sequence[Operation], kept: set[int]) -> None:
-    """Every cell is forgotten after its last use, so that memory follows the schedule."""
+def free_after_last_use(operations: Sequence[Operation], kept: set[int]) -> None:
+    """Every slot is forgotten after its last use, so that memory follows the schedule."""
     last: dict[int, int] = {}
     for number, operation in enumerate(operations):
-        for cell in (*operation.ins, *operation.outs):
-            last[cell] = number
-    for cell, number in last.items():
-        if cell not in kept:
-            operations[number].drop += (cell,)
+        for slot in (*operation.ins, *operation.outs):
+            last[slot] = number
+    for slot, number in last.items():
+        if slot not in kept:
+            operations[number].drop += (slot,)
 
 
-def run_watched(operations: Sequence[Operation], cells: list[Any], watch: Watchdog) -> None:
+def run_watched(operations: Sequence[Operation], slots: list[Any], watch: Watchdog) -> None:
     """The same, while others may ask what this process is about."""
     for operation in operations:
         tell(watch, operation)
-        run((operation,), cells)
+        run((operation,), slots)
 
 
 def tell(watch: Watchdog, operation: Operation) -> None:
@@ -209,24 +214,24 @@ def tell(watch: Watchdog, operation: Operation) -> None:
         watch.doing = watch.doing if operation.moves else operation.name
 
 
-def run(operations: Sequence[Operation], cells: list[Any]) -> None:
+def run(operations: Sequence[Operation], slots: list[Any]) -> None:
     """Dispatch every operation; the devices work on while this goes ahead."""
     for operation in operations:
-        work_off(operation, cells)
-        for cell in operation.drop:
-            cells[cell] = None
+        execute(operation, slots)
+        for slot in operation.drop:
+            slots[slot] = None
 
 
-def work_off(operation: Operation, cells: list[Any]) -> Sequence[Any]:
+def execute(operation: Operation, slots: list[Any]) -> Sequence[Any]:
     """Call one operation and keep its results, which are returned too."""
     try:
-        results = operation.call(*[cells[cell] for cell in operation.ins])  # type: ignore[misc]
+        results = operation.call(*[slots[slot] for slot in operation.ins])  # type: ignore[misc]
     except _compat.no_number() as error:  # with jax_debug_nans
         raise FloatingPointError(
             f"{operation.name}: an invalid value ({error.args[-1]}) among its results."
         ) from error
-    for cell, value in zip(operation.outs, results, strict=True):
-        cells[cell] = value
+    for slot, value in zip(operation.outs, results, strict=True):
+        slots[slot] = value
     return results
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from meshwright import _compat
-from meshwright.pipelines.staged_program import FREE, Home, vars_of
-from meshwright.pipelines.stages import Cut
+from meshwright.pipelines.staged_program import FREE, StageKey, vars_of
+from meshwright.pipelines.stages import StageProgram
 
 TaskKey = tuple[str, int]  # (kind of task, stage)
 Sum = tuple[int, int]  # (result, part): a result may be added up in parts, one per stage
@@ -31,11 +31,11 @@ class Program:
         return f"{self.kind}{self.stage}"
 
 
-def programs(cut: Cut, kinds: Iterable[TaskKey]) -> dict[TaskKey, Program]:
+def programs(cut: StageProgram, kinds: Iterable[TaskKey]) -> dict[TaskKey, Program]:
     """The programs of the tasks that a schedule names."""
     keys = sorted(set(kinds))
     own = {key: _equations(cut, *key) for key in keys}
-    cloned = {key: clones(cut, vars_of(own[key])) for key in keys}
+    cloned = {key: recomputed(cut, vars_of(own[key])) for key in keys}
     made = {key: {var for eqn in own[key] for var in eqn.outvars} for key in keys}
     sums = {key: _sums(cut, key, made) for key in keys}
     ins = {}
@@ -55,7 +55,7 @@ def programs(cut: Cut, kinds: Iterable[TaskKey]) -> dict[TaskKey, Program]:
     return found
 
 
-def _equations(cut: Cut, kind: str, stage: int) -> list[Any]:
+def _equations(cut: StageProgram, kind: str, stage: int) -> list[Any]:
     if kind == "F":
         return cut.eqns.get(("F", stage), [])
     backward = cut.eqns.get(("B", stage), [])
@@ -65,7 +65,7 @@ def _equations(cut: Cut, kind: str, stage: int) -> list[Any]:
     return [eqn for eqn in backward if (id(eqn) in urgent) == (kind == "B")]
 
 
-def _urgent(cut: Cut, stage: int) -> set[int]:
+def _urgent(cut: StageProgram, stage: int) -> set[int]:
     """Of a backward, the equations that other stages wait for."""
     backward = cut.eqns.get(("B", stage), [])
     others = [eqn for home, eqns in cut.eqns.items() if home != ("B", stage) for eqn in eqns]
@@ -78,7 +78,7 @@ def _urgent(cut: Cut, stage: int) -> set[int]:
     return found
 
 
-def _sums(cut: Cut, key: TaskKey, made: dict[TaskKey, set[Any]]) -> dict[Sum, Any]:
+def _sums(cut: StageProgram, key: TaskKey, made: dict[TaskKey, set[Any]]) -> dict[Sum, Any]:
     """What a task adds up: reduced results and parts of gradients that it makes."""
     kind, stage = key
     found = {}
@@ -91,7 +91,7 @@ def _sums(cut: Cut, key: TaskKey, made: dict[TaskKey, set[Any]]) -> dict[Sum, An
     return found
 
 
-def all_sums(cut: Cut) -> dict[Sum, tuple[Home, Any]]:
+def all_sums(cut: StageProgram) -> dict[Sum, tuple[StageKey, Any]]:
     """Every value that is added up over microbatches, and its home."""
     makers = {var: home for home, eqns in cut.eqns.items() for e in eqns for var in e.outvars}
     found = {}
@@ -106,7 +106,7 @@ def all_sums(cut: Cut) -> dict[Sum, tuple[Home, Any]]:
     return found
 
 
-def _results(cut: Cut) -> set[Any]:
+def _results(cut: StageProgram) -> set[Any]:
     """Values of single microbatches that leave the tasks: stacked, or carried on."""
     return {
         var
@@ -121,7 +121,7 @@ def _instead(key: TaskKey, other: TaskKey) -> bool:
     return key == other or (key[1] == other[1] and whole)
 
 
-def clones(cut: Cut, variables: Sequence[Any]) -> list[Any]:
+def recomputed(cut: StageProgram, variables: Sequence[Any]) -> list[Any]:
     """The free equations that these variables come from, in order."""
     found: dict[int, Any] = {}
     visited: set[int] = set()

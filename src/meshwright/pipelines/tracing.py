@@ -19,7 +19,7 @@ from meshwright.pipelines.microbatching import (
     value_and_grad,
 )
 from meshwright.pipelines.stage_mark import mark
-from meshwright.trees.split import Split, as_shape, take_apart
+from meshwright.trees.split import Split, as_shape, split_arrays
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ def _trace(fn: Callable[..., Any], args: Split) -> tuple[Any, Split]:
     outs: list[Split] = []
 
     def arrays(*values: Any) -> tuple[Any, ...]:
-        out = take_apart(fn(*args.rebuild(values)))
+        out = split_arrays(fn(*args.rebuild(values)))
         outs.append(dataclasses.replace(out, arrays=()))
         return out.arrays
 

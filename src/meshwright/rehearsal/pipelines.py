@@ -30,7 +30,7 @@ from meshwright.pipelines.explanation import Explanation
 from meshwright.pipelines.explanation import explain as explain_plan
 from meshwright.pipelines.plan import Plan
 from meshwright.pipelines.step import PipelineStep
-from meshwright.pipelines.step_graph import Board, Code, Operation
+from meshwright.pipelines.step_graph import Operation, StepBuilder, TaskFunction
 from meshwright.placement.placement import Placement
 from meshwright.rehearsal.collectives.analyze import ledger
 from meshwright.rehearsal.collectives.types import Collectives
@@ -42,7 +42,7 @@ from meshwright.rehearsal.step_time import StepTime, step_time
 from meshwright.rehearsal.tpu_slices import hardware_of, stand_in
 from meshwright.schedules.timeline import Timeline, simulate
 from meshwright.schedules.types import Costs
-from meshwright.trees.split import take_apart
+from meshwright.trees.split import split_arrays
 from meshwright.trees.walk import bits
 
 
@@ -86,17 +86,17 @@ def rehearse_pipeline(
 def _elsewhere(step: PipelineStep, args: tuple[Any, ...], compiler: TaskCompiler) -> Plan:
     """The plan of a step whose tasks are compiled in other processes; it cannot run."""
     try:
-        return step.planner.plan(take_apart(args, 1), step.mine, step.link, compiler)
+        return step.planner.plan(split_arrays(args, 1), step.local_groups, step.link, compiler)
     finally:
         compiler.stop()
 
 
 def _group(plan: Plan, group: int) -> GroupRehearsal:
-    board = plan.assembled.board
-    placed = explain_mesh(board.layouts.meshes[group])
+    builder = plan.assembled.builder
+    placed = explain_mesh(builder.layouts.meshes[group])
     operations = [each for each in plan.operations if each.group == group]
-    memory, held = group_memory(board, plan.operations, group, placed.topology.chip)
-    odd = stand_in(board.layouts.meshes[group]) if board.layouts.groups.compile_only else ""
+    memory, held = group_memory(builder, plan.operations, group, placed.topology.chip)
+    odd = stand_in(builder.layouts.meshes[group]) if builder.layouts.groups.compile_only else ""
     return GroupRehearsal(group, memory, held, _tasks(operations, placed), odd)
 
 
@@ -132,11 +132,11 @@ def _timeline(plan: Plan, groups: Sequence[GroupRehearsal]) -> Timeline:
 
 def _latency(plan: Plan) -> float:
     """Milliseconds for the largest value that crosses a boundary, at the speed of one link."""
-    board = plan.assembled.board
-    chip = explain_mesh(board.layouts.meshes[0]).topology.chip
+    builder = plan.assembled.builder
+    chip = explain_mesh(builder.layouts.meshes[0]).topology.chip
     largest = max(
         (
-            sum(bytes_on_device(board, cell) for cell in operation.outs)
+            sum(bytes_on_device(builder, cell) for cell in operation.outs)
             for operation in plan.operations
             if operation.moves
         ),
@@ -165,7 +165,7 @@ class TaskCompiler:
         self._lock = threading.Lock()
         self._stopped = threading.Event()
 
-    def __call__(self, code: Code, operation: Operation, program: Any) -> CompiledTask:
+    def __call__(self, code: TaskFunction, operation: Operation, program: Any) -> CompiledTask:
         """What the vendor's compiler makes of a lowered program."""
         job = self._job(code, operation, program)
         outcome = self._outcome(job)
@@ -179,7 +179,7 @@ class TaskCompiler:
         """End the compilers that are still at work."""
         self._stopped.set()
 
-    def _job(self, code: Code, operation: Operation, program: Any) -> Job:
+    def _job(self, code: TaskFunction, operation: Operation, program: Any) -> Job:
         module = program.compiler_ir("stablehlo").operation
         written = io.BytesIO()
         module.write_bytecode(written)
@@ -210,7 +210,7 @@ class TaskCompiler:
             raise RehearsalError("the rehearsal of this pipeline has ended.")
 
 
-def _name(code: Code, operation: Operation) -> str:
+def _name(code: TaskFunction, operation: Operation) -> str:
     task = operation.task
     return code.name if task is None else f"group {operation.group}: task {task.stage}{task.kind}"
 
@@ -243,18 +243,18 @@ class CompiledTask:
 
 
 def group_memory(
-    board: Board, operations: Sequence[Operation], group: int, chip: Chip
+    builder: StepBuilder, operations: Sequence[Operation], group: int, chip: Chip
 ) -> tuple[Memory, int]:
     """The peak of a group as its operations run, and what of it lives between them.
 
     `operations` are those of all groups: what is sent away is forgotten by the group that takes it.
     """
     own = [operation for operation in operations if operation.group == group]
-    given = {argument.cell for argument in board.placed if argument.group == group}
-    given |= {cell for cell in board.fixed if board.group_of[cell] == group}
+    given = {argument.slot for argument in builder.placed if argument.group == group}
+    given |= {cell for cell in builder.constants if builder.group_of[cell] == group}
 
     def total(cells: Iterable[int]) -> int:
-        return sum(bytes_on_device(board, cell) for cell in cells)
+        return sum(bytes_on_device(builder, cell) for cell in cells)
 
     arguments = total(given)
     alive = set(given)
@@ -279,16 +279,16 @@ def group_memory(
     return Memory(arguments, 0, 0, rest, programs, available(chip), chip.name, chip.family), held
 
 
-def _working(code: Code) -> int:
+def _working(code: TaskFunction) -> int:
     """What a program needs besides what it is given."""
     report = code.compiled.memory_analysis()
     new = report.output_size_in_bytes - report.alias_size_in_bytes
     return int(report.temp_size_in_bytes + new)
 
 
-def bytes_on_device(board: Board, cell: int) -> int:
+def bytes_on_device(builder: StepBuilder, cell: int) -> int:
     """What a device holds of a value."""
-    aval, lies = board.avals[cell], board.lies[cell]
+    aval, lies = builder.avals[cell], builder.slot_shardings[cell]
     shape = aval.shape if lies is None else lies.shard_shape(aval.shape)
     return math.ceil(math.prod(shape) * bits(aval.dtype) / 8)
 

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from meshwright._checks import check_flag
 from meshwright.errors import PartitionError, short
-from meshwright.partitioning.decide import settle
+from meshwright.partitioning.decide import PartitionOptions, settle
 from meshwright.partitioning.optimizer_state import _follow, _unplaced
 from meshwright.trees.specs import (
     AnyMesh,
@@ -38,7 +38,7 @@ def shard(
     *,
     narrow: Narrow = "error",
     local: bool = False,
-    **options: Any,
+    **options: Unpack[PartitionOptions],
 ) -> Any:
     """The tree with every array placed on the mesh; other leaves pass through.
 
@@ -65,7 +65,7 @@ def shard(
 
 
 def _specs(
-    found: Walk, tree: Any, mesh: AnyMesh, specs: Any, options: dict[str, Any], local: bool
+    found: Walk, tree: Any, mesh: AnyMesh, specs: Any, options: Mapping[str, Any], local: bool
 ) -> list[PartitionSpec]:
     specs = plain_specs(specs, mesh)
     if not local:

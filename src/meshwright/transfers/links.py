@@ -218,7 +218,7 @@ def key_text(key: Any) -> str:
 def message_number(name: str, key: str, turn: int, sender: int, receiver: int) -> int:
     """63 bits that nobody else uses, the same at both ends.
 
-    >>> message_number("a", "1", 0, 0, 1) == number("a", "1", 0, 0, 1) != number("a", "1", 1, 0, 1)
+    >>> message_number("a", "1", 0, 0, 1) != message_number("a", "1", 1, 0, 1)
     True
     """
     text = f"{name} {key} {turn} {sender} {receiver}"

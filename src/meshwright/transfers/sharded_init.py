@@ -6,14 +6,14 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from meshwright.errors import PartitionError, listing, near, short
-from meshwright.partitioning.decide import Options, settle
+from meshwright.partitioning.decide import Options, PartitionOptions, settle
 from meshwright.transfers.device_put import Narrow, check_narrow, in_native_order, value_problems
 from meshwright.trees.specs import check_constrained, mesh_axes, plain_specs
 from meshwright.trees.walk import Leaf, Walk, refuse, tie_problems, walk
@@ -25,7 +25,7 @@ def init(
     mesh: Mesh,
     specs: Any = None,
     narrow: Narrow = "error",
-    **options: Any,
+    **options: Unpack[PartitionOptions],
 ) -> Any:
     """`fn(*args)` computed straight into its shardings.
 
@@ -72,7 +72,7 @@ def init(
         return found.rebuild(jax.jit(arrays, out_shardings=shardings)(values))
 
 
-def _check_options(options: dict[str, Any]) -> None:
+def _check_options(options: Mapping[str, Any]) -> None:
     """Before `fn` is called: an argument meant for it, by name, would be missed there first."""
     known = [field.name for field in dataclasses.fields(Options)]
     for name in options:

@@ -31,7 +31,7 @@ class Split:
         return jax.tree.unflatten(self.treedef, leaves)
 
 
-def take_apart(tree: Any, depth: int = 0) -> Split:
+def split_arrays(tree: Any, depth: int = 0) -> Split:
     """Arrays of a tree on one side, functions, flags and other leaves on the other.
 
     A number is data where it stands alone, `depth` steps into the tree: a learning rate. Deeper
@@ -53,7 +53,7 @@ def take_apart(tree: Any, depth: int = 0) -> Split:
     )
 
 
-EMPTY = take_apart(None)
+EMPTY = split_arrays(None)
 
 
 def as_data(tree: Any) -> Any:
