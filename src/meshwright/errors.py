@@ -11,6 +11,9 @@ LONGEST_MESSAGE = 1500
 class MeshwrightError(ValueError):
     """Base of all errors raised here. Says where, what sizes, and the fix.
 
+    `option` is the keyword argument that the message speaks of, if it speaks of one: the command
+    line, whose options have other names, reads it there instead of in the text.
+
     >>> import meshwright as mw
     >>> mw.MeshSpec.parse("dp:0")
     Traceback (most recent call last):
@@ -18,10 +21,11 @@ class MeshwrightError(ValueError):
     meshwright.errors.SpecError: axis 'dp': size 0 is not allowed. Use a positive integer, or -1...
     """
 
-    def __init__(self, message: str):
+    def __init__(self, message: str, *, option: str | None = None):
         if len(message) > LONGEST_MESSAGE:
             message = message[: LONGEST_MESSAGE - 4] + " ..."
         super().__init__(message)
+        self.option = option
 
 
 class SpecError(MeshwrightError):
