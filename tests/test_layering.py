@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,81 @@ def test_file_imports_only_rooms_above_it(path):
 @pytest.mark.parametrize("path", FILES)
 def test_private_jax_stays_behind_compat(path):
     assert private_faults((SOURCE / path).read_text(), path) == []
+
+
+# Names that tell what a file is in its room, whichever that is.
+SHARED_BASENAMES = ("__init__", "__main__", "api", "types", "named", "report")
+MOST_FILES = 180
+SHORT_FILE = 60
+
+
+def basename_faults(paths: Iterable[str]) -> dict[str, list[str]]:
+    """Files that "go to file" cannot tell apart, by their basename."""
+    by_name: dict[str, list[str]] = {}
+    for path in paths:
+        by_name.setdefault(path.rpartition("/")[2].removesuffix(".py"), []).append(path)
+    return {
+        name: sorted(same)
+        for name, same in by_name.items()
+        if len(same) > 1 and name not in SHARED_BASENAMES
+    }
+
+
+def importers(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """For every file of the package, the files that import it or something from it."""
+    modules = {
+        "meshwright." + path.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): path
+        for path in sources
+    }
+    using: dict[str, set[str]] = {path: set() for path in sources}
+    for path, source in sources.items():
+        for name in imported_modules(source, path):
+            # `from a.b import c`: c is a module, or a name in the module a.b.
+            there = modules.get(name) or modules.get(name.rpartition(".")[0])
+            if there is not None and there != path:
+                using[there].add(path)
+    return using
+
+
+def short_file_faults(sources: Mapping[str, str]) -> list[str]:
+    """Files so short, and used by one other file alone, that they are a paragraph of that file."""
+    using = importers(sources)
+    return sorted(
+        path
+        for path, source in sources.items()
+        if not path.endswith("__init__.py")
+        and len(source.splitlines()) < SHORT_FILE
+        and len(using[path]) == 1
+    )
+
+
+def test_there_are_few_files():
+    assert len(FILES) <= MOST_FILES
+
+
+def test_no_two_files_share_a_basename():
+    assert basename_faults(FILES) == {}
+
+
+def test_no_short_file_serves_a_single_other_file():
+    assert short_file_faults({path: (SOURCE / path).read_text() for path in FILES}) == []
+
+
+def test_check_sees_a_basename_that_is_used_twice():
+    paths = ["a/types.py", "b/types.py", "a/reading.py", "b/reading.py", "a/__init__.py"]
+    assert basename_faults(paths) == {"reading": ["a/reading.py", "b/reading.py"]}
+
+
+def test_check_sees_a_short_file_with_one_importer():
+    sources = {
+        "a/__init__.py": "",
+        "a/one.py": "x = 1\n",
+        "a/two.py": "from meshwright.a.one import x\n" * SHORT_FILE,
+        "b/three.py": "from meshwright.a import two\n",
+        "b/four.py": "from meshwright.a.two import x\nfrom meshwright.b.three import two\n",
+        "b/five.py": "import meshwright.b.three\n",
+    }
+    assert short_file_faults(sources) == ["a/one.py"]
 
 
 def test_every_file_belongs_to_a_known_room():
