@@ -8,7 +8,7 @@ from terminals import run_on_a_terminal
 SCRIPT = """
 import time
 from meshwright import _progress
-_progress._PATIENCE = {patience}
+_progress._QUIET_SECONDS = {patience}
 with _progress.Bar("llama on a pod") as bar:
     bar.now("compiling", 3.0, 10.0)
     time.sleep(0.3)

@@ -1,4 +1,7 @@
-"""Checks of the smallest parts of a request: one name, one size, one type."""
+"""Checks of arguments that all rooms share: names, counts, flags, seconds, lists.
+
+Each returns the argument in its plain form, or raises an error that names it and what is allowed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ TYPE_WORDS = ("auto", "explicit", "manual")
 
 
 def check_name(name: object) -> str:
-    """An axis name that prints, and that a spec's text can hold."""
+    """Return an axis name that prints, and that the text of a `MeshSpec` can hold."""
     if not isinstance(name, str):
         raise SpecError(f"axis name {short(name)} is a {type(name).__name__}, not a string.")
     if not name:
@@ -34,7 +37,7 @@ def check_name(name: object) -> str:
 
 
 def check_size(name: str, size: object) -> int:
-    """A positive integer, or -1 for what is left."""
+    """Return the size of an axis: a positive integer, or -1 for the devices that are left."""
     if isinstance(size, bool) or not isinstance(size, numbers.Integral):
         raise SpecError(
             f"axis {name!r}: size {short(size)} is a {type(size).__name__}, not an integer. "
@@ -75,14 +78,14 @@ def check_integer(
 
 
 def check_flag(what: str, value: object) -> bool:
-    """True or False, and nothing that merely behaves like one of them."""
+    """Return a boolean; 0, 1 or 'yes' are none."""
     if not isinstance(value, (bool, np.bool_)):
         raise SpecError(f"{what}: {short(value)} is not True or False.")
     return bool(value)
 
 
 def check_list(what: str, value: Any) -> list[Any]:
-    """Several things in an order; a string, a dict or a set is none."""
+    """Return a list of things that have an order; a string, a dict or a set is refused."""
     if not isinstance(value, (str, bytes, Mapping, set, frozenset)):
         try:
             return list(value)
@@ -92,7 +95,7 @@ def check_list(what: str, value: Any) -> list[Any]:
 
 
 def check_type(name: str, value: object) -> str | None:
-    """`None`, one of the words, or anything whose `.name` is one (`jax.sharding.AxisType`)."""
+    """Return an axis type as a word, from `None`, a word or a `jax.sharding.AxisType`."""
     if value is None:
         return None
     word: Any = value if isinstance(value, str) else getattr(value, "name", None)
@@ -106,7 +109,7 @@ def check_type(name: str, value: object) -> str | None:
 
 
 def check_distinct(names: Sequence[str]) -> None:
-    """No axis twice."""
+    """Refuse an axis that is named twice."""
     seen: set[str] = set()
     for name in names:
         if name in seen:
@@ -115,7 +118,7 @@ def check_distinct(names: Sequence[str]) -> None:
 
 
 def check_time(value: Any, what: str) -> float:
-    """A finite, non-negative number."""
+    """Return a time: a finite, non-negative number."""
     if isinstance(value, bool) or not hasattr(value, "__float__"):
         number = math.nan
     else:
@@ -126,13 +129,13 @@ def check_time(value: Any, what: str) -> float:
 
 
 def argument_numbers(what: str, numbers: int | Sequence[int], count: int) -> tuple[int, ...]:
-    """Which arguments are meant, checked."""
+    """Return the positions of arguments, from one or several, as `jax.jit` takes them."""
     if not isinstance(numbers, (int, tuple, list)):
-        raise RehearsalError(f"{what}: {short(numbers)} is not an argument's number, or several.")
-    found = (numbers,) if isinstance(numbers, int) else tuple(numbers)
-    for number in found:
+        raise RehearsalError(f"{what}: {short(numbers)} is not an int or a sequence of ints.")
+    several = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    for number in several:
         if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < count:
             raise RehearsalError(
                 f"{what}: {short(number)} is no argument; they are counted from 0 to {count - 1}."
             )
-    return found
+    return several

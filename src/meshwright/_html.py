@@ -1,4 +1,8 @@
-"""HTML that is known to be safe, apart from text that has yet to be escaped."""
+"""HTML for pages and notebooks: escaped markup, tables, bars, one palette, one style sheet.
+
+`Html` is text that is markup already; every other text is escaped when it is put into markup, so
+that no name of a user's array can break a page.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +68,33 @@ def grid(
     return wide(label, tag("table", head, tag("tbody", *(line("td", row) for row in rows))))
 
 
-# Lanes of stacked parts on one scale, as pictures that are as wide as there is room.
+def html_table(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
+    """A plain table for a notebook, styled in place: a notebook has no style sheet of ours."""
+
+    def line(tag: str, row: Sequence[str]) -> str:
+        cells = "".join(
+            f'<{tag} style="text-align:{"right" if flush else "left"};padding:2px 10px">'
+            f"{html.escape(cell)}</{tag}>"
+            for cell, flush in zip(row, right, strict=True)
+        )
+        return f"<tr>{cells}</tr>"
+
+    body = "".join(line("td", row) for row in rows[1:])
+    return f"<table><thead>{line('th', rows[0])}</thead><tbody>{body}</tbody></table>"
+
+
+def page(title: str, body: str) -> str:
+    """A whole page around a value's HTML: works offline, readable on a phone."""
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(title)}</title></head>"
+        f'<body style="margin:16px">{body}</body></html>\n'
+    )
+
+
+# Lanes of stacked parts on one scale, as SVG pictures that are as wide as there is room: positions
+# are percentages, so that one picture serves a wide screen and a phone without a script.
 
 
 _TALL, _EDGE = 30, 4
@@ -218,12 +248,14 @@ CAUSES = {
 SERIES = (BLUE, AMBER, GREEN, PURPLE, RED, GREY)
 
 
-# The one style sheet of every picture here; all its rules are for what lies in `.mw`.
-
-
 @functools.cache
 def style() -> str:
+    """The one style sheet of every picture; all its rules are for what is inside of `.mw`."""
     return resources.files(__package__).joinpath("_style.css").read_text(encoding="utf-8")
+
+
+# Of black and white one always has a contrast of at least 4.5, as small print needs.
+_DARK, _LIGHT = "#000000", "#ffffff"
 
 
 def ink(colour: str) -> str:
@@ -254,32 +286,3 @@ def _luminance(colour: str) -> float:
 
 def rgb(colour: str) -> list[int]:
     return [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
-
-
-# Of black and white one always has a contrast of at least 4.5, as small print needs.
-_DARK, _LIGHT = "#000000", "#ffffff"
-
-
-def html_table(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
-    """The same table for a notebook."""
-
-    def line(tag: str, row: Sequence[str]) -> str:
-        cells = "".join(
-            f'<{tag} style="text-align:{"right" if flush else "left"};padding:2px 10px">'
-            f"{html.escape(cell)}</{tag}>"
-            for cell, flush in zip(row, right, strict=True)
-        )
-        return f"<tr>{cells}</tr>"
-
-    body = "".join(line("td", row) for row in rows[1:])
-    return f"<table><thead>{line('th', rows[0])}</thead><tbody>{body}</tbody></table>"
-
-
-def page(title: str, body: str) -> str:
-    """A whole page around a value's HTML: works offline, readable on a phone."""
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)}</title></head>"
-        f'<body style="margin:16px">{body}</body></html>\n'
-    )

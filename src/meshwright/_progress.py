@@ -1,4 +1,4 @@
-"""A bar on the terminal while something longer goes on; nothing where it is short."""
+"""A progress bar on stderr for long compiles; nothing is shown in the first two seconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-_PATIENCE = 2.0  # seconds before anything is shown
+_QUIET_SECONDS = 2.0
 
 
 class Bar:
@@ -22,7 +22,7 @@ class Bar:
 
     def now(self, doing: str, passed: float = 0.0, limit: float | None = None) -> None:
         """Say what is being done, and how far that is of its end, or of its deadline."""
-        if time.monotonic() - self.began < _PATIENCE or not sys.stderr.isatty():
+        if time.monotonic() - self.began < _QUIET_SECONDS or not sys.stderr.isatty():
             return
         if self.shown is None:
             self._show()
@@ -31,6 +31,7 @@ class Bar:
         )
 
     def _show(self) -> None:
+        # rich takes 50 ms to import, which a short compile should not pay.
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

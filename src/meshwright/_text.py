@@ -1,15 +1,16 @@
-"""Plain text tables and numbers a person can read."""
+"""Text that a person reads: tables, bytes, durations, plurals, ranges of ids."""
 
 from __future__ import annotations
 
 import itertools
+import numbers
 from collections.abc import Iterable, Sequence
 
 from meshwright.errors import listing
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
-    """Columns aligned with spaces; the first row is the heading.
+    """Lay out rows of text in columns; the first row is the heading, `right` are flush right.
 
     >>> print(table([["axis", "size"], ["dp", "2"]], [False, True]))
     axis  size
@@ -26,7 +27,8 @@ def table(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """
+    """Write a time in the unit that fits it.
+
     >>> duration(0.0211), duration(0.0000042), duration(2.5)
     ('21.1 ms', '4.20 us', '2.50 s')
     """
@@ -37,7 +39,8 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float) -> str:
-    """
+    """Write a number with three digits.
+
     >>> number(12.0), number(0.75), number(0.0039)
     ('12', '0.75', '0.0039')
     """
@@ -45,7 +48,8 @@ def number(value: float) -> str:
 
 
 def amount(size: float) -> str:
-    """
+    """Write a number of bytes in the unit that fits it.
+
     >>> amount(16 * 2**20), amount(1536), amount(-12)
     ('16 MiB', '1.5 KiB', '-12 B')
     """
@@ -59,7 +63,7 @@ def amount(size: float) -> str:
 
 
 def tidy(value: float) -> str:
-    """A time without the noise of its last bits.
+    """Write a time in any unit, without the noise of its last bits.
 
     >>> tidy(0.1 + 0.2), tidy(1581.0), tidy(1e-16)
     ('0.3', '1581', '0')
@@ -73,7 +77,7 @@ def plural(count: float, noun: str) -> str:
     >>> plural(1, "host"), plural(1200, "device"), plural(4.5, "microbatch"), plural(2, "process")
     ('1 host', '1,200 devices', '4.5 microbatches', '2 processes')
     """
-    number = f"{count:,}" if isinstance(count, int) else f"{count:g}"
+    number = f"{count:,}" if isinstance(count, numbers.Integral) else f"{count:g}"
     return f"{number} {plural_noun(count, noun)}"
 
 
@@ -90,14 +94,14 @@ def plural_noun(count: float, noun: str) -> str:
     return f"{noun}es" if noun.endswith(("h", "s", "x")) else f"{noun}s"
 
 
-def ranges(numbers: Iterable[int]) -> str:
-    """
+def ranges(ids: Iterable[int]) -> str:
+    """Write integers with runs drawn together, as device ids are read best.
+
     >>> ranges([0, 1, 2, 3, 8, 10, 11])
     '0-3, 8, 10-11'
     """
-    ordered = sorted(numbers)
-    found = []
-    for _, run in itertools.groupby(enumerate(ordered), lambda pair: pair[1] - pair[0]):
+    runs = []
+    for _, run in itertools.groupby(enumerate(sorted(ids)), lambda pair: pair[1] - pair[0]):
         inside = [number for _, number in run]
-        found.append(f"{inside[0]}-{inside[-1]}" if len(inside) > 1 else f"{inside[0]}")
-    return listing(found, 6)
+        runs.append(f"{inside[0]}-{inside[-1]}" if len(inside) > 1 else f"{inside[0]}")
+    return listing(runs, 6)

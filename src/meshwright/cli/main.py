@@ -30,8 +30,6 @@ from meshwright.spec.mesh_spec import MeshSpec
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    import tyro
-
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a letter still gets text
@@ -65,13 +63,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("meshwright: interrupted", file=sys.stderr)
         return 130
     except MeshwrightError as error:
-        print(f"meshwright: {error}", file=sys.stderr)
+        print(f"meshwright: {error}{_flag(command, error.option)}", file=sys.stderr)
         return 2
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         print(f"meshwright: {where}{error.strerror}", file=sys.stderr)
         return 2
     return code
+
+
+def _flag(command: Any, option: str | None) -> str:
+    """Name the flag that stands for an option of the library, where the command has it."""
+    if option is None or not hasattr(command, option):
+        return ""
+    return f" On the command line this is --{option.replace('_', '-')}."
 
 
 def _note(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -93,11 +98,11 @@ class Devices:
     """Print JSON."""
 
     def run(self) -> None:
-        found = _hardware(self.on, self.slices)
+        hardware = _hardware(self.on, self.slices)
         if self.json:
-            print(json.dumps(found.to_json(), indent=2))
+            print(json.dumps(hardware.to_json(), indent=2))
         else:
-            terminal.show_topology(found)
+            terminal.show_topology(hardware)
 
 
 @dataclasses.dataclass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -57,10 +56,7 @@ class PartitionCommand:
     def _report(self) -> PartitionReport:
         mesh, options = self._mesh(), self._options()
         tree = call(self.source)
-        try:
-            report = explain_tree(tree, mesh, **options)
-        except PartitionError as error:
-            raise PartitionError(_as_words(str(error))) from error
+        report = explain_tree(tree, mesh, **options)
         if not report.rows:
             raise PartitionError(
                 f"{self.source} returned {short(tree)}, which holds no arrays. Return a tree of "
@@ -96,20 +92,9 @@ def _read_rules(file: Path) -> Any:
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    rules: dict[str, Any] = {}
     for pattern, spec in pairs:
-        if pattern in found:
+        if pattern in rules:
             raise PartitionError(f"the rule {short(pattern)} is there twice. Keep one.")
-        found[pattern] = spec
-    return found
-
-
-def _as_words(message: str) -> str:
-    """A message of the library with its options as they are written on the command line."""
-    message = message.replace(
-        "decide with partition(..., uneven='replicate')", "pass uneven='replicate'"
-    )
-    message = message.replace("('**', None)", '["**", null]')
-    message = re.sub(r"\b(unmatched|unused|uneven)='(\w+)'", r"--\1 \2", message)
-    message = message.replace("--unmatched replicate or 'shape'", "--unmatched replicate or shape")
-    return message.replace("min_shard_size:", "--min-shard-size:")
+        rules[pattern] = spec
+    return rules

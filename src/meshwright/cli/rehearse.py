@@ -65,10 +65,10 @@ class RehearseCommand:
 
             self.html.write_text(page(result, remedies=ways), encoding="utf-8")
         if self.json:
-            found = result.to_json()
+            data = result.to_json()
             if self.try_:
-                found["tried"] = [str(way) for way in ways]
-            print(json.dumps(found, indent=2))
+                data["tried"] = [str(way) for way in ways]
+            print(json.dumps(data, indent=2))
         else:
             print(as_text(result, ways))
         return 0 if result.fits else DOES_NOT_FIT
@@ -86,8 +86,8 @@ class RehearseCommand:
         if ":" not in self.source:
             if self.batch is None:
                 raise RehearsalError("--batch is missing: rows of the whole batch, e.g. 256.")
-            found = model(self.source, **dict(map(_change, self.set)))
-            return rehearse_model(found, batch=self.batch, seq=self.seq, **options)
+            chosen = model(self.source, **dict(map(_change, self.set)))
+            return rehearse_model(chosen, batch=self.batch, seq=self.seq, **options)
         if self.batch is not None or self.seq is not None or self.set:
             raise RehearsalError(
                 "--batch, --seq and --set go with a model; your function says its own."
@@ -117,14 +117,14 @@ def _change(words: str) -> tuple[str, Any]:
         return name, value
 
 
-def _own_step(source: str, found: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def _own_step(source: str, returned: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The step, its arguments and options, from what a user's function returned."""
-    if isinstance(found, dict) and callable(found.get("step")) and "args" in found:
-        rest = {name: value for name, value in found.items() if name not in ("step", "args")}
-        return found["step"], tuple(found["args"]), rest
-    if isinstance(found, tuple) and len(found) > 1 and callable(found[0]):
-        return found[0], found[1:], {}
+    if isinstance(returned, dict) and callable(returned.get("step")) and "args" in returned:
+        rest = {name: value for name, value in returned.items() if name not in ("step", "args")}
+        return returned["step"], tuple(returned["args"]), rest
+    if isinstance(returned, tuple) and len(returned) > 1 and callable(returned[0]):
+        return returned[0], returned[1:], {}
     raise RehearsalError(
-        f"{source} returned {short(found)}. Return (step, arguments...), or a dict with step, "
+        f"{source} returned {short(returned)}. Return (step, arguments...), or a dict with step, "
         "args and more of rehearse's arguments."
     )

@@ -62,38 +62,38 @@ class ScheduleCommand:
     """Print JSON."""
 
     def run(self) -> None:
-        found = None if self.name is None else self._find(self.name)
+        chosen = None if self.name is None else self._find(self.name)
         if self.compare:
-            self._show_table(found)
-        elif found is None:
+            self._show_table(chosen)
+        elif chosen is None:
             raise ScheduleError(
                 f"name a schedule, or pass --compare. There are {', '.join(NAMED)}, auto, and "
                 "files that end in .csv or .json."
             )
         else:
-            self._show_one(found)
+            self._show_one(chosen)
 
-    def _show_one(self, found: Schedule) -> None:
-        timeline = simulate(found, self.costs, self.latency)
+    def _show_one(self, chosen: Schedule) -> None:
+        timeline = simulate(chosen, self.costs, self.latency)
         if excess := over(timeline, memory_limit(self.memory)):
-            raise ScheduleError(f"{found.name}: {excess}. {self._fitting(found)}")
+            raise ScheduleError(f"{chosen.name}: {excess}. {self._fitting(chosen)}")
         self._write(timeline)
         if self.html is not None:
-            write_text(self.html, page(found.name, timeline._repr_html_()))
+            write_text(self.html, page(chosen.name, timeline._repr_html_()))
         if self.json:
             print(json.dumps(timeline.to_json(), indent=2))
         else:
             show_timeline(timeline)
 
-    def _show_table(self, found: Schedule | None) -> None:
-        groups, microbatches = self._sizes(found)
-        if found is not None:
-            self._write(simulate(found, self.costs, self.latency))
+    def _show_table(self, chosen: Schedule | None) -> None:
+        groups, microbatches = self._sizes(chosen)
+        if chosen is not None:
+            self._write(simulate(chosen, self.costs, self.latency))
         elif self.svg or self.trace or self.save:
             raise ScheduleError("--svg, --trace and --save take one schedule: name it.")
         own = []
-        if found is not None and self.name is not None and _is_file(self.name):
-            own = [dataclasses.replace(found, name=Path(self.name).name)]
+        if chosen is not None and self.name is not None and _is_file(self.name):
+            own = [dataclasses.replace(chosen, name=Path(self.name).name)]
         table = self._comparison(groups, microbatches, own)
         if self.html is not None:
             write_text(self.html, page("schedules", table._repr_html_()))
@@ -104,9 +104,9 @@ class ScheduleCommand:
 
     def _find(self, name: str) -> Schedule:
         if _is_file(name):
-            found = read_schedule(name, notation=self.notation)
-            self._sizes(found)
-            return found
+            chosen = read_schedule(name, notation=self.notation)
+            self._sizes(chosen)
+            return chosen
         groups, microbatches = self._sizes(None)
         if name.lower() == "auto":
             return Auto(self.costs, self.latency, self.memory).build(
@@ -114,14 +114,14 @@ class ScheduleCommand:
             )
         return schedule(name, groups=groups, microbatches=microbatches, stages=self.stages)
 
-    def _sizes(self, found: Schedule | None) -> tuple[int, int]:
+    def _sizes(self, chosen: Schedule | None) -> tuple[int, int]:
         """As asked for, or as a schedule has them; not both, if they differ."""
-        if found is not None:
+        if chosen is not None:
             for what in ("groups", "microbatches", "stages"):
-                asked, has = getattr(self, what), getattr(found, what)
+                asked, has = getattr(self, what), getattr(chosen, what)
                 if asked not in (None, has):
                     raise ScheduleError(f"{self.name} has {has} {what}, not {asked}.")
-            return found.groups, found.microbatches
+            return chosen.groups, chosen.microbatches
         if self.groups is None or self.microbatches is None:
             missing = "--groups" if self.groups is None else "--microbatches"
             raise ScheduleError(f"{missing} is missing: say for how many the schedule is.")
@@ -138,8 +138,8 @@ class ScheduleCommand:
             also=own,
         )
 
-    def _fitting(self, found: Schedule) -> str:
-        rows = self._comparison(found.groups, found.microbatches, []).rows
+    def _fitting(self, chosen: Schedule) -> str:
+        rows = self._comparison(chosen.groups, chosen.microbatches, []).rows
         names = [
             f"{row.name} (makespan {tidy(row.timeline.makespan)})"
             for row in rows

@@ -1,4 +1,5 @@
-"""What the commands print: plain when piped, coloured on a terminal."""
+"""What the commands share: output that is coloured on a terminal and plain when piped, and calls
+of `module:function` in a user's code."""
 
 from __future__ import annotations
 
@@ -86,9 +87,9 @@ def call(source: str) -> Any:
             f"it is in: {_stem(name)}:{function}."
         )
     with _working_directory(), contextlib.redirect_stdout(sys.stderr):
-        found = _function(_module(name), function)
+        users_function = _function(_module(name), function)
         with explained(f"{source} failed"):
-            return found()
+            return users_function()
 
 
 def _stem(name: str) -> str:
@@ -102,14 +103,14 @@ def _module(name: str) -> ModuleType:
 
 
 def _function(module: ModuleType, function: str) -> Any:
-    found = getattr(module, function, None)
-    if not callable(found):
+    value = getattr(module, function, None)
+    if not callable(value):
         hint = near(function, [n for n in vars(module) if callable(getattr(module, n))])
         raise MeshwrightError(f"{module.__name__} has no function {short(function)}.{hint}")
     try:
-        inspect.signature(found).bind()
+        inspect.signature(value).bind()
     except TypeError as error:
-        code = getattr(found, "__code__", None)
+        code = getattr(value, "__code__", None)
         where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
         raise MeshwrightError(
             f"{module.__name__}:{function}{where} cannot be called without arguments: {error}. "
@@ -117,7 +118,7 @@ def _function(module: ModuleType, function: str) -> Any:
         ) from error
     except ValueError:  # a builtin without a signature
         pass
-    return found
+    return value
 
 
 @contextlib.contextmanager
