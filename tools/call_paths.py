@@ -1,7 +1,8 @@
-"""Count the files of the package that one call passes: python tools/call_paths.py [--list]
+"""Count the files of the package that one call passes: python tools/call_paths.py [--list | --tree]
 
 A reader who follows a call opens these files. Counted with `sys.setprofile` in every thread, each
-call the first of its kind in a fresh process; what merely gets imported does not count.
+call the first of its kind in a fresh process; what merely gets imported does not count. `--list`
+prints the files, `--tree` the functions as they are first called, three deep.
 """
 
 from __future__ import annotations
@@ -19,16 +20,31 @@ from typing import Any
 CALLS = ("mesh", "shard", "pipeline step", "rehearse")
 
 
-def passed(call: Callable[[], Any]) -> list[str]:
-    """The package's files in which a function ran during `call`."""
+DEEPEST = 3
+
+
+def passed(call: Callable[[], Any]) -> tuple[list[str], list[str]]:
+    """The package's files in which a function ran during `call`, and those calls as a tree."""
     import meshwright
 
     root = Path(meshwright.__file__).parent
     seen: set[str] = set()
+    tree: dict[str, None] = {}
 
     def look(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_name != "<module>":
-            seen.add(frame.f_code.co_filename)
+        code = frame.f_code
+        if event != "call" or code.co_name == "<module>":
+            return
+        seen.add(code.co_filename)
+        if code.co_name.startswith("<") or not code.co_filename.startswith(str(root)):
+            return
+        depth, outer = 0, frame.f_back
+        while outer is not None:
+            depth += outer.f_code.co_filename.startswith(str(root))
+            outer = outer.f_back
+        if depth < DEEPEST:
+            file = Path(code.co_filename).relative_to(root).as_posix()
+            tree.setdefault(f"{'    ' * depth}{file}: {code.co_qualname}")
 
     threading.setprofile(look)
     sys.setprofile(look)
@@ -38,7 +54,7 @@ def passed(call: Callable[[], Any]) -> list[str]:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
     inside = [Path(name) for name in seen if Path(name).is_relative_to(root)]
-    return sorted(path.relative_to(root).as_posix() for path in inside)
+    return sorted(path.relative_to(root).as_posix() for path in inside), list(tree)
 
 
 def prepared(name: str) -> Callable[[], Any]:
@@ -94,10 +110,12 @@ def main() -> None:
         done = subprocess.run(
             [sys.executable, __file__, "--one", name], capture_output=True, text=True, check=True
         )
-        files = json.loads(done.stdout.splitlines()[-1])
+        files, tree = json.loads(done.stdout.splitlines()[-1])
         print(f"{name:15} {len(files):3} files")
         if "--list" in sys.argv:
             print("".join(f"    {file}\n" for file in files), end="")
+        if "--tree" in sys.argv:
+            print("".join(f"    {line}\n" for line in tree), end="")
 
 
 if __name__ == "__main__":
