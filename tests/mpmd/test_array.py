@@ -274,3 +274,12 @@ def test_tracers_are_refused():
     split = mw.MpmdSharding(CUT, 0, P())
     with pytest.raises(GroupError, match=r"is not a jax\.Array with values"):
         jax.jit(lambda x: mw.MpmdArray(x, split).first)(VALUES)
+
+
+def test_the_repr_is_short_however_long_the_names():
+    name = "x" * 200
+    groups = mw.MeshGroups([mesh((0, 1), names=[name]), mesh((2, 3), names=[name])])
+    arrays = [on(group, P(name), groups=groups) for group in (0, 1)]
+    text = repr(mw.MpmdArray(arrays, mw.MpmdSharding(groups, [0, 1], P(name))))
+    assert len(text) <= 200
+    assert text.startswith("MpmdArray(f32[8@xxx")

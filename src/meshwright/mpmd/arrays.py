@@ -251,7 +251,7 @@ def _group_of(groups: Groups, sharding: Sharding) -> int:
 
 
 def _check_sharding(group: int, array: jax.Array, wanted: NamedSharding) -> None:
-    # `==` first: it is much cheaper than the comparison of all devices' indices.
+    # `==` first, the usual case: `is_equivalent_to` builds two HLO shardings to compare them.
     if array.sharding != wanted and not array.sharding.is_equivalent_to(wanted, array.ndim):
         actual = getattr(array.sharding, "spec", array.sharding)
         raise GroupError(
@@ -330,7 +330,7 @@ class MpmdSharding:
     def local_ids(self) -> tuple[int, ...]:
         """Those of `mesh_ids` that have devices of this process."""
         if self.mpmd_mesh.compile_only:
-            return ()  # compile-only devices say that they are addressable
+            return ()  # their devices belong to no process
         shardings = self.shardings.items()
         return tuple(group for group, sharding in shardings if sharding.has_addressable_devices)
 
