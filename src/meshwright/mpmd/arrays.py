@@ -24,6 +24,7 @@ from meshwright.partitioning.report import typed
 from meshwright.trees.specs import make_spec, mesh_axes, problems
 
 
+# Compared by identity: `==` of the values would move them, and give an array rather than a truth.
 @dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 class MpmdArray:
     """An array that lives in one or several groups; each of them holds all of it, sharded its way.
@@ -163,6 +164,7 @@ def check_arrays(
                 f"{next(iter(by_group))}. All groups hold one array.",
                 option="arrays",
             )
+    # The specs of all groups, not only of those held here, so that every process raises alike.
     for group, wanted in sharding.shardings.items():
         for problem in problems(f"group {group}", full_shape, wanted.spec, mesh_axes(wanted.mesh)):
             raise GroupError(f"sharding: {problem}", option="sharding")
@@ -173,6 +175,7 @@ def check_arrays(
 
 def without_shards(shape: Shape, dtype: Any, sharding: NamedSharding) -> jax.Array:
     """Make an array as a process sees it that holds none of its shards."""
+    # JAX takes the dtype from the shards, and wants it said where there are none.
     return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
 
 
@@ -199,6 +202,7 @@ def _by_group(arrays: Any, sharding: MpmdSharding) -> ArrayByGroup:
     given = [arrays] if isinstance(arrays, jax.Array) else list(arrays)
     by_group: ArrayByGroup = {}
     for number, array in enumerate(given):
+        # A tracer is a jax.Array too, but is on no device.
         if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
             raise GroupError(
                 f"array {number}: {short(array)} is not a jax.Array with values.", option="arrays"
@@ -226,8 +230,8 @@ def _by_group(arrays: Any, sharding: MpmdSharding) -> ArrayByGroup:
     return dict(sorted(by_group.items()))
 
 
-# Cached because a step makes hundreds of arrays with few different shardings, and the answer takes
-# a look at every device.
+# Cached because the arrays of a model have few different shardings, and the answer takes a look at
+# every device.
 @functools.lru_cache(maxsize=1024)
 def _group_of(groups: Groups, sharding: Sharding) -> int:
     """Return the one group whose devices hold an array."""
@@ -382,6 +386,7 @@ def _local_spec(groups: Groups, group: int, spec: Any) -> PartitionSpec:
         raise GroupError(
             f"spec: group {group}: {short(spec)} is not a PartitionSpec.", option="spec"
         )
+    # Unreduced values are partial sums within one program; an array that is kept holds whole ones.
     if spec.unreduced or spec.reduced:
         raise GroupError(
             f"spec: group {group}: {spec} asks for more than a split. Name axes only.",

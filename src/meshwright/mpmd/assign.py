@@ -92,6 +92,7 @@ def to_groups(
     moves = [move for move, _ in pairs]
     spans = groups.spans_processes or spans_processes(walk(_firsts(walked)), groups.meshes[0])
     if spans:
+        # If one process refuses, all must: the others would wait for it in a collective.
         problems = agree(problems, moves)
     refuse("to_groups", problems)
     # What is one object here may be two in another process: there each is moved on its own.
@@ -198,6 +199,7 @@ def assign_groups(
         return [], [*wrong, str(error)]
     leaves_and_ids: list[tuple[Leaf, tuple[int, ...]]] = []
     for leaf, ids in zip(walked.arrays, ids_per_leaf, strict=True):
+        # All leaves are looked at before any is refused: the error lists every problem.
         wrong += value_problems(leaf._replace(value=_first_or_deleted(leaf.value)))
         try:
             leaves_and_ids.append((leaf, read_ids(leaf.where, ids, groups)))
@@ -225,7 +227,8 @@ def _first_or_deleted(value: Any) -> Any:
 
 
 def _ids_per_leaf(tree: Any, walked: Walk, where: Any) -> list[Any]:
-    if callable(where) and jax.tree_util.all_leaves([where]):  # a model may be a callable tree
+    # A model with `__call__` may itself be a tree of group numbers: it is one if JAX flattens it.
+    if callable(where) and jax.tree_util.all_leaves([where]):
         return [where(leaf.path) for leaf in walked.arrays]
     per_leaf = spread("where", where, tree, _are_numbers, ", such as 0 or the set {0, 1}")
     return [per_leaf[leaf.place] for leaf in walked.arrays]

@@ -38,6 +38,7 @@ class Groups(Shown, abc.ABC):
 
     def check(self) -> None:
         """Raise `GroupError` if groups overlap, differ in platform, or share a process."""
+        # In this order: a device that is in two groups would also put its process into two.
         check_one_kind(list(self.device_mpmd_idx))
         _ = self.process_mpmd_idx  # computing it checks it
 
@@ -59,6 +60,7 @@ class Groups(Shown, abc.ABC):
     @functools.cached_property
     def mpmd_idx_for_mesh(self) -> dict[Mesh, int]:
         """`{group mesh: its number}`."""
+        # Groups share no device, so no two of these meshes are equal.
         return {mesh: group for group, mesh in enumerate(self.meshes)}
 
     @functools.cached_property
@@ -101,6 +103,7 @@ class Groups(Shown, abc.ABC):
 
     def lowering_mesh(self) -> Mesh:
         """Return the mesh to compile against: this process's group, or group 0 if it has all."""
+        # Compile-only devices belong to no process, so for them it is group 0, too.
         return self.my_mpmd_group_mesh if self.spans_processes else self.meshes[0]
 
     @abc.abstractmethod
@@ -176,6 +179,7 @@ class MpmdMesh(Groups):
     jax_mesh: Mesh
     mpmd_axis_name: str
 
+    # Of the whole process, not per thread, unlike JAX's own mesh context.
     mesh_stack: ClassVar[list[MpmdMesh]] = []
 
     def __post_init__(self) -> None:
@@ -201,6 +205,7 @@ class MpmdMesh(Groups):
         """The index, among the mesh's axes, of the axis that is cut."""
         return self.jax_mesh.axis_names.index(self.mpmd_axis_name)
 
+    # A plain attribute in the base class, computed here: mypy sees an override by a property.
     @functools.cached_property
     def meshes(self) -> tuple[Mesh, ...]:  # type: ignore[override]
         """The groups' meshes, as a tuple; `unstack` has them as a list."""
@@ -241,6 +246,7 @@ class MpmdMesh(Groups):
 
     def _mesh_of(self, groups: Sequence[int]) -> Mesh:
         mesh = self.jax_mesh
+        # A list of indices keeps the axis, also where it gets size 1, and so all axis names.
         devices = np.take(mesh.devices, list(groups), axis=self.mpmd_axis)
         return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
@@ -337,6 +343,7 @@ def _without(entry: Any, axis: str) -> Any:
 
 def check_mesh(what: str, mesh: object) -> Mesh:
     """Return `mesh` if it is one that has devices; else raise a `GroupError` that begins `what`."""
+    # First, because to a user an AbstractMesh is a mesh: "not a Mesh" would not help.
     if isinstance(mesh, AbstractMesh):
         raise GroupError(
             f"{what}: an AbstractMesh ({short(mesh)}) has no devices. "
@@ -409,6 +416,7 @@ def check_ids(what: str, ids: Any, count: int, *, option: str | None = None) -> 
         return GroupError(f"{what}: {problem}", option=option)
 
     try:
+        # These can be iterated, but hardly mean a list of groups.
         several = None if isinstance(ids, (str, bytes, Mapping)) else list(ids)
     except TypeError:
         several = None

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import faulthandler
 import math
-import os
 import signal
 import sys
 import threading
@@ -37,7 +36,7 @@ from meshwright.watchdog.failure_detector import (
     fault_of,
     message,
 )
-from meshwright.watchdog.os_process import SignalTrap, unhandled
+from meshwright.watchdog.os_process import SignalTrap, exit_after, exit_now, unhandled
 
 # All times are in seconds. Those between a fault and the exit are short because `Watchdog` promises
 # that all processes end within 2 s, half of which may pass before a silent one is given up.
@@ -48,6 +47,10 @@ _LAST_READ = 0.15  # and this much longer, for readers that are under way
 _ALL_NOTICE = 0.3  # for every process to notice that process 0 is stopped
 _CLOSE_TIMEOUT = 300.0  # as long as JAX's own shutdown barrier waits for the others
 _JOIN_TIMEOUT = 3.0
+
+# Exit statuses: ours, and after a signal those that a shell reports.
+AT_FAULT, OTHERS_FAULT = 81, 82
+SIGNAL_STATUS = {ABORTED: 134, TERMINATED: 143}
 
 
 class Monitor:
@@ -435,14 +438,6 @@ class StateExchange:
         )
 
 
-# The exit of a process that cannot go on. JAX's own exit waits up to 300 s for the other
-# processes, so these do not pass through it, nor through Python's `atexit`.
-
-AT_FAULT, OTHERS_FAULT = 81, 82
-SIGNAL_STATUS = {ABORTED: 134, TERMINATED: 143}  # as shells report them
-_FLUSH_TIMEOUT = 1.0
-
-
 def exit_status(error: BaseException | None) -> int:
     """Return the exit status of a process that raised: its own where it asked for one."""
     if isinstance(error, KeyboardInterrupt):
@@ -450,25 +445,6 @@ def exit_status(error: BaseException | None) -> int:
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return error.code
     return AT_FAULT
-
-
-def exit_after(seconds: float, status: int) -> None:
-    """Exit the process after a time, whatever its other threads wait for then."""
-
-    def wait_and_exit() -> None:
-        time.sleep(seconds)
-        os._exit(status)
-
-    threading.Thread(target=wait_and_exit, name="meshwright end", daemon=True).start()
-
-
-def exit_now(status: int) -> None:
-    """Flush what was printed and exit."""
-    exit_after(_FLUSH_TIMEOUT, status)  # a full pipe that nobody reads blocks the flush
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(status)
 
 
 def print_fault(line: str, error: BaseException | None) -> None:

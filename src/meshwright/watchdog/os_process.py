@@ -1,5 +1,5 @@
-"""What the operating system knows: whether a process lives, is stopped or is dead (`status`), and
-whether a signal has arrived here (`SignalTrap`).
+"""Ask the operating system whether a process lives, is stopped or is dead (`status`) and whether a
+signal has arrived here (`SignalTrap`); and exit this process at once (`exit_now`).
 """
 
 from __future__ import annotations
@@ -8,6 +8,9 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
+import threading
+import time
 from pathlib import Path
 
 # A process whose interpreter is blocked for seconds publishes nothing, but is neither dead nor
@@ -159,3 +162,28 @@ def _restore_after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_restore_after_fork)
+
+
+# The exit of a process that cannot go on. JAX's own exit waits up to 300 s for the other processes,
+# so these do not pass through it, nor through Python's `atexit`.
+
+_FLUSH_TIMEOUT = 1.0
+
+
+def exit_after(seconds: float, status: int) -> None:
+    """Exit the process after a time, whatever its other threads wait for then."""
+
+    def wait_and_exit() -> None:
+        time.sleep(seconds)
+        os._exit(status)
+
+    threading.Thread(target=wait_and_exit, name="meshwright end", daemon=True).start()
+
+
+def exit_now(status: int) -> None:
+    """Flush what was printed and exit."""
+    exit_after(_FLUSH_TIMEOUT, status)  # a full pipe that nobody reads blocks the flush
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(status)
