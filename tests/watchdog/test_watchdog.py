@@ -23,13 +23,13 @@ def make_detector(process=0, count=3):
     return FailureDetector(process, count, 1.0, status=lambda identity: identity)
 
 
-def told(*changed, turn=0, timeout=60.0, identity=os_process.UNKNOWN):
+def make_states(*changed, turn=0, timeout=60.0, identity=os_process.UNKNOWN):
     """Three processes that beat and move, but for what is changed."""
-    found = {
+    states = {
         process: State(process, heartbeat=turn, progress=turn, timeout=timeout, identity=identity)
         for process in range(3)
     }
-    return found | {state.process: state for state in changed}
+    return states | {state.process: state for state in changed}
 
 
 def first_fault(detector, reading, turns=1000):
@@ -42,7 +42,7 @@ def first_fault(detector, reading, turns=1000):
 
 
 def test_processes_that_beat_and_move_are_left_alone():
-    assert first_fault(make_detector(), lambda turn: told(turn=turn))[0] is None
+    assert first_fault(make_detector(), lambda turn: make_states(turn=turn))[0] is None
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_processes_that_beat_and_move_are_left_alone():
 )
 def test_silence_is_judged_by_what_the_system_knows(identity, what, least, most):
     silent = State(1, heartbeat=7, doing="1F5", step=17, identity=identity)
-    fault, after = first_fault(make_detector(), lambda turn: told(silent, turn=turn))
+    fault, after = first_fault(make_detector(), lambda turn: make_states(silent, turn=turn))
     assert fault == Fault(1, what, "1F5", step=17)
     assert least <= after <= most
 
@@ -64,21 +64,25 @@ def test_silence_is_judged_by_what_the_system_knows(identity, what, least, most)
 def test_last_words_of_a_process_that_is_gone_are_waited_for():
     def reading(turn):
         phase = GONE if turn >= 3 else "running"
-        return told(State(1, heartbeat=7, identity=os_process.DEAD, phase=phase), turn=turn)
+        return make_states(State(1, heartbeat=7, identity=os_process.DEAD, phase=phase), turn=turn)
 
     assert first_fault(make_detector(), reading, 100)[0] is None
 
 
 def test_a_process_that_is_done_must_still_live():
     done = State(1, heartbeat=7, identity=os_process.DEAD, phase=DONE)
-    assert first_fault(make_detector(), lambda turn: told(done, turn=turn))[0].process == 1
+    assert first_fault(make_detector(), lambda turn: make_states(done, turn=turn))[0].process == 1
 
 
 def test_others_look_only_at_process_0():
     silent = State(1, heartbeat=7, identity=os_process.DEAD)
-    assert first_fault(make_detector(2), lambda turn: told(silent, turn=turn), 100)[0] is None
+    assert (
+        first_fault(make_detector(2), lambda turn: make_states(silent, turn=turn), 100)[0] is None
+    )
     silent = State(0, heartbeat=7, identity=os_process.DEAD)
-    assert first_fault(make_detector(2), lambda turn: told(silent, turn=turn))[0].process == 0
+    assert (
+        first_fault(make_detector(2), lambda turn: make_states(silent, turn=turn))[0].process == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,18 +134,20 @@ def planned(process, step, plan="plan 0", phase="running"):
     ],
 )
 def test_steps_with_a_plan_are_made_together(states, at_fault):
-    found = {state[0]: planned(*state) for state in states}
+    snapshot = {state[0]: planned(*state) for state in states}
     detector = make_detector(count=len(states))
-    assert detector.update(found, POLL) is None  # seen once, they may not have said all yet
-    fault = detector.update(found, POLL)
+    assert detector.update(snapshot, POLL) is None  # seen once, they may not have said all yet
+    fault = detector.update(snapshot, POLL)
     assert (fault and fault.what) == at_fault
 
 
 def test_nobody_hangs_while_one_moves_or_all_are_outside_of_tasks():
     waiting = [State(process, heartbeat=1, waiting="more", timeout=3.0) for process in (0, 2)]
     alive = {"timeout": 3.0, "identity": os_process.ALIVE}
-    moving = first_fault(make_detector(), lambda turn: told(waiting[0], turn=turn, **alive), 100)
-    resting = first_fault(make_detector(), lambda turn: told(turn=0, **alive), 14)
+    moving = first_fault(
+        make_detector(), lambda turn: make_states(waiting[0], turn=turn, **alive), 100
+    )
+    resting = first_fault(make_detector(), lambda turn: make_states(turn=0, **alive), 14)
     assert (moving[0], resting[0]) == (None, None)
 
 

@@ -36,8 +36,9 @@ class Origin:
 
 # Following a value back.
 # Input: an instruction (and the element of its tuple). Output: the `Origin` it consists of.
-# Invariant: every element of the value is one of the origin's, unchanged but for its type, order
-# and place; where that cannot be shown (two callers, a value that a loop changes), the search ends.
+# Invariant: the value consists of elements of the origin, of this device or (after a collective) of
+# others, changed only in type, order and place; where that cannot be shown, e.g. if there are two
+# callers or a loop changes the value, the search ends. Operands after the first are not followed.
 # Example: from %y it goes to %w, across a fusion, a tuple and a cast:
 #   %f   (p: f32[4]) { %p = parameter(0)  ROOT %c = bf16[4] convert(%p) }
 #   main             { %t = tuple(%w, %b)  %g = get-tuple-element(%t), index=0
@@ -133,8 +134,9 @@ class Dataflow:
 # Trip counts.
 # Input: a `while`. Output: how many times its body runs, or `None` if that is not known.
 # GPU and CPU compilers write it down (`known_trip_count`). The TPU compiler does not; there it is
-# derived from a counter that is compared with a constant. Invariant: a count that is returned is
-# exact; anything that is not a constant gives `None`. Example, 6 trips:
+# derived from a counter that is compared with a constant; if start, step or bound are not constants
+# the answer is `None`. It is exact if the body adds its constant to the counter itself, as those of
+# `scan` and `fori_loop` do; that is not checked. Example, 6 trips:
 #   init:      tuple(%zero, ...)             with %zero = constant(0)
 #   condition: compare(%i, %six), direction=LT
 #   body:      tuple(%next, ...)             with %next = add(%i, %one)
