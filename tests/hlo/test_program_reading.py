@@ -140,7 +140,7 @@ def test_a_text_without_an_entry_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("condition", "body", "start", "rounds"),
+    ("condition", "body", "start", "trips"),
     [
         (BELOW, UP, "constant(0)", 6),
         (BELOW, UP, "constant(2)", 4),
@@ -156,16 +156,16 @@ def test_a_text_without_an_entry_is_refused():
         ),
     ],
 )
-def test_rounds_are_derived_from_the_condition(condition, body, start, rounds):
+def test_trips_are_derived_from_the_condition(condition, body, start, trips):
     program = read_program(loop(condition, body, start))
-    assert program.times("body").count == rounds
-    assert program.times("test").count == rounds + 1
-    assert not program.times("body").at_least
+    assert program.run_count("body").count == trips
+    assert program.run_count("test").count == trips + 1
+    assert not program.run_count("body").at_least
 
 
 def test_rounds_that_are_written_down_win():
     config = ', backend_config={"known_trip_count":{"n":"3"}}'
-    assert read_program(loop(BELOW, UP, config=config)).times("body").count == 3
+    assert read_program(loop(BELOW, UP, config=config)).run_count("body").count == 3
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_rounds_that_are_written_down_win():
     [(BELOW, "s32[] multiply(%c, %step)"), ("pred[] compare(%j, %j), direction=LT", UP)],
 )
 def test_unknown_rounds_are_marked(condition, body):
-    runs = read_program(loop(condition, body)).times("body")
+    runs = read_program(loop(condition, body)).run_count("body")
     assert (runs.count, runs.at_least, str(runs)) == (1, True, ">=1")
 
 
@@ -196,7 +196,7 @@ ENTRY %m (i: s32[], x: f32[]) -> f32[] {
 }
 """
     )
-    assert [str(program.times(name)) for name in ("one", "two")] == ["<=1", "<=1"]
+    assert [str(program.run_count(name)) for name in ("one", "two")] == ["<=1", "<=1"]
 
 
 def test_nested_loops_multiply():
@@ -257,3 +257,17 @@ def test_only_some_compilers_estimate_cycles():
     config = ', backend_config={"window_config":{"estimated_cycles":"50"}}'
     text = loop(BELOW, UP).replace("negate(%x)", f"negate(%x){config}")
     assert read_program(text).estimated_cycles == 300
+
+
+def test_reprs_are_short_however_large_the_program():
+    shape = f"({', '.join(['f32[128,128]{1,0}'] * 100)})"
+    text = f"HloModule {'x' * 300}\n\nENTRY %m () -> {shape} {{\n"
+    text += f"  ROOT %{'y' * 300} = {shape} parameter(0)\n}}\n"
+    program = read_program(text)
+    root = program.entry.root
+    shown = [program, program.entry, program.dataflow, program.sources, root, root.shape]
+    assert [len(repr(value)) <= 200 for value in shown] == [True] * 6
+    small = read_program(TABLES)
+    assert repr(small) == "<Program jit_step, 1 computation, 8 devices>"
+    assert repr(small.entry.root) == "<Instruction %sum = f32[4]{0} add>"
+    assert repr(small.entry) == "<Computation main, 4 instructions>"

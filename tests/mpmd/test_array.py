@@ -190,32 +190,32 @@ def outside():
         (
             [on(0), on(3)],
             mw.MpmdSharding(outside(), [0, 1], P("tp")),
-            r"an array lies on devices 6, 7, which no group of MpmdMesh\('pp:2, tp:2', 'pp'\) has",
+            r"an array is on devices 6, 7, which no group of MpmdMesh\('pp:2, tp:2', 'pp'\) has",
         ),
         (
             [on(0), jax.device_put(VALUES, jax.devices()[7])],
             mw.MpmdSharding(outside(), [0, 1], P("tp")),
-            r"an array lies on device 7, which no group .* has\. Move it there with to_groups",
+            r"an array is on device 7, which no group .* has\. Move it there with to_groups",
         ),
         (
             jax.device_put(VALUES, NamedSharding(CUT.jax_mesh, P("tp"))),
             mw.MpmdSharding(CUT, [0, 1], P("tp")),
-            "an array is spread over groups 0, 1, 2, 3. A group's array lies in that group alone",
+            "an array is spread over groups 0, 1, 2, 3. A group's array is in that group alone",
         ),
         (
             [on(0), on(2)],
             mw.MpmdSharding(CUT, [0, 1], P("tp")),
-            "array 1 lies in group 2; the sharding names groups 0, 1",
+            "array 1 is in group 2; the sharding names groups 0, 1",
         ),
         (
             [on(0), on(0)],
             mw.MpmdSharding(CUT, [0, 1], P("tp")),
-            "array 1 lies in group 0, as one before",
+            "array 1 is in group 0, as one before",
         ),
         (
             [on(0)],
             mw.MpmdSharding(CUT, [0, 1], P("tp")),
-            "group 1 has devices of this process, but none of the 1 arrays lies there",
+            "group 1 has devices of this process, but none of the 1 arrays is there",
         ),
         (
             [on(0), on(1, values=VALUES[:4])],
@@ -230,12 +230,12 @@ def outside():
         (
             [on(0), on(1, P(None, "tp"))],
             mw.MpmdSharding(CUT, [0, 1], P("tp")),
-            r"group 1: the array lies as P\(None, 'tp'\), the sharding says P\('tp',\)",
+            r"group 1: the array is sharded as P\(None, 'tp'\), the sharding says P\('tp',\)",
         ),
         (
             [on(0, P()), on(1, P())],
             mw.MpmdSharding(CUT, [0, 1], P("tp")),
-            r"group 0: the array lies as P\(\), the sharding says P\('tp',\)",
+            r"group 0: the array is sharded as P\(\), the sharding says P\('tp',\)",
         ),
         (
             [on(0)],
@@ -254,10 +254,13 @@ def test_parts_that_do_not_fit_are_refused(arrays, sharding, match):
 @pytest.mark.parametrize(
     ("said", "match"),
     [
-        ({"shape": (8, 8)}, r"float32\[8, 4\] is not the same array as float32\[8, 8\], which was"),
+        (
+            {"shape": (8, 8)},
+            r"float32\[8, 4\] is not the same array as float32\[8, 8\], given explicitly",
+        ),
         ({"dtype": np.int32}, r"float32\[8, 4\] is not the same array as int32\[8, 4\]"),
-        ({"dtype": "nonsense"}, "dtype 'nonsense' is none that an array can have"),
-        ({"shape": "ab"}, "shape 'ab' or dtype .* is none that an array can have"),
+        ({"dtype": "nonsense"}, "dtype 'nonsense' is not a valid shape or dtype"),
+        ({"shape": "ab"}, "shape 'ab' or dtype .* is not a valid shape or dtype"),
     ],
 )
 def test_what_is_said_must_hold(said, match):
@@ -271,3 +274,12 @@ def test_tracers_are_refused():
     split = mw.MpmdSharding(CUT, 0, P())
     with pytest.raises(GroupError, match=r"is not a jax\.Array with values"):
         jax.jit(lambda x: mw.MpmdArray(x, split).first)(VALUES)
+
+
+def test_the_repr_is_short_however_long_the_names():
+    name = "x" * 200
+    groups = mw.MeshGroups([mesh((0, 1), names=[name]), mesh((2, 3), names=[name])])
+    arrays = [on(group, P(name), groups=groups) for group in (0, 1)]
+    text = repr(mw.MpmdArray(arrays, mw.MpmdSharding(groups, [0, 1], P(name))))
+    assert len(text) <= 200
+    assert text.startswith("MpmdArray(f32[8@xxx")

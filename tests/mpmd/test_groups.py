@@ -195,3 +195,9 @@ def test_ranges_name_exactly_the_numbers(numbers):
     if " more" not in text:
         ends = [part.split("-") for part in text.split(", ")]
         assert numbers == {n for end in ends for n in range(int(end[0]), int(end[-1]) + 1)}
+
+
+def test_the_repr_is_short_however_many_groups_and_axes():
+    groups = mw.MeshGroups([mesh((n,), 1, 1, names=("x" * 40, "y" * 40)) for n in range(8)])
+    assert len(repr(groups)) <= 200
+    assert repr(groups).startswith("MeshGroups(['xxx")

@@ -293,6 +293,12 @@ def test_thousands_of_devices_fit_on_a_screen(sizes):
     assert len(str(error.value)) <= LONGEST_MESSAGE
 
 
+def test_the_repr_is_short_however_long_the_names():
+    groups = mw.MpmdMesh(mesh(2, 4, names=("p" * 150, "x" * 150)), "p" * 150)
+    assert len(repr(groups)) <= 200
+    assert repr(groups).startswith("MpmdMesh('ppp")
+
+
 def test_a_hundred_thousand_devices_take_little_time():
     whole = elsewhere([n // 8 for n in range(102_400)], 64, 1600)
     start = time.process_time()

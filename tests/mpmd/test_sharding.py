@@ -134,3 +134,10 @@ def test_it_prints_itself():
     )
     mixed = mw.MpmdSharding(LISTED, [0, 1], {0: P("a"), 1: P("b")})
     assert repr(mixed) == "MpmdSharding(P('a',), P('b',) in groups 0, 1 of 3)"
+
+
+def test_the_repr_is_short_however_long_the_specs():
+    names = ["x" * 90, "y" * 90]
+    groups = mw.MeshGroups([mesh([n, n + 4], names=[names[n % 2]]) for n in range(4)])
+    specs = {group: P(None, names[group % 2]) for group in range(4)}
+    assert len(repr(mw.MpmdSharding(groups, range(4), specs))) <= 200

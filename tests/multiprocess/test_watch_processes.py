@@ -44,7 +44,7 @@ class Ended:
         return ours[0] if len(ours) == 1 and lines[-1] == ours[0] else ""
 
 
-def run(start, what, victim=None, number=0, limit=60.0) -> list[Ended]:
+def run(start, what, victim=None, number=0, timeout=60.0) -> list[Ended]:
     """Three processes; one of them fails by itself, or gets a signal. How each ended."""
     port = free_port()
     far = "far" if what.startswith("far") else ""
@@ -59,7 +59,7 @@ def run(start, what, victim=None, number=0, limit=60.0) -> list[Ended]:
                     me,
                     COUNT,
                     what if me == victim else far,
-                    limit,
+                    timeout,
                     str(files[me]),
                     pipes[me][1],
                 ),
@@ -103,7 +103,7 @@ def until_ended(running) -> dict:
 
 
 FAULTS = {
-    # name: (what it does, who, signal, limit, how it is said, the victim's exit status)
+    # name: (what it does, who, signal, timeout, how it is said, the victim's exit status)
     "killed": ("sleeps", 1, KILL, 60.0, "died, last seen", -KILL),
     "process 0 killed": ("sleeps", 0, KILL, 60.0, "died, last seen", -KILL),
     "raises": ("raises", 2, 0, 60.0, "raised ValueError: no luck, none at all", AT_FAULT),
@@ -123,9 +123,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_all_end_in_time_and_say_why(start, fault):
-    what, victim, number, limit, _, status = FAULTS[fault]
+    what, victim, number, timeout, _, status = FAULTS[fault]
     ended = in_time(
-        lambda: run(start, what, victim, number, limit), lambda ended: not wrong(fault, ended)
+        lambda: run(start, what, victim, number, timeout), lambda ended: not wrong(fault, ended)
     )
     assert not wrong(fault, ended), "\n".join(end.errors[-3000:] for end in ended)
     if status != FOR_GOOD:
@@ -138,7 +138,7 @@ def test_all_end_in_time_and_say_why(start, fault):
 
 def wrong(fault, ended) -> list[str]:
     """What the others got wrong. On a busy machine one may be late, or miss another, once."""
-    _, victim, number, limit, said, _ = FAULTS[fault]
+    _, victim, number, timeout, said, _ = FAULTS[fault]
     found = []
     for me, end in enumerate(ended):
         if me == victim:
@@ -151,7 +151,7 @@ def wrong(fault, ended) -> list[str]:
         alone = end.errors == f"{end.line}\n" or (number == KILL and victim == 0)
         right = {
             "status": end.code == OTHERS,
-            "time": end.after < (2 if limit == 60 else limit + 5),
+            "time": end.after < (2 if timeout == 60 else timeout + 5),
             "how": end.line.removeprefix(f"meshwright: process {victim} ").startswith(said),
             "task": f" in {victim}F{TURN} (step {TURN}); process " in end.line,
             "wait": f"process {me} waited for {waited}" in end.line,

@@ -76,7 +76,7 @@ def work(watch: Watchdog, me: int, processes: int, what: str, here: Connection) 
 def handlers() -> list:
     """What the system and Python do about signals, and about errors."""
     numbers = (signal.SIGTERM, signal.SIGABRT, signal.SIGINT, signal.SIGSEGV)
-    actions = [os_process._action(number) for number in numbers]
+    actions = [os_process._get_action(number) for number in numbers]
     # The system's library adds a flag of its own, SA_RESTORER, to whatever is set.
     system = [(action.handler, action.flags & ~0x04000000) for action in actions]
     return [*system, *(signal.getsignal(number) for number in numbers), sys.excepthook]
@@ -87,7 +87,7 @@ def main(
     me: int,
     processes: int,
     what: str,
-    limit: float,
+    timeout: float,
     errors: str,
     here: Connection,
 ) -> None:
@@ -98,10 +98,10 @@ def main(
     faulthandler.dump_traceback_later(LONG, exit=True)
     warnings.simplefilter("error")
     if "far" in what:  # as if each were on a machine of its own
-        os_process.place = str
+        os_process.identity = str
     start(port, me, processes)
     found = handlers()
-    with Watchdog(limit=limit) as watch:
+    with Watchdog(timeout=timeout) as watch:
         work(watch, me, processes, what, here)
     with contextlib.suppress(SystemExit), Watchdog() as second:
         second.doing = "a second time"

@@ -12,41 +12,41 @@ import pytest
 
 from meshwright.errors import PipelineError
 from meshwright.watchdog import failure_detector, monitor, os_process
-from meshwright.watchdog.failure_detector import DONE, GONE, Fault, Judge, State
+from meshwright.watchdog.failure_detector import DONE, GONE, FailureDetector, Fault, State
 from meshwright.watchdog.watchdog import Watchdog
 
 POLL = 0.2
 
 
-def judge(process=0, count=3, conditions=None):
-    """A judge to whom each place is its own condition."""
-    return Judge(process, count, 1.0, condition=lambda place: place)
+def make_detector(process=0, count=3):
+    """A detector to which each identity is its own status."""
+    return FailureDetector(process, count, 1.0, status=lambda identity: identity)
 
 
-def told(*changed, turn=0, limit=60.0, place=os_process.UNKNOWN):
+def make_states(*changed, turn=0, timeout=60.0, identity=os_process.UNKNOWN):
     """Three processes that beat and move, but for what is changed."""
-    found = {
-        process: State(process, beat=turn, moves=turn, limit=limit, place=place)
+    states = {
+        process: State(process, heartbeat=turn, progress=turn, timeout=timeout, identity=identity)
         for process in range(3)
     }
-    return found | {state.process: state for state in changed}
+    return states | {state.process: state for state in changed}
 
 
-def first_fault(judge, reading, turns=1000):
+def first_fault(detector, reading, turns=1000):
     """The first fault and the time it took; `reading` gives the states of a turn."""
     for turn in range(turns):
-        fault = judge.look(reading(turn), POLL)
+        fault = detector.update(reading(turn), POLL)
         if fault is not None:
             return fault, turn * POLL
     return None, turns * POLL
 
 
 def test_processes_that_beat_and_move_are_left_alone():
-    assert first_fault(judge(), lambda turn: told(turn=turn))[0] is None
+    assert first_fault(make_detector(), lambda turn: make_states(turn=turn))[0] is None
 
 
 @pytest.mark.parametrize(
-    ("place", "what", "least", "most"),
+    ("identity", "what", "least", "most"),
     [
         (os_process.DEAD, "died, last seen", 0.3, 0.9),
         (os_process.STOPPED, "is stopped (SIGSTOP), last seen", 1.0, 1.2),
@@ -54,9 +54,9 @@ def test_processes_that_beat_and_move_are_left_alone():
         (os_process.ALIVE, "hangs, its interpreter blocked for 60.0 s,", 60.0, 60.3),
     ],
 )
-def test_silence_is_judged_by_what_the_system_knows(place, what, least, most):
-    silent = State(1, beat=7, doing="1F5", step=17, place=place)
-    fault, after = first_fault(judge(), lambda turn: told(silent, turn=turn))
+def test_silence_is_judged_by_what_the_system_knows(identity, what, least, most):
+    silent = State(1, heartbeat=7, doing="1F5", step=17, identity=identity)
+    fault, after = first_fault(make_detector(), lambda turn: make_states(silent, turn=turn))
     assert fault == Fault(1, what, "1F5", step=17)
     assert least <= after <= most
 
@@ -64,25 +64,29 @@ def test_silence_is_judged_by_what_the_system_knows(place, what, least, most):
 def test_last_words_of_a_process_that_is_gone_are_waited_for():
     def reading(turn):
         phase = GONE if turn >= 3 else "running"
-        return told(State(1, beat=7, place=os_process.DEAD, phase=phase), turn=turn)
+        return make_states(State(1, heartbeat=7, identity=os_process.DEAD, phase=phase), turn=turn)
 
-    assert first_fault(judge(), reading, 100)[0] is None
+    assert first_fault(make_detector(), reading, 100)[0] is None
 
 
 def test_a_process_that_is_done_must_still_live():
-    done = State(1, beat=7, place=os_process.DEAD, phase=DONE)
-    assert first_fault(judge(), lambda turn: told(done, turn=turn))[0].process == 1
+    done = State(1, heartbeat=7, identity=os_process.DEAD, phase=DONE)
+    assert first_fault(make_detector(), lambda turn: make_states(done, turn=turn))[0].process == 1
 
 
 def test_others_look_only_at_process_0():
-    silent = State(1, beat=7, place=os_process.DEAD)
-    assert first_fault(judge(2), lambda turn: told(silent, turn=turn), 100)[0] is None
-    silent = State(0, beat=7, place=os_process.DEAD)
-    assert first_fault(judge(2), lambda turn: told(silent, turn=turn))[0].process == 0
+    silent = State(1, heartbeat=7, identity=os_process.DEAD)
+    assert (
+        first_fault(make_detector(2), lambda turn: make_states(silent, turn=turn), 100)[0] is None
+    )
+    silent = State(0, heartbeat=7, identity=os_process.DEAD)
+    assert (
+        first_fault(make_detector(2), lambda turn: make_states(silent, turn=turn))[0].process == 0
+    )
 
 
 @pytest.mark.parametrize(
-    ("about", "culprit"),
+    ("about", "at_fault"),
     [
         (["", "1F5", "1F5 of 1"], Fault(1, "hangs, no progress for 3 s,", "1F5")),
         (["1B5 of 1", "", "1F5 of 1"], Fault(1, "hangs, no progress for 3 s,")),
@@ -92,13 +96,13 @@ def test_others_look_only_at_process_0():
         (["a of 1", "b of 2", "c of 0"], Fault(None, "wait for one another, no progress for 3 s")),
     ],
 )
-def test_a_hang_is_the_fault_of_who_waits_for_nobody(about, culprit):
+def test_a_hang_is_the_fault_of_who_waits_for_nobody(about, at_fault):
     def reading(turn):
         return {
             process: State(
                 process,
-                beat=turn,
-                limit=3.0,
+                heartbeat=turn,
+                timeout=3.0,
                 doing=text if "of" not in text and text != DONE else "",
                 waiting=text if "of" in text else "",
                 phase=DONE if text == DONE else "running",
@@ -107,17 +111,17 @@ def test_a_hang_is_the_fault_of_who_waits_for_nobody(about, culprit):
             if text is not None
         }
 
-    fault, after = first_fault(judge(), reading)
-    assert fault == culprit
+    fault, after = first_fault(make_detector(), reading)
+    assert fault == at_fault
     assert 3 <= after < 3.3
 
 
 def planned(process, step, plan="plan 0", phase="running"):
-    return State(process, beat=1, waiting="more", step=step, plan=plan, phase=phase)
+    return State(process, heartbeat=1, waiting="more", step=step, plan=plan, phase=phase)
 
 
 @pytest.mark.parametrize(
-    ("states", "culprit"),
+    ("states", "at_fault"),
     [
         ([(0, 5), (1, 4, "plan 0", DONE)], "left before the others, last seen"),
         ([(0, 4, "plan 0", DONE), (1, 5)], "left before the others, last seen"),
@@ -129,43 +133,45 @@ def planned(process, step, plan="plan 0", phase="running"):
         ([(0, 5, ""), (1, 4, "", DONE)], None),
     ],
 )
-def test_steps_with_a_plan_are_made_together(states, culprit):
-    found = {state[0]: planned(*state) for state in states}
-    one = judge(count=len(states))
-    assert one.look(found, POLL) is None  # seen once, they may not have said all yet
-    fault = one.look(found, POLL)
-    assert (fault and fault.what) == culprit
+def test_steps_with_a_plan_are_made_together(states, at_fault):
+    snapshot = {state[0]: planned(*state) for state in states}
+    detector = make_detector(count=len(states))
+    assert detector.update(snapshot, POLL) is None  # seen once, they may not have said all yet
+    fault = detector.update(snapshot, POLL)
+    assert (fault and fault.what) == at_fault
 
 
 def test_nobody_hangs_while_one_moves_or_all_are_outside_of_tasks():
-    waiting = [State(process, beat=1, waiting="more", limit=3.0) for process in (0, 2)]
-    alive = {"limit": 3.0, "place": os_process.ALIVE}
-    moving = first_fault(judge(), lambda turn: told(waiting[0], turn=turn, **alive), 100)
-    resting = first_fault(judge(), lambda turn: told(turn=0, **alive), 14)
+    waiting = [State(process, heartbeat=1, waiting="more", timeout=3.0) for process in (0, 2)]
+    alive = {"timeout": 3.0, "identity": os_process.ALIVE}
+    moving = first_fault(
+        make_detector(), lambda turn: make_states(waiting[0], turn=turn, **alive), 100
+    )
+    resting = first_fault(make_detector(), lambda turn: make_states(turn=0, **alive), 14)
     assert (moving[0], resting[0]) == (None, None)
 
 
-def test_the_largest_limit_counts():
+def test_the_largest_timeout_counts():
     def reading(turn):
         return {
-            0: State(0, beat=turn, waiting="1F0", limit=3.0),
-            1: State(1, beat=turn, doing="compiling", limit=math.inf),
+            0: State(0, heartbeat=turn, waiting="1F0", timeout=3.0),
+            1: State(1, heartbeat=turn, doing="compiling", timeout=math.inf),
         }
 
-    assert first_fault(judge(count=2), reading)[0] is None
+    assert first_fault(make_detector(count=2), reading)[0] is None
 
 
 def test_what_is_told_survives_the_store_on_one_short_line():
     state = State(1, 2, 3, "a\nb", "x" * 1000, 4, math.inf, "here", DONE)
-    again = failure_detector.read_state(failure_detector.write(state))
-    assert (again.doing, again.limit, len(again.waiting)) == ("a b", math.inf, 200)
+    again = failure_detector.decode_state(failure_detector.encode(state))
+    assert (again.doing, again.timeout, len(again.waiting)) == ("a b", math.inf, 200)
     fault = Fault(None, "wait")
-    assert failure_detector.read_fault(failure_detector.write(fault)) == fault
+    assert failure_detector.decode_fault(failure_detector.encode(fault)) == fault
 
 
 def test_the_line_does_not_grow_with_the_number_of_processes():
     crowd = {process: State(process, waiting="1F5 of process 1") for process in range(1000)}
-    line = failure_detector.line(Fault(1, "died, last seen"), crowd)
+    line = failure_detector.message(Fault(1, "died, last seen"), crowd)
     assert line.startswith("meshwright: process 1 died, last seen outside of a task; process 0 ")
     assert line.endswith("and 993 more. All end.")
     assert len(line) < 500
@@ -176,9 +182,9 @@ def test_an_error_whose_text_fails_is_still_named():
         def __str__(self):
             raise RuntimeError
 
-    assert failure_detector.raised(ValueError("No luck.")) == "raised ValueError: No luck"
+    assert failure_detector.describe_error(ValueError("No luck.")) == "raised ValueError: No luck"
     assert (
-        failure_detector.raised(HostileError())
+        failure_detector.describe_error(HostileError())
         == "raised HostileError: <whose text raised RuntimeError>"
     )
 
@@ -186,19 +192,21 @@ def test_an_error_whose_text_fails_is_still_named():
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_the_system_tells_the_living_from_the_stopped_and_the_dead():
     tell = (
-        "from meshwright.watchdog import os_process; print(os_process.place(), flush=True); input()"
+        "from meshwright.watchdog import os_process\n"
+        "print(os_process.identity(), flush=True)\n"
+        "input()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", tell], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
-        place = child.stdout.readline().strip()
-        assert os_process.condition(place) == os_process.ALIVE
+        identity = child.stdout.readline().strip()
+        assert os_process.status(identity) == os_process.ALIVE
         child.send_signal(signal.SIGSTOP)
-        assert until(lambda: os_process.condition(place) == os_process.STOPPED)
+        assert until(lambda: os_process.status(identity) == os_process.STOPPED)
         child.kill()
-        assert until(lambda: os_process.condition(place) == os_process.DEAD)
-    assert os_process.condition(place) == os_process.DEAD
-    assert os_process.condition("") == os_process.condition("moon 1 2 3 0") == os_process.UNKNOWN
+        assert until(lambda: os_process.status(identity) == os_process.DEAD)
+    assert os_process.status(identity) == os_process.DEAD
+    assert os_process.status("") == os_process.status("moon 1 2 3 0") == os_process.UNKNOWN
 
 
 def until(holds):
@@ -210,21 +218,21 @@ def until(holds):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs GNU's libc")
 def test_a_trap_springs_once_and_leaves_nothing_behind():
-    before = os_process._action(signal.SIGTERM).handler
-    trap = os_process.Trap(signal.SIGTERM, "abs")
-    assert not trap.sprung
+    before = os_process._get_action(signal.SIGTERM).handler
+    trap = os_process.SignalTrap(signal.SIGTERM, "abs")
+    assert not trap.triggered
     os.kill(os.getpid(), signal.SIGTERM)
-    assert until(lambda: trap.sprung)
+    assert until(lambda: trap.triggered)
     trap.restore()
-    assert os_process._action(signal.SIGTERM).handler == before
-    assert not trap.sprung
+    assert os_process._get_action(signal.SIGTERM).handler == before
+    assert not trap.triggered
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs GNU's libc")
 def test_a_trap_gives_way_to_a_handler_that_is_set_later():
-    trap = os_process.Trap(signal.SIGTERM, "abs")
+    trap = os_process.SignalTrap(signal.SIGTERM, "abs")
     default = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    assert not trap.sprung
+    assert not trap.triggered
     signal.signal(signal.SIGTERM, noticed)
     assert not os_process.unhandled(signal.SIGTERM)
     trap.restore()
@@ -239,35 +247,42 @@ def noticed(number, frame):
 
 def test_a_single_process_is_not_watched():
     threads = threading.active_count()
-    action = os_process._action(signal.SIGABRT).handler if sys.platform == "linux" else None
-    with Watchdog(limit=0.01) as watch:
+    action = os_process._get_action(signal.SIGABRT).handler if sys.platform == "linux" else None
+    with Watchdog(timeout=0.01) as watch:
         watch.step, watch.waiting = 1, "0F0"
         assert repr(watch) == "<Watchdog 'run': waiting for 0F0 (step 1)>"
         watch.doing = "1F0"
         assert (watch.doing, watch.waiting, watch.step) == ("1F0", "", 1)
         assert threading.active_count() == threads
         if sys.platform == "linux":
-            assert os_process._action(signal.SIGABRT).handler == action
+            assert os_process._get_action(signal.SIGABRT).handler == action
     with pytest.raises(KeyError, match="as usual"), Watchdog():
         raise KeyError("as usual")
     with pytest.raises(PipelineError, match="started before"):
         watch.start()
 
 
+def test_the_repr_is_short_however_long_the_task():
+    watch = Watchdog()
+    watch.doing, watch.waiting = "x" * 1000, "y" * 1000
+    assert len(repr(watch)) <= 200
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"limit": 0}, "limit 0: use a number of seconds"),
-        ({"limit": "1"}, "limit '1': use a number"),
-        ({"silence": math.nan}, "silence nan: use a number"),
+        ({"timeout": 0}, "timeout 0: use a number of seconds"),
+        ({"timeout": "1"}, "timeout '1': use a number"),
+        ({"heartbeat_timeout": math.nan}, "heartbeat_timeout nan: use a number"),
         ({"name": "a/b"}, "name 'a/b': use a word without '/'"),
     ],
 )
 def test_options_are_checked(options, text):
-    with pytest.raises(PipelineError, match=text):
+    with pytest.raises(PipelineError, match=text) as error:
         Watchdog(**options)
+    assert error.value.option in options
 
 
 def test_the_exit_status_is_the_one_asked_for():
     errors = [ValueError(), KeyboardInterrupt(), SystemExit(3), SystemExit("why")]
-    assert [monitor.code_of(error) for error in errors] == [81, 130, 3, 81]
+    assert [monitor.exit_status(error) for error in errors] == [81, 130, 3, 81]

@@ -1,1 +1,6 @@
-"""Optimised HLO as data. In: a compiler's text. Out: instructions, dataflow, sources and counts."""
+"""Optimised HLO as data. In: a compiler's text (`compiled.as_text()`). Out: a `Program`.
+
+`program` reads the text and counts its operations, `instructions` has the parts it consists of
+(instructions, shapes, attributes, source lines), `dataflow` follows values back to where they come
+from and counts how often each computation runs.
+"""

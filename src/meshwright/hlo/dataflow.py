@@ -1,4 +1,6 @@
-"""Where a value comes from: back through copies, casts, cuts, tuples, fusions and loops."""
+"""Dataflow of an HLO program: where a value comes from, back through copies, tuples, fusions and
+loops (`Dataflow`); how many trips a loop makes and how often each computation runs (`count_runs`).
+"""
 
 from __future__ import annotations
 
@@ -7,59 +9,78 @@ import functools
 import re
 from collections.abc import Mapping
 
-from meshwright.hlo.instructions import Computation, Instruction, whole_numbers
+from meshwright._show import short_repr
+from meshwright._text import plural
+from meshwright.hlo.instructions import Computation, Instruction, integers
 
-# What hands on the elements of its first operand, some of them or all.
-_PASSES_ON = frozenset(
+# Opcodes whose result consists of elements of their first operand, some of them or all.
+_FORWARDS = frozenset(
     "bitcast bitcast-convert collective-permute collective-permute-done collective-permute-start "
     "convert copy copy-done copy-start dynamic-slice optimization-barrier reduce-precision reshape "
     "slice slice-done slice-start transpose all-gather all-gather-start all-gather-done "
     "fusion-done async-done async-update call-done".split()
 )
-_ENTERS = frozenset("fusion fusion-start call call-start async-start".split())
+# Opcodes whose result is the root of the computation they call.
+_CALLS = frozenset("fusion fusion-start call call-start async-start".split())
+# No chain in a real program is as long; a text whose instructions form a cycle must not hang us.
 _MOST_STEPS = 1000
 
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """An instruction and, where it makes a tuple, the element meant."""
+    """An instruction and, if it makes a tuple, the element that is meant."""
 
     instruction: Instruction
     path: tuple[int, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Tracer:
+# Following a value back.
+# Input: an instruction (and the element of its tuple). Output: the `Origin` it consists of.
+# Invariant: the value consists of elements of the origin, of this device or (after a collective) of
+# others, changed only in type, order and place; where that cannot be shown, e.g. if there are two
+# callers or a loop changes the value, the search ends. Operands after the first are not followed.
+# Example: from %y it goes to %w, across a fusion, a tuple and a cast:
+#   %f   (p: f32[4]) { %p = parameter(0)  ROOT %c = bf16[4] convert(%p) }
+#   main             { %t = tuple(%w, %b)  %g = get-tuple-element(%t), index=0
+#                      %y = bf16[4] fusion(%g), calls=%f }
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Dataflow:
     """Follows values through the computations of one program."""
 
     computations: Mapping[str, Computation]
 
     @functools.cached_property
     def callers(self) -> dict[str, list[Instruction]]:
-        found: dict[str, list[Instruction]] = {}
+        """`{computation: the instructions that call it}`."""
+        callers: dict[str, list[Instruction]] = {}
         for computation in self.computations.values():
             for instruction in computation.instructions:
-                if "%" in instruction.rest:
-                    for _, name in instruction.called:
-                        found.setdefault(name, []).append(instruction)
-        return found
+                for _, name in instruction.called:
+                    callers.setdefault(name, []).append(instruction)
+        return callers
 
     def origin(self, instruction: Instruction, path: tuple[int, ...] = ()) -> Origin:
-        """The first instruction on the way back that does more than hand its operand on."""
-        here = Origin(instruction, path)
+        """Return the first instruction on the way back that does more than forward its operand."""
+        origin = Origin(instruction, path)
         for _ in range(_MOST_STEPS):
-            before = self._before(here.instruction, here.path)
+            before = self._before(origin.instruction, origin.path)
             if before is None:
-                return here
-            here = before
-        return here
+                return origin
+            origin = before
+        return origin
+
+    def __repr__(self) -> str:
+        return short_repr(self, plural(len(self.computations), "computation"))
 
     def _before(self, instruction: Instruction, path: tuple[int, ...]) -> Origin | None:
+        """Go back by one instruction; `None` if this one makes the value."""
         opcode = instruction.opcode
-        if opcode in _PASSES_ON:
+        if opcode in _FORWARDS:
             return Origin(self._operand(instruction, 0), path)
         if opcode == "get-tuple-element":
-            index = whole_numbers(instruction.attribute("index"))
+            index = integers(instruction.attribute("index"))
             return Origin(self._operand(instruction, 0), (*index, *path))
         if opcode == "tuple":
             return Origin(self._operand(instruction, path[0]), path[1:]) if path else None
@@ -67,29 +88,31 @@ class Tracer:
             return self._through_loop(instruction, path)
         if opcode == "parameter":
             return self._from_caller(instruction, path)
-        if opcode in _ENTERS and instruction.called:
+        if opcode in _CALLS and instruction.called:
             return Origin(self.computations[instruction.called[0][1]].root, path)
-        if opcode == "custom-call" and '"ConcatBitcast"' in instruction.rest:
+        # A custom call of the TPU compiler that moves nothing.
+        if opcode == "custom-call" and '"ConcatBitcast"' in instruction.attributes:
             return Origin(self._operand(instruction, 0), path)
         return None
 
     def _operand(self, instruction: Instruction, number: int) -> Instruction:
-        where = self.computations[instruction.computation]
-        return where.by_name[instruction.operands[number]]
+        computation = self.computations[instruction.computation]
+        return computation.by_name[instruction.operands[number]]
 
     def _from_caller(self, parameter: Instruction, path: tuple[int, ...]) -> Origin | None:
+        """Go from a parameter to the operand that its one caller passes."""
         callers = self.callers.get(parameter.computation, [])
         if len(callers) != 1:
             return None
         caller = callers[0]
         if caller.opcode == "while":
             return self._through_loop(caller, path)
-        if caller.opcode in _ENTERS:
-            return Origin(self._operand(caller, int(parameter.inside)), path)
+        if caller.opcode in _CALLS:
+            return Origin(self._operand(caller, int(parameter.operand_text)), path)
         return None
 
     def _through_loop(self, loop: Instruction, path: tuple[int, ...]) -> Origin | None:
-        """A carried value that no round changes is what the loop was given."""
+        """Go to the loop's operand, if no trip changes this element of what it carries."""
         if path and self._carried_unchanged(dict(loop.called)["body"], path[0]):
             return Origin(self._operand(loop, 0), path)
         return None
@@ -103,54 +126,62 @@ class Tracer:
             value = self._operand(value, 0)
         return (
             value.opcode == "get-tuple-element"
-            and whole_numbers(value.attribute("index")) == (index,)
+            and integers(value.attribute("index")) == (index,)
             and self._operand(value, 0).opcode == "parameter"
         )
 
 
-# How many rounds a loop makes.
-#
-# GPU and CPU compilers write it down (`known_trip_count`). The TPU compiler does not; there the
-# condition tells: a counter compared with a constant, the constant it starts from, the constant
-# it grows by.
-
+# Trip counts.
+# Input: a `while`. Output: how many times its body runs, or `None` if that is not known.
+# GPU and CPU compilers write it down (`known_trip_count`). The TPU compiler does not; there it is
+# derived from a counter that is compared with a constant; if start, step or bound are not constants
+# the answer is `None`. It is exact if the body adds its constant to the counter itself, as those of
+# `scan` and `fori_loop` do; that is not checked. Example, 6 trips:
+#   init:      tuple(%zero, ...)             with %zero = constant(0)
+#   condition: compare(%i, %six), direction=LT
+#   body:      tuple(%next, ...)             with %next = add(%i, %one)
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_WHOLE = re.compile(r"-?\d+")
+_INTEGER = re.compile(r"-?\d+")
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
 
 
-def trip_count(loop: Instruction, tracer: Tracer) -> int | None:
-    """The rounds of a `while`, or `None` where nothing tells."""
-    known = _KNOWN.search(loop.rest)
-    return int(known[1]) if known else _derived(loop, tracer)
+def trip_count(loop: Instruction, dataflow: Dataflow) -> int | None:
+    """Return the trips of a `while`, or `None` if the text does not tell."""
+    known = _KNOWN.search(loop.attributes)
+    return int(known[1]) if known else _derive_trip_count(loop, dataflow)
 
 
-def _derived(loop: Instruction, tracer: Tracer) -> int | None:
+def _derive_trip_count(loop: Instruction, dataflow: Dataflow) -> int | None:
     called = dict(loop.called)
-    condition = tracer.computations[called["condition"]]
-    test = tracer.origin(condition.root).instruction
+    condition = dataflow.computations[called["condition"]]
+    test = dataflow.origin(condition.root).instruction
     if test.opcode != "compare":
         return None
-    left, right = _operands(test, tracer)
+    left, right = _operand_origins(test, dataflow)
     direction = test.attribute("direction") or ""
     if _constant(left) is not None:
         left, right, direction = right, left, _MIRRORED.get(direction, "")
     bound = _constant(right)
+    # The counter must be one element of what the loop carries.
     if bound is None or len(left.path) != 1:
         return None
-    given = tracer.computations[loop.computation].by_name[loop.operands[0]]
-    start = _constant(tracer.origin(given, left.path))
-    step = _step(tracer.computations[called["body"]], left.path, tracer)
+    init = dataflow.computations[loop.computation].by_name[loop.operands[0]]
+    start = _constant(dataflow.origin(init, left.path))
+    step = _increment(dataflow.computations[called["body"]], left.path, dataflow)
     if start is None or step is None:
         return None
-    return rounds(start, step, bound, direction)
+    return count_trips(start, step, bound, direction)
 
 
-def rounds(start: int, step: int, bound: int, direction: str) -> int | None:
-    """
-    >>> rounds(0, 1, 6, "LT"), rounds(5, -1, 0, "GE"), rounds(0, 2, 5, "LT"), rounds(0, 0, 5, "LT")
-    (6, 6, 3, None)
+def count_trips(start: int, step: int, bound: int, direction: str) -> int | None:
+    """Count the trips of `i = start; while i <direction> bound: i += step`.
+
+    `None` if the counter moves away from its bound, so that the loop would end by overflow only.
+
+    >>> count_trips(0, 1, 6, "LT"), count_trips(5, -1, 0, "GE"), count_trips(0, 2, 5, "LT")
+    (6, 6, 3)
+    >>> count_trips(0, 0, 5, "LT")
     """
     last = bound + {"LE": 1, "GE": -1}.get(direction, 0)
     upwards = direction in ("LT", "LE") or (direction == "NE" and bound > start)
@@ -159,41 +190,50 @@ def rounds(start: int, step: int, bound: int, direction: str) -> int | None:
     return max(0, -((start - last) // step))
 
 
-def _operands(instruction: Instruction, tracer: Tracer) -> list[Origin]:
-    where = tracer.computations[instruction.computation]
-    return [tracer.origin(operand) for operand in where.operands(instruction)]
+def _operand_origins(instruction: Instruction, dataflow: Dataflow) -> list[Origin]:
+    computation = dataflow.computations[instruction.computation]
+    return [dataflow.origin(operand) for operand in computation.operands(instruction)]
 
 
 def _constant(origin: Origin) -> int | None:
     instruction = origin.instruction
-    if instruction.opcode != "constant" or not _WHOLE.fullmatch(instruction.inside):
+    if instruction.opcode != "constant" or not _INTEGER.fullmatch(instruction.operand_text):
         return None
-    return int(instruction.inside)
+    return int(instruction.operand_text)
 
 
-def _step(body: Computation, path: tuple[int, ...], tracer: Tracer) -> int | None:
-    """What a round adds to the counter."""
-    growth = tracer.origin(body.root, path).instruction
-    if growth.opcode not in ("add", "subtract"):
+def _increment(body: Computation, path: tuple[int, ...], dataflow: Dataflow) -> int | None:
+    """Return what a trip adds to the counter, if that is a constant."""
+    update = dataflow.origin(body.root, path).instruction
+    if update.opcode not in ("add", "subtract"):
         return None
-    sign = 1 if growth.opcode == "add" else -1
-    for origin in _operands(growth, tracer):
+    sign = 1 if update.opcode == "add" else -1
+    for origin in _operand_origins(update, dataflow):
         number = _constant(origin)
         if number is not None:
             return sign * number
     return None
 
 
-# How often each computation runs: loops multiplied, branches counted once each.
+# Run counts.
+# Input: the computations and the name of the entry. Output: how often each runs when the program
+# runs once. Invariant: callers are counted before what they call, so every sum is complete when it
+# is used; HLO has no recursion, so such an order exists.
+# Example: a body of 3 trips inside one of 5 runs 15 times, its condition (3 + 1) * 5 = 20 times;
+# both branches of a conditional run at most once, printed as `<=1`.
 
 
 @dataclasses.dataclass(frozen=True)
-class Runs:
-    """A number of runs. `at_most`: it stands in a branch that may not be taken. `at_least`: it
-    stands in a loop whose number of rounds is unknown and was counted as one.
+class RunCount:
+    """A number of runs.
 
-    >>> print(Runs(6), Runs(6, at_most=True), Runs(6, at_least=True), Runs(6, True, True))
-    6 <=6 >=6 ~6
+    `at_most`: there is a branch above that may not be taken. `at_least`: there is a loop above
+    whose trip count is unknown and was taken as one.
+
+    >>> print(RunCount(6), RunCount(6, at_most=True), RunCount(6, at_least=True))
+    6 <=6 >=6
+    >>> print(RunCount(6, at_most=True, at_least=True))
+    ~6
     """
 
     count: int
@@ -204,64 +244,70 @@ class Runs:
         sign = {(True, False): "<=", (False, True): ">=", (True, True): "~"}
         return sign.get((self.at_most, self.at_least), "") + str(self.count)
 
-    def __add__(self, other: Runs) -> Runs:
-        return Runs(
+    def __add__(self, other: RunCount) -> RunCount:
+        return RunCount(
             self.count + other.count,
             self.at_most or other.at_most,
             self.at_least or other.at_least,
         )
 
-    def __mul__(self, other: Runs) -> Runs:
-        return Runs(
+    def __mul__(self, other: RunCount) -> RunCount:
+        return RunCount(
             self.count * other.count,
             self.at_most or other.at_most,
             self.at_least or other.at_least,
         )
 
 
-_ONCE = Runs(1)
-_PERHAPS = Runs(1, at_most=True)
+_ONCE = RunCount(1)
+_AT_MOST_ONCE = RunCount(1, at_most=True)
 
 
-def all_runs(tracer: Tracer, entry: str) -> dict[str, Runs]:
-    """Runs of every computation. One that is applied to elements (of a sum, a sort) counts once
-    for the instruction that applies it."""
+def count_runs(dataflow: Dataflow, entry: str) -> dict[str, RunCount]:
+    """Return how often each computation runs that is called from the entry.
+
+    One that is applied to elements (of a reduction, a sort) counts once for the instruction that
+    applies it.
+    """
     calls = {
         name: [
-            (called, per_call(how, instruction, tracer))
+            (called, runs_per_call(how, instruction, dataflow))
             for instruction in computation.instructions
-            if "%" in instruction.rest
             for how, called in instruction.called
         ]
-        for name, computation in tracer.computations.items()
+        for name, computation in dataflow.computations.items()
     }
     runs = {entry: _ONCE}
     for name in _callers_first(calls, entry):
         for called, factor in calls[name]:
-            added = runs[name] * factor
-            runs[called] = runs[called] + added if called in runs else added
+            more = runs[name] * factor
+            runs[called] = runs[called] + more if called in runs else more
     return runs
 
 
-def per_call(how: str, instruction: Instruction, tracer: Tracer) -> Runs:
-    """How often an instruction calls one of its computations."""
+def runs_per_call(how: str, instruction: Instruction, dataflow: Dataflow) -> RunCount:
+    """Return how often one run of an instruction runs a computation that it calls as `how`."""
     if instruction.opcode == "while":
-        rounds = trip_count(instruction, tracer)
-        if rounds is None:
-            return Runs(1, at_least=True)
-        return Runs(rounds + 1 if how == "condition" else rounds)
-    return _PERHAPS if instruction.opcode == "conditional" else _ONCE
+        trips = trip_count(instruction, dataflow)
+        if trips is None:
+            return RunCount(1, at_least=True)
+        # The condition is evaluated once more, to find that the loop ends.
+        return RunCount(trips + 1 if how == "condition" else trips)
+    return _AT_MOST_ONCE if instruction.opcode == "conditional" else _ONCE
 
 
-def _callers_first(calls: Mapping[str, list[tuple[str, Runs]]], entry: str) -> list[str]:
-    """Computations so that each comes after all that call it."""
-    done: dict[str, None] = {}
+def _callers_first(calls: Mapping[str, list[tuple[str, RunCount]]], entry: str) -> list[str]:
+    """Sort computations topologically, each after all that call it.
+
+    With a stack of its own rather than by recursion: computations may be nested deeply.
+    """
+    finished: dict[str, None] = {}
     pending: list[tuple[str, bool]] = [(entry, False)]
     while pending:
-        name, seen = pending.pop()
-        if seen:
-            done.setdefault(name)
-        elif name not in done:
+        name, is_expanded = pending.pop()
+        if is_expanded:
+            finished.setdefault(name)
+        elif name not in finished:
             pending.append((name, True))
             pending += [(called, False) for called, _ in calls[name]]
-    return list(reversed(done))
+    return list(reversed(finished))

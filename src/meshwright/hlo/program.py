@@ -1,4 +1,4 @@
-"""`Program`: what a compiler made, with what can be counted in it."""
+"""`read_program` reads a compiler's HLO text into a `Program`, which counts what is in it."""
 
 from __future__ import annotations
 
@@ -9,47 +9,135 @@ import re
 
 import numpy as np
 
+from meshwright._show import short_repr
+from meshwright._text import plural
 from meshwright.errors import MeshwrightError
-from meshwright.hlo.dataflow import Runs, Tracer, all_runs, per_call
+from meshwright.hlo.dataflow import Dataflow, RunCount, count_runs, runs_per_call
 from meshwright.hlo.instructions import (
     Computation,
     Instruction,
     Shape,
     Source,
     SourceTable,
+    integers,
     read_sources,
-    whole_numbers,
 )
 
+# Reading a program.
+# Input: `compiled.as_text()` of the CPU, GPU or TPU compiler: a header, perhaps tables of source
+# lines, then computations, each a line that ends with `{`, indented instructions, and `}`.
+# Output: a `Program`. Invariant: every line that is an instruction becomes one, in the order of the
+# text; other lines (tables, blank lines) are skipped, and nothing is interpreted yet.
+# Example: below. One pass, linear in the text, since a large model's has millions of characters.
 
-@dataclasses.dataclass(frozen=True, eq=False)
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) (?:\(.*\) -> .*)?\{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\(")
+_DEVICE_COUNT = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
+
+
+def read_program(text: str) -> Program:
+    """Read `compiled.as_text()` of any of the compilers.
+
+    Raises `MeshwrightError` if the text has no ENTRY computation.
+
+    >>> program = read_program('''HloModule double
+    ...
+    ... ENTRY %main (x: f32[4]) -> f32[4] {
+    ...   %x = f32[4]{0} parameter(0)
+    ...   ROOT %sum = f32[4]{0} add(%x, %x), metadata={op_name="jit(f)/add" stack_frame_id=1}
+    ... }''')
+    >>> program.entry.root.opcode, program.entry.root.operands
+    ('add', ('x', 'x'))
+    >>> program
+    <Program double, 1 computation, 1 device>
+    """
+    computations: dict[str, Computation] = {}
+    instructions: list[Instruction] = []
+    name, entry = "", ""
+    for line in text.splitlines():
+        if line.startswith(" "):
+            instruction = read_instruction(line, name)
+            if instruction is not None:
+                instructions.append(instruction)
+        elif line.startswith("}"):
+            computations[name] = Computation(name, tuple(instructions))
+            name, instructions = "", []
+        elif line.endswith("{") and (opening := _COMPUTATION.match(line)):
+            name = opening[2]
+            entry = name if opening[1] else entry
+    if not entry:
+        raise MeshwrightError(
+            "this is not the text of an HLO program: it has no ENTRY computation."
+        )
+    header, _, _ = text.partition("\n")
+    devices = math.prod(map(int, _DEVICE_COUNT.findall(header)))
+    # The header may hold braces of its own; the tables end where the first computation begins.
+    tables = text[: text.find("{\n", len(header))]
+    return Program(header, computations, computations[entry], devices, read_sources(tables))
+
+
+def read_instruction(line: str, computation: str) -> Instruction | None:
+    """Read one line of a computation; `None` for a line that is no instruction."""
+    match = _INSTRUCTION.match(line)
+    if match is None:
+        return None
+    start = match.end()
+    end = _closing_bracket(line, start)
+    return Instruction(
+        name=match[2],
+        opcode=match[4],
+        shape=Shape(match[3]),
+        operand_text=line[start:end],
+        attributes=line[end + 1 :],
+        computation=computation,
+        root=match[1] is not None,
+    )
+
+
+def _closing_bracket(line: str, start: int) -> int:
+    """Return where the operands end. Layouts among them have brackets: `add(f32[8]{0:T(8)} %a)`.
+
+    Counts brackets between one closing bracket and the next, which is much quicker in Python than
+    looking at every character.
+    """
+    end = line.find(")", start)
+    opened = line.count("(", start, end)
+    while opened:
+        start, end = end + 1, line.find(")", end + 1)
+        opened += line.count("(", start, end) - 1
+    return end
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Program:
-    """A program for one device. `devices` is how many run it together, as its head says."""
+    """A program for one device. `devices` is how many run it together, as its header says."""
 
-    head: str
+    header: str
     computations: dict[str, Computation]
     entry: Computation
     devices: int
     sources: SourceTable
 
     @functools.cached_property
-    def tracer(self) -> Tracer:
-        return Tracer(self.computations)
+    def dataflow(self) -> Dataflow:
+        """Where its values come from."""
+        return Dataflow(self.computations)
 
     @functools.cached_property
-    def runs(self) -> dict[str, Runs]:
-        return all_runs(self.tracer, self.entry.name)
+    def runs(self) -> dict[str, RunCount]:
+        """`{computation: how often it runs}`, without those that are never called."""
+        return count_runs(self.dataflow, self.entry.name)
 
-    def times(self, computation: str) -> Runs:
-        """How often a computation runs when the program runs once."""
-        return self.runs.get(computation, Runs(0))
+    def run_count(self, computation: str) -> RunCount:
+        """Return how often a computation runs when the program runs once."""
+        return self.runs.get(computation, RunCount(0))
 
     def source(self, instruction: Instruction) -> Source | None:
-        """Where in the user's code an instruction comes from, if the text says."""
+        """Return the line of the user's code that an instruction comes from, if the text says."""
         return self.sources.source(instruction)
 
     def stack(self, instruction: Instruction) -> tuple[Source, ...]:
-        """Every frame above an instruction, innermost first."""
+        """Return every frame above an instruction, innermost first."""
         return self.sources.stack(instruction)
 
     @functools.cached_property
@@ -60,142 +148,83 @@ class Program:
     @functools.cached_property
     def flops(self) -> float:
         """Floating-point operations of all dots and convolutions on one device."""
-        return self.work(self.entry.name)
+        return self.flops_of_computation(self.entry.name)
 
-    def work(self, computation: str) -> float:
-        """Operations of one run of a computation and of all that it calls."""
-        if computation not in self._work:
-            where = self.computations[computation]
-            self._work[computation] = sum(map(self.work_of, where.instructions))
-        return self._work[computation]
+    def flops_of_computation(self, computation: str) -> float:
+        """Return the operations of one run of a computation and of all that it calls."""
+        # Kept, because a computation may have many callers, each of which asks.
+        if computation not in self._flops:
+            instructions = self.computations[computation].instructions
+            self._flops[computation] = sum(map(self.flops_of, instructions))
+        return self._flops[computation]
 
-    def work_of(self, instruction: Instruction) -> float:
-        """Operations of one instruction and of all that it calls."""
+    def flops_of(self, instruction: Instruction) -> float:
+        """Return the operations of one instruction and of all that it calls."""
         own = flops(instruction, self.computations[instruction.computation])
         return own + sum(
-            self.work(name) * per_call(how, instruction, self.tracer).count
+            self.flops_of_computation(name) * runs_per_call(how, instruction, self.dataflow).count
             for how, name in instruction.called
         )
 
     @functools.cached_property
-    def _work(self) -> dict[str, float]:
+    def _flops(self) -> dict[str, float]:
         return {}
 
     @functools.cached_property
     def estimated_cycles(self) -> int | None:
         """The compiler's own estimate of its fusions and copies; only TPU compilers give one."""
-        found = [
-            number * self.times(computation.name).count
+        estimates = [
+            cycles * self.run_count(computation.name).count
             for computation in self.computations.values()
             for instruction in computation.instructions
-            if (number := cycles(instruction)) is not None
+            if (cycles := estimated_cycles(instruction)) is not None
         ]
-        return sum(found) if found else None
+        return sum(estimates) if estimates else None
+
+    def __repr__(self) -> str:
+        name = self.header.removeprefix("HloModule ").partition(",")[0]
+        counts = (
+            f"{plural(len(self.computations), 'computation')}, {plural(self.devices, 'device')}"
+        )
+        return short_repr(self, f"{name}, {counts}")
 
 
-# `read_program(text)`: a compiler's text taken apart, line by line.
+# Counting operations.
+# Input: an instruction and the computation it is in (for the shapes of its operands).
+# Output: floating-point operations of one run, those of computations it calls not included.
+# Invariant: products with padding are not counted, however the compiler writes a dot.
+# Example: `f32[8,4] dot(f32[8,16], f32[16,4])` has 2 * 8 * 4 * 16 = 1024.
 
-
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) (?:\(.*\) -> .*)?\{$")
-_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\(")
-_NUMBER = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
-
-
-def read_program(text: str) -> Program:
-    """Read `compiled.as_text()` of any of the compilers.
-
-    >>> program = read_program('''HloModule double
-    ...
-    ... ENTRY %main (x: f32[4]) -> f32[4] {
-    ...   %x = f32[4]{0} parameter(0)
-    ...   ROOT %sum = f32[4]{0} add(%x, %x), metadata={op_name="jit(f)/add" stack_frame_id=1}
-    ... }''')
-    >>> program.entry.root.opcode, program.entry.root.operands
-    ('add', ('x', 'x'))
-    """
-    computations: dict[str, Computation] = {}
-    lines: list[Instruction] = []
-    name, entry = "", ""
-    for line in text.splitlines():
-        if line.startswith(" "):
-            instruction = read_instruction(line, name)
-            if instruction is not None:
-                lines.append(instruction)
-        elif line.startswith("}"):
-            computations[name] = Computation(name, tuple(lines))
-            name, lines = "", []
-        elif line.endswith("{") and (started := _COMPUTATION.match(line)):
-            name = started[2]
-            entry = name if started[1] else entry
-    if not entry:
-        raise MeshwrightError("this is no program text: it has no ENTRY computation.")
-    head, _, _ = text.partition("\n")
-    devices = 1
-    for number in _NUMBER.findall(head):
-        devices *= int(number)
-    tables = text[: text.find("{\n", len(head))]
-    return Program(head, computations, computations[entry], devices, read_sources(tables))
-
-
-def read_instruction(line: str, computation: str) -> Instruction | None:
-    """One line of a computation; `None` for a line that is no instruction."""
-    found = _INSTRUCTION.match(line)
-    if found is None:
-        return None
-    start = found.end()
-    end = _closing(line, start)
-    return Instruction(
-        found[2],
-        found[4],
-        Shape(found[3]),
-        line[start:end],
-        line[end + 1 :],
-        computation,
-        found[1] is not None,
-    )
-
-
-def _closing(line: str, start: int) -> int:
-    """The bracket that closes the operands."""
-    end = line.find(")", start)
-    opened = line.count("(", start, end)
-    while opened:
-        start, end = end + 1, line.find(")", end + 1)
-        opened += line.count("(", start, end) - 1
-    return end
-
-
-# Work: operations of dots and convolutions, and the TPU compiler's estimated cycles.
-
-
-_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_ESTIMATED_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _GEMM_DIMS = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _WINDOW_PART = re.compile(r"(\w+)=([\w\-]+)")
+# The GPU compiler hands dots and convolutions to cuBLAS and cuDNN as custom calls.
 _LIBRARY_GEMM, _LIBRARY_CONVOLUTION = '"__cublas$', '"__cudnn$conv'
 
 
-def cycles(instruction: Instruction) -> int | None:
-    found = _CYCLES.search(instruction.rest)
-    return int(found[1]) if found else None
+def estimated_cycles(instruction: Instruction) -> int | None:
+    """Return the TPU compiler's estimate for one instruction, if it has one."""
+    match = _ESTIMATED_CYCLES.search(instruction.attributes)
+    return int(match[1]) if match else None
 
 
 def flops(instruction: Instruction, computation: Computation) -> int:
-    """A multiplication and an addition for every product; 0 for what is no dot or convolution.
+    """Count a multiplication and an addition per product; 0 for what is no dot or convolution.
 
     Attention kernels and other custom calls are opaque and count nothing.
     """
-    opcode, rest = instruction.opcode, instruction.rest
+    opcode, attributes = instruction.opcode, instruction.attributes
     if opcode == "dot":
-        contracted = whole_numbers(instruction.attribute("lhs_contracting_dims"))
+        contracted = integers(instruction.attribute("lhs_contracting_dims"))
         return _dot(instruction, computation, contracted)
     if opcode == "convolution":
         return _convolution(instruction, computation)
     if opcode != "custom-call":
         return 0
-    if _LIBRARY_GEMM in rest:
-        found = _GEMM_DIMS.search(rest)
-        return _dot(instruction, computation, whole_numbers(found[1] if found else ""))
-    return _convolution(instruction, computation) if _LIBRARY_CONVOLUTION in rest else 0
+    if _LIBRARY_GEMM in attributes:
+        match = _GEMM_DIMS.search(attributes)
+        return _dot(instruction, computation, integers(match[1] if match else ""))
+    return _convolution(instruction, computation) if _LIBRARY_CONVOLUTION in attributes else 0
 
 
 def _dot(instruction: Instruction, computation: Computation, contracted: tuple[int, ...]) -> int:
@@ -205,7 +234,7 @@ def _dot(instruction: Instruction, computation: Computation, contracted: tuple[i
 
 
 def _convolution(instruction: Instruction, computation: Computation) -> int:
-    """Only products with elements that exist: padding and dilation hold none.
+    """Count only products with elements that exist: padding and dilation have none.
 
     The TPU compiler writes batched dots as convolutions over mostly padding.
     """
@@ -226,27 +255,36 @@ def _convolution(instruction: Instruction, computation: Computation) -> int:
 
 
 def _taps(inputs: int, outputs: int, window: dict[str, str], dim: int) -> int:
-    """Pairs of an output position and a place of the window that meet an input."""
+    """Count the pairs of an output and a window position that meet an input, along one dim."""
 
     def number(name: str, default: int) -> int:
         entries = window.get(name)
         return int(entries.split("x")[dim].split("_")[0]) if entries else default
 
-    return _meetings(
+    return _count_taps(
         inputs,
         outputs,
-        number("size", 1),
-        number("stride", 1),
-        number("pad", 0),
-        number("lhs_dilate", 1),
-        number("rhs_dilate", 1),
+        size=number("size", 1),
+        stride=number("stride", 1),
+        pad=number("pad", 0),
+        lhs_dilate=number("lhs_dilate", 1),
+        rhs_dilate=number("rhs_dilate", 1),
     )
 
 
 @functools.cache
-def _meetings(
-    inputs: int, outputs: int, size: int, stride: int, pad: int, apart: int, spread: int
+def _count_taps(
+    inputs: int,
+    outputs: int,
+    *,
+    size: int,
+    stride: int,
+    pad: int,
+    lhs_dilate: int,
+    rhs_dilate: int,
 ) -> int:
-    places = np.add.outer(np.arange(outputs) * stride - pad, np.arange(size) * spread)
-    exists = (places >= 0) & (places <= (inputs - 1) * apart) & (places % apart == 0)
+    # Positions in the padded, dilated input, of which every `lhs_dilate`-th is a real element.
+    positions = np.add.outer(np.arange(outputs) * stride - pad, np.arange(size) * rhs_dilate)
+    last = (inputs - 1) * lhs_dilate
+    exists = (positions >= 0) & (positions <= last) & (positions % lhs_dilate == 0)
     return int(exists.sum())

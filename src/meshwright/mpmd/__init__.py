@@ -1,3 +1,6 @@
-"""Groups of devices. In: a mesh with one axis to cut, or a list of meshes. Out: groups that run
-different programs, and arrays that live in some of them.
+"""Groups of devices that run different programs (MPMD), and arrays that live in some of them.
+
+In: a mesh with one axis to cut, or a list of meshes. Out: `groups` (`MpmdMesh`, `MeshGroups`),
+`arrays` (`MpmdArray`, `MpmdSharding`: an array that several groups hold), and `assign`
+(`to_groups`, `from_groups`: whole trees into groups and back).
 """

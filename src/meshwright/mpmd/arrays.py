@@ -1,4 +1,6 @@
-"""`MpmdArray`: one array that lives in several groups, whole in each of them."""
+"""`MpmdArray`, one array that several groups hold, whole in each of them, and `MpmdSharding`, which
+groups those are and how each of them shards it.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from meshwright._text import plural_noun
 from meshwright.errors import GroupError, listing, short
-from meshwright.mpmd.groups import Groups, as_groups, check_ids
+from meshwright.mpmd.groups import Groups, as_groups, check_ids, clip
 from meshwright.partitioning.report import typed
 from meshwright.trees.specs import make_spec, mesh_axes, problems
 
 
+# Compared by identity: `==` of the values would move them, and give an array rather than a truth.
 @dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 class MpmdArray:
-    """An array that lives in one or several groups; each of them holds all of it, split its way.
+    """An array that lives in one or several groups; each of them holds all of it, sharded its way.
 
-    `arrays` are the `jax.Array`s of the groups, one each. A process passes those of which it
-    holds shards; one that holds none says `shape` and `dtype`. Where one group is enough, a plain
-    `jax.Array` on its mesh is better. To `jax.tree` functions it is a leaf, like any array, so a
-    tree has the same structure and paths in groups as out of them.
+    To `jax.tree` functions it is a leaf, like any array, so a tree has the same structure and
+    paths in groups as out of them. Where one group is enough, a plain `jax.Array` on its mesh is
+    better.
+
+    Args:
+      arrays: the `jax.Array`s of the groups, one each, in any order. A process passes those of
+        which it holds shards; the others know nothing of theirs.
+      sharding: the groups, and the spec in each.
+      shape, dtype: needed in a process that passes no array; elsewhere they are checked.
+
+    Raises `GroupError` if the arrays differ in shape or dtype, or are not where `sharding` says.
 
     >>> import jax, numpy as np, meshwright as mw
     >>> from jax.sharding import PartitionSpec as P
@@ -42,7 +53,7 @@ class MpmdArray:
     sharding: MpmdSharding
     shape: tuple[int, ...]
     dtype: Any
-    arrays: Parts
+    arrays: ArrayByGroup
 
     def __init__(
         self,
@@ -52,11 +63,11 @@ class MpmdArray:
         shape: Iterable[int] | None = None,
         dtype: Any = None,
     ):
-        parts, whole, kind = check_parts(arrays, sharding, shape, dtype)
+        by_group, full_shape, full_dtype = check_arrays(arrays, sharding, shape, dtype)
         object.__setattr__(self, "sharding", sharding)
-        object.__setattr__(self, "shape", whole)
-        object.__setattr__(self, "dtype", kind)
-        object.__setattr__(self, "arrays", parts)
+        object.__setattr__(self, "shape", full_shape)
+        object.__setattr__(self, "dtype", full_dtype)
+        object.__setattr__(self, "arrays", by_group)
 
     @property
     def ndim(self) -> int:
@@ -73,7 +84,7 @@ class MpmdArray:
 
     @property
     def spec(self) -> PartitionSpec:
-        """The spec of all its groups; refused where they disagree."""
+        """The spec of all its groups. Raises `GroupError` where they differ."""
         return self.sharding.spec
 
     @property
@@ -83,169 +94,189 @@ class MpmdArray:
 
     @property
     def is_partially_addressable(self) -> bool:
-        """Whether this process holds a part of it."""
+        """Whether this process holds shards of it."""
         return bool(self.sharding.local_ids)
 
     @property
     def local(self) -> jax.Array | None:
-        """The array in this process's group, the first where it has several; None without."""
+        """The array in this process's group, in the first of several, or `None` without any."""
         ids = self.sharding.local_ids
         return self.arrays[ids[0]] if ids else None
 
     @property
     def first(self) -> jax.Array:
-        """The first replica: the array in the group of the lowest number."""
+        """The first replica: the array in the group with the lowest number."""
         return self.on(self.mesh_ids[0])
 
     def on(self, group: int) -> jax.Array:
-        """The array in a group; without shards where other processes hold them."""
-        split = self.sharding.sharding_of(group)
-        there = self.arrays.get(group)
-        return without_shards(self.shape, self.dtype, split) if there is None else there
+        """Return the array in a group; without shards where only other processes hold them."""
+        sharding = self.sharding.sharding_of(group)
+        array = self.arrays.get(group)
+        return without_shards(self.shape, self.dtype, sharding) if array is None else array
 
     def delete(self) -> None:
-        """Give up the memory in all groups, as far as it is this process's."""
+        """Free this process's memory of it, in all groups."""
         for array in self.arrays.values():
             array.delete()
 
     def is_deleted(self) -> bool:
-        """Whether the array of a group was deleted or donated."""
+        """Whether it was deleted or donated in at least one group."""
         return any(array.is_deleted() for array in self.arrays.values())
 
     def block_until_ready(self) -> MpmdArray:
-        """Wait for the values in all groups, as far as they are this process's."""
+        """Wait until this process's shards are computed, in all groups. Returns itself."""
         for array in self.arrays.values():
             array.block_until_ready()
         return self
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if self.local is None:
-            raise GroupError(f"this process holds no part of {self!r}. Bring it with from_groups.")
+            raise GroupError(f"this process holds no shard of {self!r}. Move it with from_groups.")
         return np.array(self.local, dtype=dtype, copy=copy)
 
     def __repr__(self) -> str:
         specs = list(dict.fromkeys(self.sharding.specs))
-        notes = f"{named(self.mesh_ids)} of {self.sharding.mpmd_mesh.mpmd_dim}"
+        notes = f"{groups_text(self.mesh_ids)} of {self.sharding.mpmd_mesh.mpmd_dim}"
         notes += f" as {listing(specs, 3)}" if len(specs) > 1 else ""
         notes += ", deleted" if self.is_deleted() else ""
         notes += "" if self.is_partially_addressable else ", none of it in this process"
         shown = specs[0] if len(specs) == 1 else make_spec()
-        return f"MpmdArray({typed(self.shape, self.dtype, shown)} in {notes})"
-
-
-# The arrays that make up an `MpmdArray`: one per group, alike, and where the sharding says.
+        return clip(f"MpmdArray({typed(self.shape, self.dtype, shown)} in {notes})")
 
 
 Shape = tuple[int, ...]
-Parts = dict[int, jax.Array]
+ArrayByGroup = dict[int, jax.Array]
 
 
-def check_parts(
+def check_arrays(
     arrays: Any, sharding: MpmdSharding, shape: Iterable[int] | None, dtype: Any
-) -> tuple[Parts, Shape, Any]:
-    """The arrays by group, in order; and the shape and dtype they share."""
+) -> tuple[ArrayByGroup, Shape, Any]:
+    """Return the arrays by group, in order of the groups, and the shape and dtype they share."""
     if not isinstance(sharding, MpmdSharding):
-        raise GroupError(f"sharding: {short(sharding)} is not an MpmdSharding.")
-    parts = _by_group(arrays, sharding)
-    whole, kind = _said(shape, dtype, parts)
-    for group, array in parts.items():
-        if (array.shape, array.dtype) != (whole, kind):
+        raise GroupError(f"sharding: {short(sharding)} is not an MpmdSharding.", option="sharding")
+    by_group = _by_group(arrays, sharding)
+    full_shape, full_dtype = _shape_and_dtype(shape, dtype, by_group)
+    for group, array in by_group.items():
+        if (array.shape, array.dtype) != (full_shape, full_dtype):
             raise GroupError(
                 f"group {group}: {array.dtype}{list(array.shape)} is not the same array as "
-                f"{kind}{list(whole)}, which was said or lies in group {next(iter(parts))}. "
-                "All groups hold one array."
+                f"{full_dtype}{list(full_shape)}, given explicitly or by the array in group "
+                f"{next(iter(by_group))}. All groups hold one array.",
+                option="arrays",
             )
-    for group, split in sharding.shardings.items():
-        for problem in problems(f"group {group}", whole, split.spec, mesh_axes(split.mesh)):
-            raise GroupError(f"sharding: {problem}")
-        if group in parts:
-            _check_split(group, parts[group], split)
-    return parts, whole, kind
+    # The specs of all groups, not only of those held here, so that every process raises alike.
+    for group, wanted in sharding.shardings.items():
+        for problem in problems(f"group {group}", full_shape, wanted.spec, mesh_axes(wanted.mesh)):
+            raise GroupError(f"sharding: {problem}", option="sharding")
+        if group in by_group:
+            _check_sharding(group, by_group[group], wanted)
+    return by_group, full_shape, full_dtype
 
 
-def without_shards(shape: Shape, dtype: Any, split: NamedSharding) -> jax.Array:
-    """An array as a process sees it that holds no part of it."""
-    return jax.make_array_from_single_device_arrays(shape, split, [], dtype=dtype)
+def without_shards(shape: Shape, dtype: Any, sharding: NamedSharding) -> jax.Array:
+    """Make an array as a process sees it that holds none of its shards."""
+    # JAX takes the dtype from the shards, and wants it said where there are none.
+    return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
 
 
-def _said(shape: Iterable[int] | None, dtype: Any, parts: Parts) -> tuple[Shape, Any]:
-    first = next(iter(parts.values()), None)
+def _shape_and_dtype(
+    shape: Iterable[int] | None, dtype: Any, by_group: ArrayByGroup
+) -> tuple[Shape, Any]:
+    """Return the shape and dtype that were given, or else those of the first array."""
+    first = next(iter(by_group.values()), None)
     shape = first.shape if shape is None and first is not None else shape
     dtype = first.dtype if dtype is None and first is not None else dtype
     if shape is None or dtype is None:
         raise GroupError("this process holds no part of the array: say its shape= and dtype=.")
     try:
-        key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-        return tuple(map(operator.index, shape)), dtype if key else np.dtype(dtype)
+        # The dtype of a typed PRNG key is none that NumPy knows.
+        is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+        return tuple(map(operator.index, shape)), dtype if is_key else np.dtype(dtype)
     except TypeError:
         raise GroupError(
-            f"shape {short(shape)} or dtype {short(dtype)} is none that an array can have."
+            f"shape {short(shape)} or dtype {short(dtype)} is not a valid shape or dtype."
         ) from None
 
 
-def _by_group(arrays: Any, sharding: MpmdSharding) -> Parts:
+def _by_group(arrays: Any, sharding: MpmdSharding) -> ArrayByGroup:
     given = [arrays] if isinstance(arrays, jax.Array) else list(arrays)
-    found: Parts = {}
-    for place, array in enumerate(given):
+    by_group: ArrayByGroup = {}
+    for number, array in enumerate(given):
+        # A tracer is a jax.Array too, but is on no device.
         if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
-            raise GroupError(f"array {place}: {short(array)} is not a jax.Array with values.")
+            raise GroupError(
+                f"array {number}: {short(array)} is not a jax.Array with values.", option="arrays"
+            )
         group = _group_of(sharding.mpmd_mesh, array.sharding)
         if group not in sharding.mesh_ids:
             raise GroupError(
-                f"array {place} lies in group {group}; the sharding names "
-                f"{named(sharding.mesh_ids)}."
+                f"array {number} is in group {group}; the sharding names "
+                f"{groups_text(sharding.mesh_ids)}.",
+                option="arrays",
             )
-        if group in found:
-            raise GroupError(f"array {place} lies in group {group}, as one before. Pass one each.")
-        found[group] = array
+        if group in by_group:
+            raise GroupError(
+                f"array {number} is in group {group}, as one before. Pass one each.",
+                option="arrays",
+            )
+        by_group[group] = array
     for group in sharding.local_ids:
-        if group not in found:
+        if group not in by_group:
             raise GroupError(
                 f"group {group} has devices of this process, but none of the {len(given)} arrays "
-                "lies there. Pass one for each group, or name fewer groups."
+                "is there. Pass one for each group, or name fewer groups.",
+                option="arrays",
             )
-    return dict(sorted(found.items()))
+    return dict(sorted(by_group.items()))
 
 
+# Cached because the arrays of a model have few different shardings, and the answer takes a look at
+# every device.
 @functools.lru_cache(maxsize=1024)
 def _group_of(groups: Groups, sharding: Sharding) -> int:
-    """The one group whose devices hold an array."""
-    where = groups.device_mpmd_idx
+    """Return the one group whose devices hold an array."""
+    group_of = groups.device_mpmd_idx
     devices: set[Any] = sharding.device_set
-    outside = sorted(device.id for device in devices if device not in where)
+    outside = sorted(device.id for device in devices if device not in group_of)
     if outside:
         raise GroupError(
-            f"an array lies on device{'s' if len(outside) > 1 else ''} {listing(outside)}, which "
-            f"no group of {groups!r} has. Move it there with to_groups."
+            f"an array is on {plural_noun(len(outside), 'device')} {listing(outside)}, which "
+            f"no group of {groups!r} has. Move it there with to_groups.",
+            option="arrays",
         )
-    found = sorted({where[device] for device in devices})
-    if len(found) > 1:
+    ids = sorted({group_of[device] for device in devices})
+    if len(ids) > 1:
         raise GroupError(
-            f"an array is spread over {named(found)}. A group's array lies in that group alone: "
-            "move it with to_groups."
+            f"an array is spread over {groups_text(ids)}. A group's array is in that group alone: "
+            "move it with to_groups.",
+            option="arrays",
         )
-    return found[0]
+    return ids[0]
 
 
-def _check_split(group: int, array: jax.Array, said: NamedSharding) -> None:
-    if array.sharding != said and not array.sharding.is_equivalent_to(said, array.ndim):
-        lies = getattr(array.sharding, "spec", array.sharding)
+def _check_sharding(group: int, array: jax.Array, wanted: NamedSharding) -> None:
+    # `==` first, the usual case: `is_equivalent_to` builds two HLO shardings to compare them.
+    if array.sharding != wanted and not array.sharding.is_equivalent_to(wanted, array.ndim):
+        actual = getattr(array.sharding, "spec", array.sharding)
         raise GroupError(
-            f"group {group}: the array lies as {short(lies)}, the sharding says {said.spec}. "
-            "Reshard it, or give the group a spec of its own: {group: spec}."
+            f"group {group}: the array is sharded as {short(actual)}, the sharding says "
+            f"{wanted.spec}. Reshard it, or give the group a spec of its own: {{group: spec}}.",
+            option="arrays",
         )
-
-
-# `MpmdSharding`: in which groups an array lives, and how each of them splits it.
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class MpmdSharding:
-    """Where an array of groups lies: the groups, the numbers of those that hold it, the split.
+    """The groups that hold an array, and how each of them shards it.
 
-    `mesh_ids` is a number or several. `spec` holds in all of them, or is a dict with one per
-    group. The axis along which an `MpmdMesh` was cut is dropped from it: whether an array lives
-    in several groups is what `mesh_ids` says.
+    Args:
+      mpmd_mesh: all the groups, or a list of meshes.
+      mesh_ids: the number of the group that holds the array, or several numbers.
+      spec: the `PartitionSpec` in all of them, or a dict with one per group. The axis along which
+        an `MpmdMesh` was cut is dropped from it: whether an array lives in several groups is what
+        `mesh_ids` says.
+
+    Raises `GroupError` for a group that is not there, or a spec that its mesh cannot have.
 
     >>> import meshwright as mw
     >>> from jax.sharding import PartitionSpec as P
@@ -268,16 +299,17 @@ class MpmdSharding:
         spec: PartitionSpec | Mapping[int, PartitionSpec],
     ):
         groups = as_groups(mpmd_mesh)
-        ids = read_ids("mesh_ids", mesh_ids, groups)
+        ids = read_ids("mesh_ids", mesh_ids, groups, option="mesh_ids")
         object.__setattr__(self, "mpmd_mesh", groups)
         object.__setattr__(self, "mesh_ids", ids)
-        object.__setattr__(self, "specs", tuple(_specs(groups, ids, spec)))
+        object.__setattr__(self, "specs", tuple(_local_specs(groups, ids, spec)))
 
     @property
     def spec(self) -> PartitionSpec:
-        """The spec of all groups; refused where they disagree."""
+        """The spec of all groups. Raises `GroupError` where they differ."""
         for group, spec in zip(self.mesh_ids, self.specs, strict=True):
-            if not _alike(spec, self.specs[0]):
+            # `make_spec` drops trailing None entries, which mean nothing.
+            if make_spec(spec) != make_spec(self.specs[0]):
                 raise GroupError(
                     f"the groups split the array in different ways: {self.specs[0]} in group "
                     f"{self.mesh_ids[0]}, {spec} in group {group}. Ask sharding_of(group)."
@@ -286,12 +318,12 @@ class MpmdSharding:
 
     @functools.cached_property
     def shardings(self) -> dict[int, NamedSharding]:
-        """`{group: its sharding}`; shared, so nobody may write to it."""
+        """`{group: its sharding}`; shared, so do not write to it."""
         pairs = zip(self.mesh_ids, self.specs, strict=True)
         return {group: NamedSharding(self.mpmd_mesh.meshes[group], spec) for group, spec in pairs}
 
     def sharding_of(self, group: int) -> NamedSharding:
-        """The sharding inside a group."""
+        """Return the sharding inside a group. Raises `GroupError` if it does not hold the array."""
         if group not in self.shardings:
             raise GroupError(
                 f"group {short(group)} does not hold the array; groups {listing(self.mesh_ids)} do."
@@ -300,62 +332,69 @@ class MpmdSharding:
 
     @functools.cached_property
     def local_ids(self) -> tuple[int, ...]:
-        """The groups among them that have devices of this process."""
+        """Those of `mesh_ids` that have devices of this process."""
         if self.mpmd_mesh.compile_only:
-            return ()
-        held = self.shardings.items()
-        return tuple(group for group, split in held if split.has_addressable_devices)
+            return ()  # their devices belong to no process
+        shardings = self.shardings.items()
+        return tuple(group for group, sharding in shardings if sharding.has_addressable_devices)
 
     @property
     def local(self) -> NamedSharding | None:
-        """The sharding in this process's group, the first where it has several; None without."""
+        """The sharding in this process's group, in the first of several, or `None` without any."""
         return self.shardings[self.local_ids[0]] if self.local_ids else None
 
     def __repr__(self) -> str:
         specs = listing(dict.fromkeys(self.specs), 3)
-        return f"MpmdSharding({specs} in {named(self.mesh_ids)} of {self.mpmd_mesh.mpmd_dim})"
+        held_by = f"{groups_text(self.mesh_ids)} of {self.mpmd_mesh.mpmd_dim}"
+        return clip(f"MpmdSharding({specs} in {held_by})")
 
 
-def named(ids: Sequence[int]) -> str:
+def groups_text(ids: Sequence[int]) -> str:
     """
-    >>> named([3]), named([0, 2])
+    >>> groups_text([3]), groups_text([0, 2])
     ('group 3', 'groups 0, 2')
     """
-    return f"group{'s' if len(ids) > 1 else ''} {listing(ids)}"
+    return f"{plural_noun(len(ids), 'group')} {listing(ids)}"
 
 
-def read_ids(what: str, ids: Any, groups: Groups) -> tuple[int, ...]:
-    """A group or several, in order of their numbers."""
+def read_ids(what: str, ids: Any, groups: Groups, *, option: str | None = None) -> tuple[int, ...]:
+    """Return a group's number or several, sorted and checked; messages begin with `what`."""
     several = [ids] if isinstance(ids, numbers.Integral) else ids
-    return tuple(sorted(check_ids(what, several, groups.mpmd_dim)))
+    return tuple(sorted(check_ids(what, several, groups.mpmd_dim, option=option)))
 
 
-def _alike(one: PartitionSpec, other: PartitionSpec) -> bool:
-    """Whether two specs split alike; whole dims at the end do not count."""
-    return make_spec(one) == make_spec(other)
-
-
-def _specs(groups: Groups, ids: Sequence[int], spec: Any) -> Iterator[PartitionSpec]:
+def _local_specs(groups: Groups, ids: Sequence[int], spec: Any) -> Iterator[PartitionSpec]:
+    """Yield the spec of each group, checked, as it holds inside the group."""
     per_group = spec if isinstance(spec, Mapping) else dict.fromkeys(ids, spec)
-    strangers = [group for group in per_group if group not in ids]
-    if strangers:
+    unexpected = [group for group in per_group if group not in ids]
+    if unexpected:
         raise GroupError(
-            f"spec: group {short(strangers[0])} has a spec but is not one of {named(ids)}."
+            f"spec: group {short(unexpected[0])} has a spec but is not one of {groups_text(ids)}.",
+            option="spec",
         )
     for group in ids:
         if group not in per_group:
-            raise GroupError(f"spec: group {group} has none. Give one for each of {named(ids)}.")
-        yield _checked(groups, group, per_group[group])
+            raise GroupError(
+                f"spec: group {group} has none. Give one for each of {groups_text(ids)}.",
+                option="spec",
+            )
+        yield _local_spec(groups, group, per_group[group])
 
 
-def _checked(groups: Groups, group: int, spec: Any) -> PartitionSpec:
+def _local_spec(groups: Groups, group: int, spec: Any) -> PartitionSpec:
     if not isinstance(spec, PartitionSpec):
-        raise GroupError(f"spec: group {group}: {short(spec)} is not a PartitionSpec.")
+        raise GroupError(
+            f"spec: group {group}: {short(spec)} is not a PartitionSpec.", option="spec"
+        )
+    # Unreduced values are partial sums within one program; an array that is kept holds whole ones.
     if spec.unreduced or spec.reduced:
-        raise GroupError(f"spec: group {group}: {spec} asks for more than a split. Name axes only.")
+        raise GroupError(
+            f"spec: group {group}: {spec} asks for more than a split. Name axes only.",
+            option="spec",
+        )
     inside = groups.local_spec(spec)
-    # Dims are not known here; a size of zero is divisible by everything.
-    wrong = problems(f"group {group}", (0,) * len(inside), inside, mesh_axes(groups.meshes[group]))
-    for problem in wrong:
-        raise GroupError(f"spec: {problem}")
+    # The sizes of the dims are not known here; a size of zero is divisible by everything.
+    unknown = (0,) * len(inside)
+    for problem in problems(f"group {group}", unknown, inside, mesh_axes(groups.meshes[group])):
+        raise GroupError(f"spec: {problem}", option="spec")
     return inside

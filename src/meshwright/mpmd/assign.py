@@ -1,4 +1,7 @@
-"""`to_groups(...)` and `from_groups(...)`: whole trees into groups and back, checked first."""
+"""`to_groups` and `from_groups`: move whole trees of arrays into groups of devices and back.
+
+Everything is checked, in all processes, before the first array moves.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +45,7 @@ from meshwright.trees.specs import mesh_axes
 from meshwright.trees.split import spread
 from meshwright.trees.walk import Leaf, Walk, refuse, walk
 
+# What turns a moved array into the result, e.g. key data into a key array again.
 Finish = Callable[[jax.Array], Any]
 
 
@@ -53,17 +57,24 @@ def to_groups(
     *,
     donate: bool = False,
 ) -> Any:
-    """The tree with every array in its group or groups; other leaves pass through.
+    """Move every array of a tree into its group or groups; other leaves are returned as they are.
 
-    `where` says the groups: a number or several for all arrays, a function of the path
-    (`"layers/0/w"`), or a tree of those or a prefix of one. A list is a list of the tree where
-    the tree has one there; a set, `{0, 3}`, always means several groups. An array in one group
-    becomes a plain `jax.Array` on that group's mesh, one in several an `MpmdArray`.
+    An array in one group becomes a plain `jax.Array` on that group's mesh, one in several an
+    `MpmdArray`. As in `reshard` no bit changes, memory is bounded, and in several processes all
+    must call it.
 
-    `specs` is a `PartitionSpec`, or a tree of them or a prefix of one, with `{group: spec}` where
-    groups differ; without it `partition` decides on each group's mesh. The axis along which an
-    `MpmdMesh` was cut is dropped. As in `reshard` no bit changes, memory is bounded, several
-    processes all call it, and `donate=True` gives arrays up, each after its last copy.
+    Args:
+      tree: any pytree; arrays may be NumPy's, on any devices, or in groups already.
+      groups: an `MpmdMesh`, `MeshGroups`, or a list of meshes.
+      where: the groups: a number or several for all arrays, a function of the path
+        (`"layers/0/w"`), or a tree of those or a prefix of one. A list is a list of the tree
+        where the tree has one there; a set, `{0, 3}`, always means several groups.
+      specs: a `PartitionSpec`, or a tree of them or a prefix of one, with `{group: spec}` where
+        groups differ. Without it `partition` decides on each group's mesh. The axis along which
+        an `MpmdMesh` was cut is dropped.
+      donate: whether to free the arrays that are moved, each after its last copy.
+
+    Raises `PartitionError` with all problems at once, and `GroupError` if `groups` are none.
 
     >>> import numpy as np, meshwright as mw
     >>> groups = mw.MpmdMesh(mw.mesh("pp:2, fsdp:4"), "pp")
@@ -75,25 +86,32 @@ def to_groups(
     [0, 1]
     """
     groups = as_groups(groups)
-    found = walk(tree)
-    homes, problems = find_homes(tree, found, groups, where, specs)
-    pairs = [] if problems else list(_moves(homes, groups))
+    walked = walk(tree)
+    assignments, problems = assign_groups(tree, walked, groups, where, specs)
+    pairs = [] if problems else list(_moves(assignments, groups))
     moves = [move for move, _ in pairs]
-    spans = groups.spans_processes or spans_processes(walk(_firsts(found)), groups.meshes[0])
+    spans = groups.spans_processes or spans_processes(walk(_firsts(walked)), groups.meshes[0])
     if spans:
+        # If one process refuses, all must: the others would wait for it in a collective.
         problems = agree(problems, moves)
     refuse("to_groups", problems)
     # What is one object here may be two in another process: there each is moved on its own.
-    moved = (move_all if spans else once)(moves, donate=donate)
-    done = iter([finish(value) for (_, finish), value in zip(pairs, moved, strict=True)])
-    placed = [_settled(home, [next(done) for _ in home.specs], groups) for home in homes]
+    moved = (move_all if spans else move_each_once)(moves, donate=donate)
+    results = iter([finish(value) for (_, finish), value in zip(pairs, moved, strict=True)])
+    placed = [
+        _join_groups(assignment, [next(results) for _ in assignment.specs], groups)
+        for assignment in assignments
+    ]
     if donate:
-        give_up(_replicas(found), moved)
-    return found.rebuild(placed)
+        delete_donated(_replicas(walked), moved)
+    return walked.rebuild(placed)
 
 
 def from_groups(tree: Any, mesh: Mesh, specs: Any, *, donate: bool = False) -> Any:
-    """The tree on one ordinary mesh: `reshard`, for arrays of groups from their first replica.
+    """Move a tree out of its groups onto one ordinary mesh.
+
+    Works as `reshard(tree, mesh, specs)`, which takes plain arrays, and reads arrays that are in
+    several groups from their first replica. `donate=True` frees all replicas.
 
     >>> import numpy as np, meshwright as mw
     >>> from jax.sharding import PartitionSpec as P
@@ -102,90 +120,98 @@ def from_groups(tree: Any, mesh: Mesh, specs: Any, *, donate: bool = False) -> A
     >>> mw.from_groups(placed, mesh, P(("pp", "fsdp"))).sharding.shard_shape((64, 64))
     (8, 64)
     """
-    found = walk(tree)
-    moved = reshard(found.rebuild(_firsts(found)), mesh, specs, donate=donate)
+    walked = walk(tree)
+    moved = reshard(walked.rebuild(_firsts(walked)), mesh, specs, donate=donate)
     if donate:
-        give_up(_replicas(found), jax.tree.leaves(moved))
+        delete_donated(_replicas(walked), jax.tree.leaves(moved))
     return moved
 
 
-def _moves(homes: Sequence[Home], groups: Groups) -> Iterator[tuple[Move, Finish]]:
-    """Array by array, so that one goes to all its groups before the next; with the last step."""
+def _moves(assignments: Sequence[GroupAssignment], groups: Groups) -> Iterator[tuple[Move, Finish]]:
+    """Yield the moves array by array, so that one is in all its groups before the next begins.
+
+    `plan` works on one mesh at a time, so the moves are made group by group and then interleaved.
+    """
     planned = []
     for group, mesh in enumerate(groups.meshes):
-        here = [home for home in homes if group in home.specs]
-        values = [home.source(group, groups) for home in here]
+        here = [assignment for assignment in assignments if group in assignment.specs]
+        values = [assignment.source(group, groups) for assignment in here]
         leaves = tuple(
-            in_group(home.leaf, group)._replace(place=place, value=value)
-            for place, (home, value) in enumerate(zip(here, values, strict=True))
+            in_group(assignment.leaf, group)._replace(place=place, value=value)
+            for place, (assignment, value) in enumerate(zip(here, values, strict=True))
         )
-        found = Walk(tuple(values), leaves, jax.tree.structure(values))
-        made = plan(values, found, mesh, [home.specs[group] for home in here])
-        planned.append(zip(made.moves, made.finish, strict=True))
-    for home in homes:
-        for group in home.specs:
+        walked = Walk(tuple(values), leaves, jax.tree.structure(values))
+        specs = [assignment.specs[group] for assignment in here]
+        plan_here = plan(values, walked, mesh, specs)
+        planned.append(zip(plan_here.moves, plan_here.finish, strict=True))
+    for assignment in assignments:
+        for group in assignment.specs:
             yield next(planned[group])
 
 
-def _settled(home: Home, arrays: Sequence[jax.Array], groups: Groups) -> Any:
+def _join_groups(
+    assignment: GroupAssignment, arrays: Sequence[jax.Array], groups: Groups
+) -> jax.Array | MpmdArray:
     if len(arrays) == 1:
         return arrays[0]
-    return MpmdArray(arrays, MpmdSharding(groups, list(home.specs), home.specs))
+    specs = assignment.specs
+    return MpmdArray(arrays, MpmdSharding(groups, list(specs), specs))
 
 
-def _firsts(found: Walk) -> list[Any]:
-    """The arrays of a tree, of those in groups the first replica."""
-    values = [leaf.value for leaf in found.arrays]
+def _firsts(walked: Walk) -> list[Any]:
+    """Return the arrays of a tree, the first replica of those that are in groups."""
+    values = [leaf.value for leaf in walked.arrays]
     return [value.first if isinstance(value, MpmdArray) else value for value in values]
 
 
-def _replicas(found: Walk) -> Iterator[jax.Array]:
-    """The arrays that make up those of a tree that are in groups."""
-    for leaf in found.arrays:
+def _replicas(walked: Walk) -> Iterator[jax.Array]:
+    """Yield every replica, in any group, of the arrays that are in groups."""
+    for leaf in walked.arrays:
         if isinstance(leaf.value, MpmdArray):
             yield from leaf.value.arrays.values()
 
 
-# Where each array of a tree goes: its groups, and a split for each. Touches no device.
-
-
 @dataclasses.dataclass(frozen=True)
-class Home:
+class GroupAssignment:
     """An array and the groups it goes to, each with its spec there."""
 
     leaf: Leaf
     specs: Mapping[int, PartitionSpec]
 
     def source(self, group: int, groups: Groups) -> Any:
-        """What is moved into a group: what lies there already, or else the first replica."""
+        """Return what is moved into a group: the replica that is there already, or the first."""
         value = self.leaf.value
         if not isinstance(value, MpmdArray):
             return value
-        there = value.sharding.mpmd_mesh == groups and group in value.mesh_ids
-        return value.on(group) if there else value.first
+        is_there = value.sharding.mpmd_mesh == groups and group in value.mesh_ids
+        return value.on(group) if is_there else value.first
 
 
-def find_homes(
-    tree: Any, found: Walk, groups: Groups, where: Any, specs: Any
-) -> tuple[list[Home], list[str]]:
-    """A home for every array, or everything that is wrong."""
+def assign_groups(
+    tree: Any, walked: Walk, groups: Groups, where: Any, specs: Any
+) -> tuple[list[GroupAssignment], list[str]]:
+    """Return the groups and specs of every array, and all that is wrong. Touches no device."""
     wrong = list(_groups_problems(groups))
     try:
-        ids = _ids_of_each(tree, found, where)
+        ids_per_leaf = _ids_per_leaf(tree, walked, where)
         given = None if specs is None else spread("specs", specs, tree, _are_specs)
     except GroupError as error:
         return [], [*wrong, str(error)]
-    homes: list[tuple[Leaf, tuple[int, ...]]] = []
-    for leaf, asked in zip(found.arrays, ids, strict=True):
+    leaves_and_ids: list[tuple[Leaf, tuple[int, ...]]] = []
+    for leaf, ids in zip(walked.arrays, ids_per_leaf, strict=True):
+        # All leaves are looked at before any is refused: the error lists every problem.
         wrong += value_problems(leaf._replace(value=_first_or_deleted(leaf.value)))
         try:
-            homes.append((leaf, read_ids(leaf.where, asked, groups)))
+            leaves_and_ids.append((leaf, read_ids(leaf.where, ids, groups)))
         except GroupError as error:
             wrong.append(str(error))
     if given is None:
-        return list(_by_shape(homes, groups)), wrong
-    placed = [Home(leaf, _specs(given[leaf.place], ids, groups)) for leaf, ids in homes]
-    return placed, [*wrong, *_spec_problems(placed, groups)]
+        return list(_assign_by_shape(leaves_and_ids, groups)), wrong
+    assignments = [
+        GroupAssignment(leaf, _local_specs(given[leaf.place], ids, groups))
+        for leaf, ids in leaves_and_ids
+    ]
+    return assignments, [*wrong, *_spec_problems(assignments, groups)]
 
 
 def _groups_problems(groups: Groups) -> Iterator[str]:
@@ -194,49 +220,52 @@ def _groups_problems(groups: Groups) -> Iterator[str]:
 
 
 def _first_or_deleted(value: Any) -> Any:
-    """What tells whether an array can be moved."""
+    """Return the replica that decides whether an array can be moved: a deleted one, if any is."""
     if not isinstance(value, MpmdArray):
         return value
     return next((array for array in value.arrays.values() if array.is_deleted()), value.first)
 
 
-def _ids_of_each(tree: Any, found: Walk, where: Any) -> list[Any]:
-    if callable(where) and jax.tree_util.all_leaves([where]):  # a model may be a callable tree
-        return [where(leaf.path) for leaf in found.arrays]
-    spread_out = spread("where", where, tree, _are_numbers, ", such as 0 or the set {0, 1}")
-    return [spread_out[leaf.place] for leaf in found.arrays]
+def _ids_per_leaf(tree: Any, walked: Walk, where: Any) -> list[Any]:
+    # A model with `__call__` may itself be a tree of group numbers: it is one if JAX flattens it.
+    if callable(where) and jax.tree_util.all_leaves([where]):
+        return [where(leaf.path) for leaf in walked.arrays]
+    per_leaf = spread("where", where, tree, _are_numbers, ", such as 0 or the set {0, 1}")
+    return [per_leaf[leaf.place] for leaf in walked.arrays]
 
 
 def _are_numbers(value: Any, node: Any) -> bool:
-    """Several groups as a list, where nobody can take it for a list of the tree."""
-    listed = isinstance(value, (list, tuple)) and not isinstance(node, (list, tuple))
-    return listed and all(map(_is_number, value))
+    """Whether a list means several groups, rather than one entry per item of a list of the tree."""
+    is_list = isinstance(value, (list, tuple)) and not isinstance(node, (list, tuple))
+    return is_list and all(map(_is_number, value))
 
 
 def _are_specs(value: Any, node: Any) -> bool:
-    """A spec per group, where nobody can take it for a dict of the tree."""
-    mapped = isinstance(value, Mapping) and all(map(_is_number, value))
-    return mapped and not (isinstance(node, Mapping) and any(map(_is_number, node)))
+    """Whether a dict has a spec per group, rather than one entry per item of a dict of the tree."""
+    is_mapping = isinstance(value, Mapping) and all(map(_is_number, value))
+    return is_mapping and not (isinstance(node, Mapping) and any(map(_is_number, node)))
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Integral)
 
 
-def _by_shape(homes: Sequence[tuple[Leaf, tuple[int, ...]]], groups: Groups) -> Iterator[Home]:
-    """Each group decides for what it gets, as `partition` does on its mesh."""
-    chosen: dict[int, dict[int, PartitionSpec]] = collections.defaultdict(dict)
+def _assign_by_shape(
+    leaves_and_ids: Sequence[tuple[Leaf, tuple[int, ...]]], groups: Groups
+) -> Iterator[GroupAssignment]:
+    """Let each group decide about what it gets, as `partition` does on its mesh."""
+    specs_of: dict[int, dict[int, PartitionSpec]] = collections.defaultdict(dict)
     for group, mesh in enumerate(groups.meshes):
-        leaves = tuple(leaf for leaf, ids in homes if group in ids)
+        leaves = tuple(leaf for leaf, ids in leaves_and_ids if group in ids)
         specs = decide(Walk((), leaves, None), None, mesh, Options())
         for leaf, spec in zip(leaves, specs, strict=True):
-            chosen[leaf.place][group] = groups.local_spec(spec)
-    for leaf, _ in homes:
-        yield Home(leaf, chosen[leaf.place])
+            specs_of[leaf.place][group] = groups.local_spec(spec)
+    for leaf, _ in leaves_and_ids:
+        yield GroupAssignment(leaf, specs_of[leaf.place])
 
 
-def _specs(given: Any, ids: Sequence[int], groups: Groups) -> dict[int, Any]:
-    """The spec of each group; what is no spec is left for the checks to name."""
+def _local_specs(given: Any, ids: Sequence[int], groups: Groups) -> dict[int, Any]:
+    """Return the spec of each group; what is no spec is left for `_spec_problems` to name."""
     per_group = given if isinstance(given, Mapping) else dict.fromkeys(ids, given)
     specs = {group: per_group.get(group) for group in ids}
     return {
@@ -245,11 +274,11 @@ def _specs(given: Any, ids: Sequence[int], groups: Groups) -> dict[int, Any]:
     }
 
 
-def _spec_problems(homes: Sequence[Home], groups: Groups) -> Iterator[str]:
+def _spec_problems(assignments: Sequence[GroupAssignment], groups: Groups) -> Iterator[str]:
     axes = [mesh_axes(mesh) for mesh in groups.meshes]
-    for home in homes:
-        for group, spec in home.specs.items():
-            leaf = in_group(home.leaf, group)
+    for assignment in assignments:
+        for group, spec in assignment.specs.items():
+            leaf = in_group(assignment.leaf, group)
             if isinstance(spec, PartitionSpec):
                 yield from spec_problems(leaf, spec, axes[group])
             else:
@@ -260,22 +289,25 @@ def _spec_problems(homes: Sequence[Home], groups: Groups) -> Iterator[str]:
 
 
 def in_group(leaf: Leaf, group: int) -> Leaf:
-    """The leaf under a name that says where it goes."""
+    """Return the leaf with a path that names the group, for messages."""
     return leaf._replace(path=f"{leaf.where} (group {group})")
 
 
-# Moving arrays, some of them to several places; a source is given up after its last copy.
+# One array may move to several groups, so `reshard`'s own loop, in which every source has one
+# target, does not do: a donated source is freed after its last copy, and only if neither another
+# live array nor one of its own results shares its memory.
 
-
-# Freed memory goes back to the system once it is worth the call.
+# Bytes freed on the host after which the allocator is asked to return them to the system; the call
+# walks the heap, so small arrays are not worth it.
 _WORTH_RETURNING = 2 * 2**20
 
 
 def move_all(moves: Sequence[Move], *, donate: bool) -> list[jax.Array]:
-    """The results in order. Memory is bounded as in `reshard`."""
+    """Return the moved arrays, in order. Memory is bounded as in `reshard`."""
     owned = _owned(moves) if donate else {}
     last = {id(move.value): place for place, move in enumerate(moves)}
-    living: dict[int, set[Any]] = collections.defaultdict(set)
+    # Memory of each source's results so far: a copy may be a view of its source.
+    in_results: dict[int, set[Any]] = collections.defaultdict(set)
     results: list[jax.Array] = []
     with _as_asked(moves):
         for batch in batches(moves):
@@ -283,60 +315,60 @@ def move_all(moves: Sequence[Move], *, donate: bool) -> list[jax.Array]:
             for move, value in zip(batch, move_batch(batch), strict=True):
                 source = id(move.value)
                 if source in owned and way(move) is not put_from_host:
-                    living[source] |= memory(value)
+                    in_results[source] |= memory(value)
                 own = owned.get(source)
-                if own and last[source] == len(results) and not own & living[source]:
+                if own and last[source] == len(results) and not own & in_results[source]:
                     freed += _delete(move)
                 results.append(value)
-            _return(freed)
+            _return_to_system(freed)
     return results
 
 
-def once(moves: Sequence[Move], *, donate: bool) -> list[jax.Array]:
-    """The same, where an array that goes to one place twice is moved once, and stays one."""
-    names = [(id(move.value), move.target) for move in moves]
-    single = dict(zip(names, moves, strict=True))
-    moved = dict(zip(single, move_all(list(single.values()), donate=donate), strict=True))
-    return [moved[name] for name in names]
+def move_each_once(moves: Sequence[Move], *, donate: bool) -> list[jax.Array]:
+    """Move an array that goes to one place twice only once: tied weights stay one array."""
+    keys = [(id(move.value), move.target) for move in moves]
+    distinct = dict(zip(keys, moves, strict=True))
+    moved = dict(zip(distinct, move_all(list(distinct.values()), donate=donate), strict=True))
+    return [moved[key] for key in keys]
 
 
-def give_up(arrays: Iterable[jax.Array], results: Iterable[Any]) -> None:
-    """Delete arrays that are no results, but for those whose memory another live array shares."""
+def delete_donated(arrays: Iterable[jax.Array], results: Iterable[Any]) -> None:
+    """Delete arrays that are no results, unless another live array shares their memory."""
     kept = {id(_data(value)) for value in results if isinstance(value, jax.Array)}
-    single = {id(array): array for array in arrays if not array.is_deleted()}
-    moves = [_resting(_data(array)) for array in single.values()]
+    distinct = {id(array): array for array in arrays if not array.is_deleted()}
+    moves = [_stationary(_data(array)) for array in distinct.values()]
     freed = 0
     for move, own in zip(moves, own_memory(moves), strict=True):
         if own and id(move.value) not in kept:
             freed += _delete(move)
-    _return(freed)
+    _return_to_system(freed)
 
 
 def _owned(moves: Sequence[Move]) -> dict[int, Memory]:
-    """The memory of each source that nothing else uses."""
+    """Return the memory of each source that nothing else uses."""
     sources = {id(move.value): move for move in moves}
     return dict(zip(sources, own_memory(list(sources.values())), strict=True))
 
 
 def _delete(move: Move) -> int:
-    """Returns the bytes that the host got back."""
+    """Delete the source; return the bytes that this frees on the host."""
     on_cpu = platform(move.value.sharding) == "cpu"
     move.value.delete()
     return move.bytes if on_cpu else 0
 
 
-def _return(freed: int) -> None:
+def _return_to_system(freed: int) -> None:
     if freed >= _WORTH_RETURNING:
         return_freed_memory()
 
 
 def _data(array: jax.Array) -> jax.Array:
-    """The array itself; of keys the integers they are made of."""
-    keys = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(array) if keys else array
+    """Return the array itself; of keys, the integers they are made of, which own the memory."""
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(array) if is_key else array
 
 
-def _resting(array: jax.Array) -> Move:
-    """An array that goes nowhere."""
-    split: Any = array.sharding
-    return Move("", array.shape, np.dtype(array.dtype), array, split, split)
+def _stationary(array: jax.Array) -> Move:
+    """Make a move to where the array is, for the functions that look at a move's memory."""
+    sharding: Any = array.sharding
+    return Move("", array.shape, np.dtype(array.dtype), array, sharding, sharding)

@@ -45,7 +45,7 @@ class ProcessContext:
         """One more pipeline; returns its number."""
         number, self._pipelines = self._pipelines, self._pipelines + 1
         self._limits[number] = limit
-        self.watch.limit = max(self._limits.values())
+        self.watch.timeout = max(self._limits.values())
         return number
 
     def leave(self, number: int) -> None:
@@ -64,18 +64,18 @@ class ProcessContext:
     def begin(self, number: int, plan: str) -> None:
         """A step of a pipeline, whose limit holds until that of another one begins. Whatever
         becomes of it, the next one has another number."""
-        self.watch.limit = self._limits[number]
+        self.watch.timeout = self._limits[number]
         self.watch.enter(self._steps, plan)
         self._steps += 1
 
     @contextlib.contextmanager
     def without_timeout(self, doing: str) -> Iterator[None]:
         """Tracing and compiling take what they take; others wait for us meanwhile."""
-        before, self.watch.limit, self.watch.doing = self.watch.limit, math.inf, doing
+        before, self.watch.timeout, self.watch.doing = self.watch.timeout, math.inf, doing
         try:
             yield
         finally:
-            self.watch.limit, self.watch.doing = before, ""
+            self.watch.timeout, self.watch.doing = before, ""
 
 
 _process_context: ProcessContext | None = None

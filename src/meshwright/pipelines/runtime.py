@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from meshwright.errors import listing
 from meshwright.mpmd.arrays import MpmdArray
-from meshwright.mpmd.assign import give_up
+from meshwright.mpmd.assign import delete_donated
 from meshwright.mpmd.groups import Groups
 from meshwright.pipelines.step_graph import Operation, StepBuilder
 from meshwright.transfers.links import Link
@@ -58,7 +58,7 @@ def bind_arguments(
         slots[argument.slot] = value
     free = [value for argument, value in away if argument.number in donated and is_here(value)]
     if free:
-        give_up(free, stay)
+        delete_donated(free, stay)
     return slots
 
 

@@ -131,7 +131,7 @@ class Lives:
     def _may_go(self, at: int, old: Piece, new: Piece) -> bool:
         by_name = self.computation.by_name
         made = by_name[old[0]]
-        if made.opcode == "parameter" and int(made.inside) not in self.lease.parameters:
+        if made.opcode == "parameter" and int(made.operand_text) not in self.lease.parameters:
             return False
         same = main_memory(made, old[1]) == main_memory(by_name[new[0]], new[1])
         return same and self.lives[old][1] == at
@@ -222,7 +222,7 @@ Place = tuple[int, int]  # the number of an operand and of one of its arrays
 
 def says_all(instruction: Instruction) -> bool:
     """Whether the text tells of everything that the instruction writes over."""
-    return _SHARED.search(instruction.rest) is not None
+    return _SHARED.search(instruction.attributes) is not None
 
 
 def written_over(computation: Computation, instruction: Instruction) -> dict[int, Place]:
@@ -245,7 +245,7 @@ def _must(instruction: Instruction) -> Iterator[tuple[int, Place]]:
 
 
 def _shared(instruction: Instruction) -> Iterator[tuple[int, Place]]:
-    said = _SHARED.search(instruction.rest)
+    said = _SHARED.search(instruction.attributes)
     count = len(instruction.operands)
     for group in _GROUP.findall(said[1]) if said else ():
         numbers = sorted(int(number) for number in re.findall(r"\d+", group))
@@ -325,7 +325,7 @@ def _updated_parameter(
                 return None
             number, operand, updates = 0, found, updates + 1
         result = fused.by_name[result.operands[operand]]
-    return int(result.inside) if updates else None
+    return int(result.operand_text) if updates else None
 
 
 def _by_element(fused: Computation) -> Iterator[tuple[int, int]]:

@@ -252,7 +252,7 @@ class _Walk:
         self.known: dict[str, _Peak] = {}
 
     def entry(self) -> _Peak:
-        donated = _ALIASED.findall(self.program.head)
+        donated = _ALIASED.findall(self.program.header)
         lease = Lease(
             counted=True,
             results=frozenset(int(result or 0) for result, _ in donated),

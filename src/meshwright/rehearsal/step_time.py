@@ -284,7 +284,7 @@ def step_time(program: Program, collectives: Collectives, chip: Chip) -> StepTim
     )
     met: set[int] = set()
     for computation in running(program):
-        times = program.times(computation.name).count
+        times = program.run_count(computation.name).count
         for name, value in _walk(program, computation, speed, by_name, met).items():
             parts[name] += value * times
     for entry in collectives:

@@ -1,4 +1,6 @@
-"""The thread that looks after a process, and ends it when one of them fails."""
+"""The threads behind `Watchdog`: one exchanges states with the other processes, one looks for
+failures and, when there is one, prints who is at fault and exits the process.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,6 @@ import contextlib
 import dataclasses
 import faulthandler
 import math
-import os
 import signal
 import sys
 import threading
@@ -24,345 +25,356 @@ from meshwright.watchdog.failure_detector import (
     GONE,
     OVER,
     RUNNING,
-    TOLD,
+    TERMINATED,
+    FailureDetector,
     Fault,
-    Judge,
     State,
+    decode_fault,
+    decode_state,
+    describe_error,
+    encode,
     fault_of,
-    line,
-    raised,
-    read_fault,
-    read_state,
-    write,
+    message,
 )
-from meshwright.watchdog.os_process import Trap, unhandled
+from meshwright.watchdog.os_process import SignalTrap, exit_after, exit_now, unhandled
 
-_TICK = 0.1
-_TELL = 0.4  # to tell of a fault, and to hear of an earlier one
-_LINGER, _GRACE = 0.5, 0.15  # for the others to hear and tell, before the store goes
-_ALL_SEE = 0.3
-_TOGETHER = 300.0  # as long as JAX itself waits for the others at exit
-_END = 3.0
+# All times are in seconds. Those between a fault and the exit are short because `Watchdog` promises
+# that all processes end within 2 s, half of which may pass before a silent one is given up.
+_CHECK_EVERY = 0.1
+_REPORT_TIMEOUT = 0.4  # to report a fault, and to read one that was reported earlier
+_ACKNOWLEDGE_TIMEOUT = 0.5  # process 0, and with it the store, outlives the others this long
+_LAST_READ = 0.15  # and this much longer, for readers that are under way
+_ALL_NOTICE = 0.3  # for every process to notice that process 0 is stopped
+_CLOSE_TIMEOUT = 300.0  # as long as JAX's own shutdown barrier waits for the others
+_JOIN_TIMEOUT = 3.0
+
+# Exit statuses: ours, and after a signal those that a shell reports.
+AT_FAULT, OTHERS_FAULT = 81, 82
+SIGNAL_STATUS = {ABORTED: 134, TERMINATED: 143}
 
 
-class Guard:
-    """Watches, from `start` until all processes have come to `close`."""
+class Monitor:
+    """Monitors this process and its peers from construction until all have come to `close`.
+
+    `get_state` returns what the main thread is doing; it is called from another thread.
+    """
 
     def __init__(
         self,
         client: Any,
-        room: str,
+        name: str,
         process: int,
         count: int,
         *,
-        tell: Callable[[], State],
-        silence: float,
+        get_state: Callable[[], State],
+        heartbeat_timeout: float,
         sigterm: bool,
     ) -> None:
         self._client, self._process, self._count = client, process, count
-        self.room, self._shown = room, False
-        self._own, self._phase, self._beat = tell, RUNNING, 0
-        self._store = Store(client, f"meshwright/watch/{room}", process, count, self._tell)
-        judge = Judge(process, count, silence)
-        self._signs = Signs(self._store, judge, self._state, sigterm)
-        self._place = os_process.place()  # after the traps, which it tells of
-        self._silence, self._paused = silence, (-math.inf, 0.0)  # when it ended, how long it was
+        self.name, self._error_shown = name, False
+        self._get_state, self._phase, self._heartbeat = get_state, RUNNING, 0
+        prefix = f"meshwright/watch/{name}"
+        self._exchange = StateExchange(client, prefix, process, count, self._next_state)
+        detector = FailureDetector(process, count, heartbeat_timeout)
+        self._sources = FailureSources(self._exchange, detector, self._state, sigterm)
+        # After the signal traps are set: the identity says whether SIGABRT is caught.
+        self._identity = os_process.identity()
+        self._heartbeat_timeout = heartbeat_timeout
+        self._pause = (-math.inf, 0.0)  # the last one of this process: its end and its length
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshwright watch", daemon=True)
-        self._store.start()
+        self._exchange.start()
         self._thread.start()
 
     def close(self) -> None:
-        """Leave together: until all are done, this process stays under watch."""
+        """Wait until all processes are done, monitoring them meanwhile, then stop.
+
+        Process 0 sees when all are done and tells the others; it stays until they have read that,
+        since the store ends with it.
+        """
         self._phase = DONE
-        self._until(_TOGETHER, lambda: self._others(DONE, GONE))
+        self._wait_until(_CLOSE_TIMEOUT, lambda: self._others_in(DONE, GONE))
         self._phase = OVER if self._process == 0 else GONE
-        self._store.refresh(_TELL)
+        self._exchange.refresh(_REPORT_TIMEOUT)
         if self._process == 0:
-            self._until(_LINGER, lambda: self._others(GONE))
+            self._wait_until(_ACKNOWLEDGE_TIMEOUT, lambda: self._others_in(GONE))
         self._closing.set()
-        self._store.close(_END)
-        self._thread.join(_END)
-        self._signs.restore()
+        self._exchange.close(_JOIN_TIMEOUT)
+        self._thread.join(_JOIN_TIMEOUT)
+        self._sources.restore_signals()
 
     def fail(self, error: BaseException, *, shown: bool = False) -> None:
-        """End this process and all others because of an error here. Does not return."""
-        self._shown = shown
-        self._signs.error = error
-        self._thread.join(_END)
-        leave(code_of(error))
+        """Exit this process and all others because of an error here. Does not return.
 
-    def _others(self, *phases: str) -> bool:
-        """Whether all are in one of the phases. Process 0 sees it, and tells the others."""
-        states = self._store.reading.states
+        `shown` says that the error was printed already.
+        """
+        self._error_shown = shown
+        # The monitor thread sees it at its next check, and exits the process.
+        self._sources.error = error
+        self._thread.join(_JOIN_TIMEOUT)
+        exit_now(exit_status(error))
+
+    def _others_in(self, *phases: str) -> bool:
+        """Whether all others are in one of the phases, as process 0 sees it or has told."""
+        states = self._exchange.snapshot.states
         if self._process:
             return 0 in states and states[0].phase == OVER
         return all(
             other in states and states[other].phase in phases for other in range(1, self._count)
         )
 
-    def _until(self, patience: float, holds: Callable[[], bool]) -> None:
-        end = time.monotonic() + patience
-        while not holds() and time.monotonic() < end:
-            self._closing.wait(_TICK / 4)
+    def _wait_until(self, timeout: float, holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + timeout
+        while not holds() and time.monotonic() < deadline:
+            self._closing.wait(_CHECK_EVERY / 4)
 
-    def _tell(self) -> State:
-        self._beat += 1
+    def _next_state(self) -> State:
+        self._heartbeat += 1
         return self._state()
 
     def _state(self) -> State:
         return dataclasses.replace(
-            self._own(), beat=self._beat, phase=self._phase, place=self._place
+            self._get_state(),
+            heartbeat=self._heartbeat,
+            phase=self._phase,
+            identity=self._identity,
         )
 
     def _run(self) -> None:
         before = time.monotonic()
-        while not self._closing.wait(_TICK):
+        while not self._closing.wait(_CHECK_EVERY):
+            # After jax.distributed.shutdown there is no store, and nobody to monitor.
             if self._phase in (OVER, GONE) or _compat.coordination_client() is not self._client:
                 continue
             now = time.monotonic()
             elapsed, before = now - before, now
-            if elapsed > self._silence:
-                self._paused = (now, elapsed)
-            # Time in which this process itself was stopped is nobody's silence.
-            fault = self._signs.look(min(elapsed, 2 * _TICK))
+            if elapsed > self._heartbeat_timeout:
+                self._pause = (now, elapsed)
+            # Time in which this process itself was stopped must not count as others' silence.
+            fault = self._sources.check(min(elapsed, 2 * _CHECK_EVERY))
             if fault is not None:
-                self._end(self._pause(fault) or fault)
+                self._exit_all(self._own_pause(fault) or fault)
 
-    def _pause(self, fault: Fault) -> Fault | None:
-        """Whether the others have left because this process was silent; it may not hear of it."""
-        since, lasting = self._paused
-        told = self._store.reading.fault is not None or fault.process == self._process
-        if told or time.monotonic() - since > _END:
+    def _own_pause(self, fault: Fault) -> Fault | None:
+        """Return this process's own pause as the fault, if that is why the others have left.
+
+        After a pause they may be gone with the store, so that their report cannot be read; what
+        is seen here then is only their absence.
+        """
+        ended, lasting = self._pause
+        reported = self._exchange.snapshot.fault is not None or fault.process == self._process
+        if reported or time.monotonic() - ended > _JOIN_TIMEOUT:
             return None
         return fault_of(
             self._state(), f"was stopped, or its interpreter blocked, for {lasting:.1f} s"
         )
 
-    def _end(self, fault: Fault) -> None:
+    def _exit_all(self, fault: Fault) -> None:
+        """Report a fault to all processes, print it, and exit this one."""
         self._phase = GONE
-        leave_by(_TELL + _LINGER + 0.5, OTHERS_FAULT)
-        if self._signs.answered:
-            fault = self._store.accuse(fault, _TELL)
-        ours = fault.process == self._process
-        if ours and fault.what == ABORTED and faulthandler.is_enabled():
+        exit_after(_REPORT_TIMEOUT + _ACKNOWLEDGE_TIMEOUT + 0.5, OTHERS_FAULT)
+        if self._sources.store_answers:
+            fault = self._exchange.report_fault(fault, _REPORT_TIMEOUT)
+        own = fault.process == self._process
+        if own and fault.what == ABORTED and faulthandler.is_enabled():
+            # The trap for SIGABRT took the place of faulthandler's own handler.
             faulthandler.dump_traceback()
-        states = {**self._store.reading.states, self._process: self._state()}
-        error = self._signs.error
-        say(line(fault, states), error if self._tells_more(error, fault) else None)
-        if not ours:
-            self._wake(states.get(-1 if fault.process is None else fault.process))
+        states = {**self._exchange.snapshot.states, self._process: self._state()}
+        error = self._sources.error
+        print_fault(message(fault, states), error if self._adds_to(fault, error) else None)
+        if not own and fault.process is not None:
+            self._resume(states.get(fault.process))
         if self._process == 0:
-            self._until(_LINGER, lambda: self._left(fault))
-            time.sleep(_GRACE)
-        code = SIGNALS.get(fault.what) or code_of(error)
-        leave(code if ours else OTHERS_FAULT)
+            self._wait_until(_ACKNOWLEDGE_TIMEOUT, lambda: self._acknowledged(fault))
+            time.sleep(_LAST_READ)
+        status = SIGNAL_STATUS.get(fault.what) or exit_status(error)
+        exit_now(status if own else OTHERS_FAULT)
 
-    def _wake(self, culprit: State | None) -> None:
-        """A stopped process of this machine goes on, and ends like all."""
-        if culprit is None or os_process.condition(culprit.place) != os_process.STOPPED:
+    def _resume(self, at_fault: State | None) -> None:
+        """Let a stopped process of this machine go on, so that it ends like all others."""
+        if at_fault is None or os_process.status(at_fault.identity) != os_process.STOPPED:
             return
-        if culprit.process == 0:
-            # Its store answers again once it goes on: let the others see its silence first.
-            time.sleep(_ALL_SEE)
-        os_process.wake(culprit.place)
+        if at_fault.process == 0:
+            # Its store answers again once it goes on: let the others notice its silence first.
+            time.sleep(_ALL_NOTICE)
+        os_process.resume(at_fault.identity)
 
-    def _tells_more(self, error: BaseException | None, fault: Fault) -> bool:
-        """Whether an error says more than the line: what JAX raises when a peer is gone does not,
-        unless it is the fault itself."""
-        if error is None or self._shown:
+    def _adds_to(self, fault: Fault, error: BaseException | None) -> bool:
+        """Whether an error says more than the message does.
+
+        What JAX or Gloo raise because a peer is gone does not, unless it is the fault itself.
+        """
+        if error is None or self._error_shown:
             return False
         of_peers = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
-        return not of_peers or fault.what == raised(error)
+        return not of_peers or fault.what == describe_error(error)
 
-    def _left(self, fault: Fault) -> bool:
-        """Whether all have heard that can."""
+    def _acknowledged(self, fault: Fault) -> bool:
+        """Whether every reachable process has acknowledged the fault."""
         return all(
-            state.phase == GONE or not self._signs.can_hear(state, fault)
-            for state in self._store.reading.states.values()
+            state.phase == GONE or not self._sources.can_read(state, fault)
+            for state in self._exchange.snapshot.states.values()
             if state.process
         )
 
 
-# What is wrong here: signals and errors of this process, a store that is lost, peers that fail.
+# For the peers to show that they live, when this process fails.
+_PEERS_TIMEOUT = 0.7
 
 
-_ROLL_CALL = 0.7  # for the peers to show that they live, when this process fails
-
-
-class Signs:
-    """Looked at ten times a second; answers with a fault, once there is one."""
+class FailureSources:
+    """All that can go wrong, as seen from here: signals and errors of this process, a store that
+    is lost, peers that fail. `check` is called ten times a second.
+    """
 
     def __init__(
-        self, store: Store, judge: Judge, state: Callable[[], State], sigterm: bool
+        self,
+        exchange: StateExchange,
+        detector: FailureDetector,
+        get_state: Callable[[], State],
+        sigterm: bool,
     ) -> None:
         self.error: BaseException | None = None
         self.aborted = False
-        self._store, self._judge, self._state = store, judge, state
-        self._process, self._silence = judge.process, judge.silence
-        self._abort = Trap(signal.SIGABRT, "sleep")
-        self._term = Trap(signal.SIGTERM, "abs") if sigterm and unhandled(signal.SIGTERM) else None
-        self._number = 0  # of the last reading
+        self._exchange, self._detector, self._get_state = exchange, detector, get_state
+        self._process, self._heartbeat_timeout = detector.process, detector.heartbeat_timeout
+        self._sigabrt = SignalTrap(signal.SIGABRT, "sleep")
+        trap_sigterm = sigterm and unhandled(signal.SIGTERM)
+        self._sigterm = SignalTrap(signal.SIGTERM, "abs") if trap_sigterm else None
+        self._number = 0  # of the last snapshot
         self._unread = 0.0  # seconds since
         self._failed = 0.0  # seconds since this process failed
-        self._present: Mapping[int, State] | None = None  # the peers at that time,
-        self._called = 0  # in this reading
+        self._peers: Mapping[int, State] | None = None  # as they were then,
+        self._peers_number = 0  # in this snapshot
 
-    def restore(self) -> None:
-        for trap in (self._abort, self._term):
+    def restore_signals(self) -> None:
+        for trap in (self._sigabrt, self._sigterm):
             if trap is not None:
                 trap.restore()
 
     @property
-    def answered(self) -> bool:
-        """Whether the store can be told something."""
-        return not self._store.failures and self._unread < self._silence
+    def store_answers(self) -> bool:
+        return not self._exchange.failures and self._unread < self._heartbeat_timeout
 
-    def can_hear(self, peer: State, fault: Fault) -> bool:
-        """Whether it may still be told of a fault, as far as is known."""
-        condition = self._judge.condition(peer.place)
-        return condition == os_process.ALIVE or (
-            condition == os_process.UNKNOWN and peer.process != fault.process
+    def can_read(self, peer: State, fault: Fault) -> bool:
+        """Whether a peer may still read the store, as far as is known."""
+        status = self._detector.status(peer.identity)
+        return status == os_process.ALIVE or (
+            status == os_process.UNKNOWN and peer.process != fault.process
         )
 
-    def look(self, elapsed: float) -> Fault | None:
-        reading = self._store.reading
-        if reading.fault is not None:
-            return reading.fault
-        self.aborted = self._abort.sprung
-        if self._term is not None and self._term.sprung:
-            return fault_of(self._state(), TOLD)
-        lost = self._lost(reading) if self._process else None
+    def check(self, elapsed: float) -> Fault | None:
+        """Return the fault, once there is one. The order decides between several.
+
+        A fault that was reported comes first, so that all processes print the same; SIGTERM comes
+        before what it may have broken; a lost store before the peers whose states are in it.
+        """
+        snapshot = self._exchange.snapshot
+        if snapshot.fault is not None:
+            return snapshot.fault
+        self.aborted = self._sigabrt.triggered
+        if self._sigterm is not None and self._sigterm.triggered:
+            return fault_of(self._get_state(), TERMINATED)
+        lost = self._check_store(snapshot) if self._process else None
         if lost is not None:
             return lost
-        since = self._unread = self._unread + elapsed
-        new = reading.number != self._number
-        if new:
-            self._unread, self._number = 0.0, reading.number
+        since_last = self._unread = self._unread + elapsed
+        is_new = snapshot.number != self._number
+        if is_new:
+            self._unread, self._number = 0.0, snapshot.number
         if self.aborted or self.error is not None:
-            return self._roll_call(reading, elapsed)
-        return self._judge.look(reading.states, since) if new else None
+            return self._find_cause(snapshot, elapsed)
+        return self._detector.update(snapshot.states, since_last) if is_new else None
 
-    def _lost(self, reading: Reading) -> Fault | None:
-        """The store lives in process 0: does it answer?"""
-        # JAX's client aborts when it loses the service: then one failure says enough.
-        broken = self._store.failures > (0 if self.aborted else 1)
-        if not (broken or self._unread >= self._silence):
+    def _check_store(self, snapshot: Snapshot) -> Fault | None:
+        """Return a fault of process 0 if the store, which it hosts, does not answer."""
+        # JAX's client aborts this process when it loses the service: then one failed call is
+        # enough. Otherwise a single one may be a hiccup of the network.
+        broken = self._exchange.failures > (0 if self.aborted else 1)
+        if not (broken or self._unread >= self._heartbeat_timeout):
             return None
-        host = reading.states.get(0, State(0))
-        condition = self._judge.condition(host.place)
-        if condition == os_process.ALIVE and self._unread < host.limit and not broken:
+        host = snapshot.states.get(0, State(0))
+        status = self._detector.status(host.identity)
+        if status == os_process.ALIVE and self._unread < host.timeout and not broken:
             return None
-        if condition in (os_process.DEAD, os_process.STOPPED):
-            return fault_of(host, self._judge.word(condition))
+        if status in (os_process.DEAD, os_process.STOPPED):
+            return fault_of(host, self._detector.describe(status))
         how = "cannot be reached" if broken else f"did not answer for {self._unread:.1f} s"
         return fault_of(host, f"{how}, though it hosts the coordination service, last seen")
 
-    def _roll_call(self, reading: Reading, elapsed: float) -> Fault | None:
-        """This process failed: of itself, or because a peer is gone? Whoever lives, is heard."""
-        if self._present is None:
-            called = self._store.refresh(POLL)
-            self._present, self._called = called.states, called.number
+    def _find_cause(self, snapshot: Snapshot, elapsed: float) -> Fault | None:
+        """After a local failure, wait briefly for peers to report, to find the original cause.
+
+        An error or abort here often only says that a peer is gone. So a snapshot of the peers is
+        taken, and each must be seen with a newer heartbeat; one that is dead, or stays silent, is
+        the cause. If all are well, the failure is this process's own.
+        """
+        if self._peers is None:
+            peers = self._exchange.refresh(EXCHANGE_EVERY)
+            self._peers, self._peers_number = peers.states, peers.number
             return None
         self._failed += elapsed
-        late = self._failed >= _ROLL_CALL
-        for state in reading.states.values():
-            gone = state.process != self._process and state.present
-            if gone and self._judge.condition(state.place) == os_process.DEAD:
-                return fault_of(state, self._judge.word(os_process.DEAD))
-        silent = self._judge.unheard(self._present, reading.states)
-        if reading.number == self._called:  # nobody could be heard: the store is silent
+        late = self._failed >= _PEERS_TIMEOUT
+        for state in snapshot.states.values():
+            is_peer = state.process != self._process and state.present
+            if is_peer and self._detector.status(state.identity) == os_process.DEAD:
+                return fault_of(state, self._detector.describe(os_process.DEAD))
+        silent = self._detector.silent_since(self._peers, snapshot.states)
+        if snapshot.number == self._peers_number:
+            # There was no newer snapshot, so only the store, in process 0, is known to be silent.
             if not late:
                 return None
             silent = [state for state in silent if state.process == 0]
         for state in silent:
-            condition = self._judge.condition(state.place)
-            if condition == os_process.DEAD or (late and condition != os_process.ALIVE):
-                return fault_of(state, self._judge.word(condition))
+            status = self._detector.status(state.identity)
+            if status == os_process.DEAD or (late and status != os_process.ALIVE):
+                return fault_of(state, self._detector.describe(status))
         if silent and not late:
             return None
-        what = ABORTED if self.error is None else raised(self.error)
-        return fault_of(self._state(), what)
+        what = ABORTED if self.error is None else describe_error(self.error)
+        return fault_of(self._get_state(), what)
 
 
-# The end of a process that cannot go on: what there is to say, and out.
+# The key-value store of JAX's coordination service, which process 0 hosts. A call may block for
+# as long as the service is silent, so all are made in a thread of their own.
 #
-# JAX's own exit waits for the other processes, up to 300 s, so this does not pass through it.
+# Process 0 reads the states of all. With many processes the others read only what process 0
+# publishes, so that the traffic grows with their number, not with its square: process 0 publishes
+# under <prefix>/news, where faults are too, the others under <prefix>/states.
 
-
-AT_FAULT, OTHERS_FAULT = 81, 82
-SIGNALS = {ABORTED: 134, TOLD: 143}  # as shells report them
-_LATEST = 1.0
-
-
-def leave_by(seconds: float, code: int) -> None:
-    """End the process after a time, whatever else it waits for then."""
-
-    def end() -> None:
-        time.sleep(seconds)
-        os._exit(code)
-
-    threading.Thread(target=end, name="meshwright end", daemon=True).start()
-
-
-def say(line: str, error: BaseException | None) -> None:
-    """The error as Python shows it, if there is one, then the line, on stderr."""
-    if error is not None:
-        with contextlib.suppress(Exception):
-            sys.excepthook(type(error), error, error.__traceback__)
-    with contextlib.suppress(Exception):  # stderr may be closed
-        sys.stderr.write(line + "\n")
-
-
-def leave(code: int) -> None:
-    """End now, with what was printed."""
-    leave_by(_LATEST, code)  # a full pipe must not hold it
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(code)
-
-
-def code_of(error: BaseException | None) -> int:
-    """The exit status of a process that raised: its own where it asked for one."""
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return error.code
-    return AT_FAULT
-
-
-# The coordination service's key-value store, in a thread of its own: others never wait for it.
-#
-# Process 0, which hosts the store, reads what all tell. Of many, the others read only what process
-# 0
-# tells, so that the traffic grows with the number of processes, not with its square.
-
-
-POLL = 0.2
-_STEP = 0.01
-_FEW = 16
+EXCHANGE_EVERY = 0.2
+_POLL_EVERY = 0.01
+_FEW_PROCESSES = 16  # up to here all read everything
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
-    """What the store held at one time; `number` counts the readings."""
+class Snapshot:
+    """What the store held at one time; `number` counts the snapshots."""
 
     number: int
     fault: Fault | None
     states: Mapping[int, State]
 
 
-class Store:
-    """Tells and reads, five times a second. `failures` counts the tries in a row that failed."""
+class StateExchange:
+    """Publishes this process's state and takes a snapshot of the others', five times a second.
+
+    `failures` counts the calls to the store that failed in a row.
+    """
 
     def __init__(
-        self, client: Any, room: str, process: int, count: int, tell: Callable[[], State]
+        self,
+        client: Any,
+        prefix: str,
+        process: int,
+        count: int,
+        next_state: Callable[[], State],
     ) -> None:
-        self._client, self._room, self._process, self._tell = client, room, process, tell
-        self.reading = Reading(0, None, {})
+        self._client, self._prefix, self._process = client, prefix, process
+        self._next_state = next_state
+        self.snapshot = Snapshot(0, None, {})
         self.failures = 0
-        self.whole = process == 0 or count <= _FEW
+        self.read_all = process == 0 or count <= _FEW_PROCESSES
         self._fault: Fault | None = None
         self._now, self._closing = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="meshwright store", daemon=True)
@@ -370,25 +382,26 @@ class Store:
     def start(self) -> None:
         self._thread.start()
 
-    def close(self, patience: float) -> None:
+    def close(self, timeout: float) -> None:
         self._closing = True
         self._now.set()
-        self._thread.join(patience)
+        self._thread.join(timeout)
 
-    def refresh(self, patience: float) -> Reading:
-        """A whole reading that was begun after this call, or the last there is if it fails."""
-        self.whole = True
-        number = self.reading.number + 1  # one may be under way
-        end = time.monotonic() + patience
-        while self.reading.number <= number and not self.failures and time.monotonic() < end:
+    def refresh(self, timeout: float) -> Snapshot:
+        """Return a snapshot of all states that was begun after this call, or the last one if that
+        fails or takes too long."""
+        self.read_all = True
+        number = self.snapshot.number + 1  # one may be under way, begun earlier
+        deadline = time.monotonic() + timeout
+        while self.snapshot.number <= number and not self.failures and time.monotonic() < deadline:
             self._now.set()
-            time.sleep(_STEP)
-        return self.reading
+            time.sleep(_POLL_EVERY)
+        return self.snapshot
 
-    def accuse(self, fault: Fault, patience: float) -> Fault:
-        """Tell all of a fault. The first that is told stands; it is returned."""
+    def report_fault(self, fault: Fault, timeout: float) -> Fault:
+        """Report a fault to all processes; return the one that was reported first."""
         self._fault = fault
-        return self.refresh(patience).fault or fault
+        return self.refresh(timeout).fault or fault
 
     def _run(self) -> None:
         while not self._closing:
@@ -398,23 +411,46 @@ class Store:
                 self.failures = 0
             except Exception:
                 self.failures += 1
-            self._now.wait(POLL)
+            self._now.wait(EXCHANGE_EVERY)
 
     def _exchange(self) -> None:
-        part = "news" if self._process == 0 else "states"
+        folder = "news" if self._process == 0 else "states"
         if self._fault is not None:
-            with contextlib.suppress(Exception):  # there already
-                self._client.key_value_set(f"{self._room}/news/fault", write(self._fault))
+            # A key can be set once: the store keeps the first fault and refuses the others.
+            with contextlib.suppress(Exception):
+                self._client.key_value_set(f"{self._prefix}/news/fault", encode(self._fault))
         self._client.key_value_set(
-            f"{self._room}/{part}/{self._process}", write(self._tell()), allow_overwrite=True
+            f"{self._prefix}/{folder}/{self._process}",
+            encode(self._next_state()),
+            allow_overwrite=True,
         )
-        whole = self.whole
-        found = self._client.key_value_dir_get(self._room if whole else f"{self._room}/news")
-        texts = {key.rpartition("/")[2]: text for key, text in found}
+        read_all = self.read_all  # another thread may set it meanwhile
+        entries = self._client.key_value_dir_get(
+            self._prefix if read_all else f"{self._prefix}/news"
+        )
+        texts = {key.rpartition("/")[2]: text for key, text in entries}
         fault = texts.pop("fault", None)
-        states = {int(process): read_state(text) for process, text in texts.items()}
-        self.reading = Reading(
-            self.reading.number + 1,
-            None if fault is None else read_fault(fault),
-            states if whole else {**self.reading.states, **states},
+        states = {int(process): decode_state(text) for process, text in texts.items()}
+        self.snapshot = Snapshot(
+            self.snapshot.number + 1,
+            None if fault is None else decode_fault(fault),
+            states if read_all else {**self.snapshot.states, **states},
         )
+
+
+def exit_status(error: BaseException | None) -> int:
+    """Return the exit status of a process that raised: its own where it asked for one."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
+    return AT_FAULT
+
+
+def print_fault(line: str, error: BaseException | None) -> None:
+    """Print an error as Python does, if there is one, then the line, on stderr."""
+    if error is not None:
+        with contextlib.suppress(Exception):
+            sys.excepthook(type(error), error, error.__traceback__)
+    with contextlib.suppress(Exception):  # stderr may be closed
+        sys.stderr.write(line + "\n")

@@ -1,4 +1,4 @@
-"""`Watchdog`: this process's place among the others, while they work together."""
+"""`Watchdog`: end all processes of a job, with one line that says why, as soon as one fails."""
 
 from __future__ import annotations
 
@@ -10,35 +10,42 @@ import types
 
 from meshwright import _compat
 from meshwright._processes import Combine, combine_texts
+from meshwright._show import short_repr
 from meshwright.errors import PipelineError, short
 from meshwright.watchdog.failure_detector import State
-from meshwright.watchdog.monitor import Guard
+from meshwright.watchdog.monitor import Monitor
 
-# How often a watch of this name began: the n-th of one process meets the n-th of the others.
-_begun: collections.Counter[str] = collections.Counter()
+# How many watchdogs of a name were started: the n-th of one process meets the n-th of the others.
+_started: collections.Counter[str] = collections.Counter()
 
 
 class Watchdog:
     """Ends every process within 2 s when one of them dies, raises, is stopped or told to stop.
 
-    Used with `with` around what the processes do together, in each of them; in a single process
-    it does nothing. The main thread says what it is about by setting `doing`, `waiting` and
-    `step`; that costs well under a microsecond. Setting `doing` ends a wait.
+    Enter it with `with` around what the processes do together, in each of them; in a single
+    process it does nothing. The main thread says what it is doing by setting `doing`, `waiting`
+    and `step`, which costs well under a microsecond. Setting `doing` ends a wait.
 
     All print one line on stderr that names the process at fault, its task, and what the others
-    waited for, and leave without Python's or JAX's exit, which would wait for minutes: with
+    waited for, and exit without Python's or JAX's own exit, which would wait for minutes: with
     status 82, the process at fault with 81 (143 after SIGTERM, 130 after Ctrl-C, 134 after an
     abort). A process that raised shows its error first.
 
-    `limit`: seconds without any progress, of any process, after which a task or a wait counts as
-    a hang. It may be set anew at any time, to `math.inf` too; the largest that a process has set
-    is used. Where `doing` and `waiting` are empty, no time is too long.
-    `silence`: seconds without a sign of life after which a process of another machine is given
-    up. Let it be longer than a process may block its interpreter; on one machine that is told
-    apart. `sigterm=False` leaves SIGTERM to JAX's preemption service; a handler set in Python is
-    left alone anyway. The end of the `with`, and that of Python, waits until all have come there.
+    Args:
+      timeout: seconds without progress of any process after which a task or a wait counts as a
+        hang. It may be set anew at any time, also to `math.inf`; the largest that any process has
+        set is used. While `doing` and `waiting` are empty there is no timeout.
+      name: tells watchdogs apart that are open at the same time; the same in all processes.
+      heartbeat_timeout: seconds without a heartbeat after which a process of another machine is
+        given up. Make it longer than a process may block its interpreter; on the same machine a
+        blocked process is told from a dead one.
+      sigterm: `False` leaves SIGTERM to JAX's preemption service. A handler that was set in Python
+        is left alone in any case.
 
-    >>> with Watchdog(limit=30) as watch:
+    The end of the `with`, and that of Python, waits until all processes have come there. Raises
+    `PipelineError` for an option that makes no sense, and when it is started twice.
+
+    >>> with Watchdog(timeout=30) as watch:
     ...     watch.step = 17
     ...     watch.waiting = "1F5 of process 0"
     ...     watch.doing = "2F5"
@@ -48,105 +55,121 @@ class Watchdog:
 
     def __init__(
         self,
-        limit: float = 60.0,
+        timeout: float = 60.0,
         *,
         name: str = "run",
-        silence: float = 1.0,
+        heartbeat_timeout: float = 1.0,
         sigterm: bool = True,
     ) -> None:
-        for what, seconds in (("limit", limit), ("silence", silence)):
+        options = {"timeout": timeout, "heartbeat_timeout": heartbeat_timeout}
+        for option, seconds in options.items():
             if not isinstance(seconds, (int, float)) or math.isnan(seconds) or seconds <= 0:
-                raise PipelineError(f"Watchdog: {what} {short(seconds)}: use a number of seconds.")
+                raise PipelineError(
+                    f"Watchdog: {option} {short(seconds)}: use a number of seconds.",
+                    option=option,
+                )
+        # The name becomes part of the keys in the store, whose parts end at a slash.
         if not isinstance(name, str) or not name or "/" in name:
-            raise PipelineError(f"Watchdog: name {short(name)}: use a word without '/'.")
-        self.limit, self.name, self.silence, self.sigterm = limit, name, silence, sigterm
+            raise PipelineError(
+                f"Watchdog: name {short(name)}: use a word without '/'.", option="name"
+            )
+        self.timeout, self.name = timeout, name
+        self.heartbeat_timeout, self.sigterm = heartbeat_timeout, sigterm
         self.closed = False
         self._doing = self._waiting = ""
-        self._at: tuple[int | None, str] = (None, "")  # told together: step and plan
-        self._moves = 0
-        self._guard: Guard | None = None
+        # One tuple, so that the monitor's thread never reads a step with the plan of another.
+        self._step_and_plan: tuple[int | None, str] = (None, "")
+        self._progress = 0
+        self._monitor: Monitor | None = None
 
     @property
     def doing(self) -> str:
-        """The task that the main thread is in, or nothing."""
+        """The task that the main thread is in, or an empty string."""
         return self._doing
 
     @doing.setter
     def doing(self, task: str) -> None:
         self._doing, self._waiting = task, ""
-        self._moves += 1
+        self._progress += 1
 
     @property
     def waiting(self) -> str:
-        """What the main thread waits for, best with the process it comes from, or nothing."""
+        """What the main thread waits for, best with the process it comes from, or empty."""
         return self._waiting
 
     @waiting.setter
     def waiting(self, task: str) -> None:
         self._waiting = task
-        self._moves += 1
+        self._progress += 1
 
     @property
     def step(self) -> int | None:
-        """The number of the step, for the line."""
-        return self._at[0]
+        """The number of the step, which the line names."""
+        return self._step_and_plan[0]
 
     @step.setter
     def step(self, number: int | None) -> None:
         self.enter(number)
 
     def enter(self, step: int | None, plan: str = "") -> None:
-        """Begin a step. Steps that have a plan need every process, with the same plan: one that
-        comes with another, or has left, is at fault at once."""
-        self._at = (step, plan)
-        self._moves += 1
+        """Begin a step.
+
+        A step that has a plan needs every process, with the same plan: a process that comes with
+        another one, or has left, is at fault at once.
+        """
+        self._step_and_plan = (step, plan)
+        self._progress += 1
 
     def confer(self, about: str, text: str, combine: Combine) -> str:
-        """What process 0 makes of the texts of all processes, each of which must call this."""
-        if self._guard is None:
+        """Return what `combine` makes, in process 0, of the texts of all processes.
+
+        Every process must call it, in the same order. `about` says what is waited for.
+        """
+        if self._monitor is None:
             return combine([text])
 
-        def waits(other: int) -> None:
+        def on_wait(other: int) -> None:
             self.waiting = f"{about} of process {other}"
 
-        # No timeout: if a process does not come, this watch ends the others.
-        answer = combine_texts(f"conferring/{self._guard.room}", text, combine, on_wait=waits)
+        # No timeout here: if a process does not come, this watchdog ends the others.
+        answer = combine_texts(f"conferring/{self._monitor.name}", text, combine, on_wait=on_wait)
         self.waiting = ""
         return str(answer)
 
     def start(self) -> Watchdog:
-        """Begin; once. The others may do so later."""
-        if self.closed or self._guard is not None:
+        """Start watching; only once. The other processes may start later. Returns itself."""
+        if self.closed or self._monitor is not None:
             raise PipelineError("this Watchdog was started before. Make another.")
         process, count = _compat.coordination_place()
         client = _compat.coordination_client()
         if client is not None and count > 1:
-            turn, _begun[self.name] = _begun[self.name], _begun[self.name] + 1
-            self._guard = Guard(
+            turn, _started[self.name] = _started[self.name], _started[self.name] + 1
+            self._monitor = Monitor(
                 client,
                 f"{self.name}/{turn}",
                 process,
                 count,
-                tell=lambda: self._state(process),
-                silence=self.silence,
+                get_state=lambda: self._state(process),
+                heartbeat_timeout=self.heartbeat_timeout,
                 sigterm=self.sigterm,
             )
-            atexit.register(self._leave)
+            atexit.register(self._at_exit)
         return self
 
     def close(self) -> None:
-        """Wait until all others are done too, then stop watching."""
-        guard, self._guard = self._guard, None
+        """Wait until all other processes are done too, then stop watching."""
+        monitor, self._monitor = self._monitor, None
         self.closed, self.doing = True, ""
-        if guard is not None:
-            atexit.unregister(self._leave)
-            guard.close()
+        if monitor is not None:
+            atexit.unregister(self._at_exit)
+            monitor.close()
 
-    def _leave(self) -> None:
-        """At the end of Python, where nobody has closed the watch."""
-        error = getattr(sys, "last_value", None)  # which Python has shown
-        if error is not None and self._guard is not None:
-            self._guard.fail(error, shown=True)
+    def _at_exit(self) -> None:
+        # Python ends and nobody has closed this watchdog. If an exception ended it, that was shown
+        # already and is in sys.last_value.
+        error = getattr(sys, "last_value", None)
+        if error is not None and self._monitor is not None:
+            self._monitor.fail(error, shown=True)
         self.close()
 
     def __enter__(self) -> Watchdog:
@@ -158,25 +181,25 @@ class Watchdog:
         error: BaseException | None,
         trace: types.TracebackType | None,
     ) -> None:
-        orderly = isinstance(error, SystemExit) and not error.code
-        if error is not None and not orderly and self._guard is not None:
-            self._guard.fail(error)
+        orderly = isinstance(error, SystemExit) and not error.code  # sys.exit(0)
+        if error is not None and not orderly and self._monitor is not None:
+            self._monitor.fail(error)
         self.close()
 
     def _state(self, process: int) -> State:
-        at = self._at
+        step, plan = self._step_and_plan
         return State(
             process,
-            moves=self._moves,
+            progress=self._progress,
             doing=str(self._doing),
             waiting=str(self._waiting),
-            step=at[0],
-            plan=at[1],
-            limit=self.limit,
+            step=step,
+            plan=plan,
+            timeout=self.timeout,
         )
 
     def __repr__(self) -> str:
-        where = self._waiting and f"waiting for {self._waiting}"
-        about = ", ".join(part for part in (self._doing, where) if part) or "idle"
+        waiting = self._waiting and f"waiting for {self._waiting}"
+        doing = ", ".join(part for part in (self._doing, waiting) if part) or "idle"
         step = "" if self.step is None else f" (step {self.step})"
-        return f"<Watchdog {self.name!r}: {about}{step}{', closed' if self.closed else ''}>"
+        return short_repr(self, f"{self.name!r}: {doing}{step}{', closed' if self.closed else ''}")

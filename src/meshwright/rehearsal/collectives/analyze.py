@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshwright.errors import MeshwrightError
-from meshwright.hlo.instructions import Instruction, Shape, whole_numbers
+from meshwright.hlo.instructions import Instruction, Shape, integers
 from meshwright.hlo.program import Program
 from meshwright.placement.placement import AxisPlan, Placement
 from meshwright.rehearsal.collectives.causes import Causes, named
@@ -93,7 +93,7 @@ class _Book:
             span.groups,
             cost.links,
             cost.seconds,
-            self.program.times(found.instruction.computation),
+            self.program.run_count(found.instruction.computation),
             found.asynchronous,
             found.meanwhile,
             op_name,
@@ -192,7 +192,7 @@ def written_groups(instruction: Instruction) -> str:
     plain = instruction.attribute("replica_groups") or "{}"
     if not plain.startswith("mesh"):
         return plain
-    by_mesh = _MESH.search(instruction.rest)  # its value has commas of its own
+    by_mesh = _MESH.search(instruction.attributes)  # its value has commas of its own
     return by_mesh[0] if by_mesh else plain
 
 
@@ -208,21 +208,21 @@ def read_groups(text: str, devices: int) -> Groups:
     if text.startswith("["):
         return tuple(_counted(text))
     if text.startswith("{"):
-        listed = [np.array(whole_numbers(inner)) for inner in _INNER.findall(text)]
+        listed = [np.array(integers(inner)) for inner in _INNER.findall(text)]
         return tuple(group for group in listed if group.size) or (np.arange(devices),)
     raise MeshwrightError(f"replica groups of an unknown form: {text[:80]}")
 
 
 def read_pairs(text: str) -> np.ndarray:
     """Senders and receivers, one pair a row."""
-    return np.array(whole_numbers(text), np.int64).reshape(-1, 2)
+    return np.array(integers(text), np.int64).reshape(-1, 2)
 
 
 def _counted(text: str) -> np.ndarray:
     found = _COUNTED.match(text)
     if found is None:
         raise MeshwrightError(f"replica groups of an unknown form: {text[:80]}")
-    shape, before, order = (whole_numbers(part) for part in found.groups())
+    shape, before, order = (integers(part) for part in found.groups())
     ids = np.arange(math.prod(before or shape)).reshape(before or shape)
     return ids.transpose(order or range(ids.ndim)).reshape(shape if before else (-1,))
 
@@ -242,7 +242,7 @@ def _by_mesh(text: str, devices: int) -> np.ndarray:
 def _device_order(text: str) -> np.ndarray:
     """`[2,4]T(1,0)`, `[8]<=[2,4]T(1,0)`, or numbers in a row."""
     if not text.startswith("["):
-        return np.array(whole_numbers(text))
+        return np.array(integers(text))
     return _counted(text).ravel()
 
 

@@ -128,7 +128,7 @@ class Causes:
             origin = first_origin(self.program, operand).instruction
             if origin.opcode == "parameter" and origin.computation == self.program.entry.name:
                 if _may_be_parameter(origin.shape.leaves[0]):
-                    return origin.op_name or f"argument {origin.inside}"
+                    return origin.op_name or f"argument {origin.operand_text}"
         return None
 
     def _leaves_as_argument(self, found: Found) -> bool:
@@ -303,19 +303,19 @@ def _with_inside(program: Program, instruction: Instruction) -> Iterator[Instruc
 
 def first_origin(program: Program, value: Instruction) -> Origin:
     """Where a value comes from, also through loops that hand it round."""
-    origin = program.tracer.origin(value)
+    origin = program.dataflow.origin(value)
     while (loop := _loop(program, origin)) is not None and _goes_round(
         program, loop, origin.path[0]
     ):
         (given,) = program.computations[loop.computation].operands(loop)
-        origin = program.tracer.origin(given, origin.path)
+        origin = program.dataflow.origin(given, origin.path)
     return origin
 
 
 def handed_round(program: Program, moving: Instruction) -> bool:
     """Whether what an instruction moves is handed round by a loop."""
     where = program.computations[moving.computation]
-    origin = program.tracer.origin(where.operands(moving)[0])
+    origin = program.dataflow.origin(where.operands(moving)[0])
     loop = _loop(program, origin)
     return loop is not None and _goes_round(program, loop, origin.path[0])
 
@@ -326,7 +326,7 @@ def _loop(program: Program, origin: Origin) -> Instruction | None:
     if not origin.path:
         return None
     if instruction.opcode == "parameter":
-        callers = program.tracer.callers.get(instruction.computation, [])
+        callers = program.dataflow.callers.get(instruction.computation, [])
         instruction = callers[0] if len(callers) == 1 else instruction
     return instruction if instruction.opcode == "while" else None
 
@@ -334,5 +334,5 @@ def _loop(program: Program, origin: Origin) -> Instruction | None:
 def _goes_round(program: Program, loop: Instruction, index: int) -> bool:
     """Whether every round of a loop hands an element of its state on, changing nothing."""
     body = program.computations[dict(loop.called)["body"]]
-    before = program.tracer.origin(body.root, (index,))
+    before = program.dataflow.origin(body.root, (index,))
     return before == Origin(body.parameters[0], (index,))

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from meshwright.hlo.instructions import Computation, Instruction, Shape, end_of_value, whole_numbers
+from meshwright.hlo.instructions import Computation, Instruction, Shape, end_of_value, integers
 from meshwright.hlo.program import Program
 
 KINDS = (
@@ -56,12 +56,12 @@ class Found:
 def find(program: Program) -> Iterator[Found]:
     spread = _Spread(program)
     for computation in program.computations.values():
-        if not program.times(computation.name).count:
+        if not program.run_count(computation.name).count:
             continue
         for instruction in computation.instructions:
             opcode = instruction.opcode
             if opcode in KINDS:
-                if _SPREAD in instruction.rest:
+                if _SPREAD in instruction.attributes:
                     yield from spread.found(instruction, computation)
                 else:
                     yield _plain(program, instruction, computation)
@@ -72,7 +72,7 @@ def find(program: Program) -> Iterator[Found]:
 
 
 def _plain(program: Program, instruction: Instruction, computation: Computation) -> Found:
-    callers = tuple(program.tracer.callers.get(computation.name, ()))
+    callers = tuple(program.dataflow.callers.get(computation.name, ()))
     shape, kind = instruction.shape, instruction.opcode
     if computation.name.startswith("all-reduce-scatter"):
         shape, kind = computation.root.shape, "reduce-scatter"
@@ -94,7 +94,7 @@ def _plain(program: Program, instruction: Instruction, computation: Computation)
 
 def _started(program: Program, instruction: Instruction, computation: Computation) -> Found:
     done = _done(instruction, computation)
-    beside = '"is_sync":true' not in instruction.rest
+    beside = '"is_sync":true' not in instruction.attributes
     return Found(
         _STARTS[instruction.opcode],
         instruction,
@@ -134,7 +134,7 @@ class _Spread:
         self.pieces: dict[str | None, list[Instruction]] = {}
         for computation in program.computations.values():
             for instruction in computation.instructions:
-                if instruction.opcode in KINDS and _SPREAD in instruction.rest:
+                if instruction.opcode in KINDS and _SPREAD in instruction.attributes:
                     channel = instruction.attribute("channel_id")
                     self.pieces.setdefault(channel, []).append(instruction)
 
@@ -145,9 +145,10 @@ class _Spread:
         starts = [p for p in pieces if _starts_spread(self.program.computations[p.computation])]
         # Several starts on one channel share the pieces that follow; they are listed once.
         parts = pieces if instruction is starts[0] else [instruction]
-        runs = self.program.times(computation.name).count
+        runs = self.program.run_count(computation.name).count
         work = sum(
-            self.program.work(piece.computation) * self.program.times(piece.computation).count
+            self.program.flops_of_computation(piece.computation)
+            * self.program.run_count(piece.computation).count
             for piece in pieces
         )
         ends = [piece for piece in pieces if self._is_end(piece)] or [instruction]
@@ -165,14 +166,14 @@ class _Spread:
 
     def _is_end(self, piece: Instruction) -> bool:
         root = self.program.computations[piece.computation].root
-        return '"AsyncCollectiveDone"' in root.rest
+        return '"AsyncCollectiveDone"' in root.attributes
 
     def _outside(self, piece: Instruction) -> Instruction:
-        return self.program.tracer.callers[piece.computation][0]
+        return self.program.dataflow.callers[piece.computation][0]
 
 
 def _starts_spread(computation: Computation) -> bool:
-    return '"AsyncCollectiveStart"' in computation.root.rest
+    return '"AsyncCollectiveStart"' in computation.root.attributes
 
 
 def _shapes(instruction: Instruction, computation: Computation) -> tuple[Shape, ...]:
@@ -200,7 +201,7 @@ def _between(
     """Operations that the schedule puts between two instructions."""
     first = computation.instructions.index(start)
     last = computation.instructions.index(end)
-    return sum(map(program.work_of, computation.instructions[first + 1 : last]))
+    return sum(map(program.flops_of, computation.instructions[first + 1 : last]))
 
 
 # Sends and receives that together are one collective.
@@ -233,7 +234,7 @@ class Transfer:
     @property
     def pairs(self) -> np.ndarray:
         """Senders and receivers of a permutation."""
-        return np.array(whole_numbers(self.target.replace("->", ",")), np.int64).reshape(-1, 2)
+        return np.array(integers(self.target.replace("->", ",")), np.int64).reshape(-1, 2)
 
     @property
     def groups(self) -> tuple[np.ndarray, ...]:
@@ -242,16 +243,18 @@ class Transfer:
         if spread:
             slices, inside = (_range(part) for part in spread.groups())
             return tuple(np.array([100_000 * s + device for s in slices]) for device in inside)
-        return tuple(np.array(whole_numbers(g)) for g in re.findall(r"\{([\d,]+)\}", text))
+        return tuple(np.array(integers(g)) for g in re.findall(r"\{([\d,]+)\}", text))
 
     @property
     def target(self) -> str:
         if not self.between_slices:
-            found = _PAIRS.search(self.send.rest)
+            found = _PAIRS.search(self.send.attributes)
             return found[1] if found else ""
-        start = _TARGET.search(self.send.rest)
+        start = _TARGET.search(self.send.attributes)
         return (
-            self.send.rest[start.end() : end_of_value(self.send.rest, start.end())].strip('"')
+            self.send.attributes[
+                start.end() : end_of_value(self.send.attributes, start.end())
+            ].strip('"')
             if start
             else ""
         )
@@ -278,11 +281,11 @@ def transfers(computation: Computation) -> Iterator[Transfer]:
     }
     for instruction in computation.instructions:
         if instruction.opcode == "send" and _meeting(instruction) in receives:
-            named = _TYPE.search(instruction.rest)
+            named = _TYPE.search(instruction.attributes)
             kind = _KINDS.get(named[1], named[1].lower()) if named else "collective-permute"
             yield Transfer(kind, instruction, receives[_meeting(instruction)], named is not None)
 
 
 def _meeting(instruction: Instruction) -> str | None:
-    named = _RENDEZVOUS.search(instruction.rest)
+    named = _RENDEZVOUS.search(instruction.attributes)
     return named[1] if named else instruction.attribute("channel_id")

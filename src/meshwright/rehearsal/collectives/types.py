@@ -14,7 +14,7 @@ import numpy as np
 
 from meshwright._html import html_table
 from meshwright._text import amount, duration, table
-from meshwright.hlo.dataflow import Runs
+from meshwright.hlo.dataflow import RunCount
 from meshwright.hlo.instructions import Source, SourceTable, primitives
 from meshwright.hlo.program import read_instruction
 
@@ -47,7 +47,7 @@ class Collective:
     groups: int
     links: str
     seconds: float
-    times: Runs
+    times: RunCount
     asynchronous: bool
     meanwhile: float
     op_name: str
