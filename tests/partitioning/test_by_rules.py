@@ -117,7 +117,7 @@ def test_all_problems_come_at_once_with_path_dim_sizes_axes_and_fix():
         mw.partition(tree, MESH, rules=rules)
     lines = [line.strip() for line in str(caught.value).splitlines()[1:]]
     assert lines == [
-        "rule 'ghost' matches no leaf. Mend or drop it, or pass unused='allow'.",
+        "rule 'ghost' matches no leaf. Fix or remove it, or pass unused='allow'.",
         "lost: (3,) matches no rule. Add one, e.g. ('**', None), or pass unmatched='replicate' or "
         "'shape'.",
         "a: dim 0 has size 6, not divisible by 4 (axes fsdp). Pad to 8, use another axis, or "

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.partitioning.report import drawing, short_dtype, typed
+from meshwright.partitioning.report import array_type, drawing, short_dtype
 
 MESH = mw.mesh("fsdp:4, tp:2")
 EXPLICIT = mw.mesh("fsdp:4, tp:2", axis_types="explicit")
@@ -113,7 +113,7 @@ SPECS = [
 def test_the_notation_is_that_of_jax(spec, dtype):
     array = mw.shard(np.ones((16, 8), getattr(jnp, dtype)), EXPLICIT, spec)
     theirs = str(jax.typeof(array))
-    ours = typed((16, 8), dtype, spec)
+    ours = array_type((16, 8), dtype, spec)
     assert ours.partition("[")[2] == theirs.partition("[")[2]
     assert theirs.partition("[")[0] == dtype
     assert ours.partition("[")[0] == short_dtype(dtype)
@@ -123,12 +123,12 @@ def test_the_notation_is_that_of_jax(spec, dtype):
 def test_the_notation_is_that_of_jax_for_any_rank(shape):
     array = mw.shard(np.ones(shape, np.float32), EXPLICIT, min_shard_size=0)
     spec = mw.partition(array, EXPLICIT, min_shard_size=0)
-    assert typed(shape, "float32", spec).replace("f32", "float32") == str(jax.typeof(array))
+    assert array_type(shape, "float32", spec).replace("f32", "float32") == str(jax.typeof(array))
 
 
 def test_the_notation_of_keys_is_that_of_jax():
     keys = mw.shard(jax.random.split(jax.random.key(0), 8), EXPLICIT, P("fsdp"))
-    assert typed((8,), keys.dtype, P("fsdp")) == str(jax.typeof(keys))
+    assert array_type((8,), keys.dtype, P("fsdp")) == str(jax.typeof(keys))
 
 
 @pytest.mark.parametrize(

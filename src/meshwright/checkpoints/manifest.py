@@ -18,9 +18,9 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from meshwright import _compat
 from meshwright.errors import PartitionError, near, short
 from meshwright.transfers.device_put import native
-from meshwright.trees.specs import mesh_axes, problems
+from meshwright.trees.specs import mesh_axes, spec_problems
 from meshwright.trees.walk import flatten as flatten_tree
-from meshwright.trees.walk import is_array, printable, shown
+from meshwright.trees.walk import is_array, printable, shown_path
 
 NAME = "meshwright.json"
 FORMAT = 1
@@ -165,7 +165,7 @@ def _word(key: Any) -> str:
 
 def where(words: Words) -> str:
     """The path of a leaf in a message."""
-    return shown(printable("/".join(words))) if words else "(the tree)"
+    return shown_path(printable("/".join(words))) if words else "(the tree)"
 
 
 def type_name(dtype: Any) -> str:
@@ -376,5 +376,5 @@ def _sharding_faults(value: Any) -> Iterator[str]:
     elif isinstance(sharding, NamedSharding):
         if PartitionSpec.UNCONSTRAINED in tuple(sharding.spec):
             yield f"{sharding.spec} leaves a dim unconstrained. Use None, or an axis."
-        for text in problems("", tuple(value.shape), sharding.spec, mesh_axes(sharding.mesh)):
+        for text in spec_problems("", tuple(value.shape), sharding.spec, mesh_axes(sharding.mesh)):
             yield text.removeprefix("(the array): ")

@@ -17,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from meshwright.errors import GroupError, listing, short
 from meshwright.mpmd.groups import Groups, as_groups, check_ids
-from meshwright.partitioning.report import typed
-from meshwright.trees.specs import make_spec, mesh_axes, problems
+from meshwright.partitioning.report import array_type
+from meshwright.trees.specs import make_spec, mesh_axes, spec_problems
 
 
 @dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -130,7 +130,7 @@ class MpmdArray:
         notes += ", deleted" if self.is_deleted() else ""
         notes += "" if self.is_partially_addressable else ", none of it in this process"
         shown = specs[0] if len(specs) == 1 else make_spec()
-        return f"MpmdArray({typed(self.shape, self.dtype, shown)} in {notes})"
+        return f"MpmdArray({array_type(self.shape, self.dtype, shown)} in {notes})"
 
 
 # The arrays that make up an `MpmdArray`: one per group, alike, and where the sharding says.
@@ -156,7 +156,7 @@ def check_parts(
                 "All groups hold one array."
             )
     for group, split in sharding.shardings.items():
-        for problem in problems(f"group {group}", whole, split.spec, mesh_axes(split.mesh)):
+        for problem in spec_problems(f"group {group}", whole, split.spec, mesh_axes(split.mesh)):
             raise GroupError(f"sharding: {problem}")
         if group in parts:
             _check_split(group, parts[group], split)
@@ -355,7 +355,9 @@ def _checked(groups: Groups, group: int, spec: Any) -> PartitionSpec:
         raise GroupError(f"spec: group {group}: {spec} asks for more than a split. Name axes only.")
     inside = groups.local_spec(spec)
     # Dims are not known here; a size of zero is divisible by everything.
-    wrong = problems(f"group {group}", (0,) * len(inside), inside, mesh_axes(groups.meshes[group]))
+    wrong = spec_problems(
+        f"group {group}", (0,) * len(inside), inside, mesh_axes(groups.meshes[group])
+    )
     for problem in wrong:
         raise GroupError(f"spec: {problem}")
     return inside

@@ -34,12 +34,12 @@ from meshwright.transfers.resharding import (
     put_from_host,
     reshard,
     spans_processes,
-    spec_problems,
+    target_spec_problems,
     value_problems,
     way,
 )
 from meshwright.trees.specs import mesh_axes
-from meshwright.trees.split import spread
+from meshwright.trees.split import broadcast_prefix
 from meshwright.trees.walk import Leaf, Walk, refuse, walk
 
 Finish = Callable[[jax.Array], Any]
@@ -116,7 +116,7 @@ def _moves(homes: Sequence[Home], groups: Groups) -> Iterator[tuple[Move, Finish
         here = [home for home in homes if group in home.specs]
         values = [home.source(group, groups) for home in here]
         leaves = tuple(
-            in_group(home.leaf, group)._replace(place=place, value=value)
+            in_group(home.leaf, group)._replace(position=place, value=value)
             for place, (home, value) in enumerate(zip(here, values, strict=True))
         )
         found = Walk(tuple(values), leaves, jax.tree.structure(values))
@@ -172,7 +172,7 @@ def find_homes(
     wrong = list(_groups_problems(groups))
     try:
         ids = _ids_of_each(tree, found, where)
-        given = None if specs is None else spread("specs", specs, tree, _are_specs)
+        given = None if specs is None else broadcast_prefix("specs", specs, tree, _are_specs)
     except GroupError as error:
         return [], [*wrong, str(error)]
     homes: list[tuple[Leaf, tuple[int, ...]]] = []
@@ -184,7 +184,7 @@ def find_homes(
             wrong.append(str(error))
     if given is None:
         return list(_by_shape(homes, groups)), wrong
-    placed = [Home(leaf, _specs(given[leaf.place], ids, groups)) for leaf, ids in homes]
+    placed = [Home(leaf, _specs(given[leaf.position], ids, groups)) for leaf, ids in homes]
     return placed, [*wrong, *_spec_problems(placed, groups)]
 
 
@@ -203,8 +203,10 @@ def _first_or_deleted(value: Any) -> Any:
 def _ids_of_each(tree: Any, found: Walk, where: Any) -> list[Any]:
     if callable(where) and jax.tree_util.all_leaves([where]):  # a model may be a callable tree
         return [where(leaf.path) for leaf in found.arrays]
-    spread_out = spread("where", where, tree, _are_numbers, ", such as 0 or the set {0, 1}")
-    return [spread_out[leaf.place] for leaf in found.arrays]
+    spread_out = broadcast_prefix(
+        "where", where, tree, _are_numbers, ", such as 0 or the set {0, 1}"
+    )
+    return [spread_out[leaf.position] for leaf in found.arrays]
 
 
 def _are_numbers(value: Any, node: Any) -> bool:
@@ -230,9 +232,9 @@ def _by_shape(homes: Sequence[tuple[Leaf, tuple[int, ...]]], groups: Groups) -> 
         leaves = tuple(leaf for leaf, ids in homes if group in ids)
         specs = decide(Walk((), leaves, None), None, mesh, Options())
         for leaf, spec in zip(leaves, specs, strict=True):
-            chosen[leaf.place][group] = groups.local_spec(spec)
+            chosen[leaf.position][group] = groups.local_spec(spec)
     for leaf, _ in homes:
-        yield Home(leaf, chosen[leaf.place])
+        yield Home(leaf, chosen[leaf.position])
 
 
 def _specs(given: Any, ids: Sequence[int], groups: Groups) -> dict[int, Any]:
@@ -251,7 +253,7 @@ def _spec_problems(homes: Sequence[Home], groups: Groups) -> Iterator[str]:
         for group, spec in home.specs.items():
             leaf = in_group(home.leaf, group)
             if isinstance(spec, PartitionSpec):
-                yield from spec_problems(leaf, spec, axes[group])
+                yield from target_spec_problems(leaf, spec, axes[group])
             else:
                 yield (
                     f"{leaf.where}: {short(spec)} is not a PartitionSpec. "
