@@ -54,27 +54,27 @@ class MeshPartitionHelper:
 
     def shard_array(self, array: Any, partition_spec: PartitionSpec) -> Any:
         """The array placed with a `NamedSharding`."""
-        found = walk(array)
-        if len(found.arrays) != 1 or found.arrays[0].value is not array:
+        walked = walk(array)
+        if len(walked.arrays) != 1 or walked.arrays[0].value is not array:
             raise PartitionError(f"{short(array)} is not one array.")
-        shape, spec = found.arrays[0].shape, specs_on_mesh(partition_spec, self.mesh)
+        shape, spec = walked.arrays[0].shape, specs_on_mesh(partition_spec, self.mesh)
         refuse("shard_array", list(spec_problems("", shape, spec, mesh_axes(self.mesh))))
-        check_values(found.arrays, what="shard_array")
-        return put(found.arrays, [NamedSharding(self.mesh, spec)], what="shard_array")[0]
+        check_values(walked.arrays, what="shard_array")
+        return put(walked.arrays, [NamedSharding(self.mesh, spec)], what="shard_array")[0]
 
     def auto_shard_pytree(self, pytree: Any, min_shard_size: int = 1024) -> Any:
         """The same tree, every array placed by its best spec, in one transfer."""
         mesh_axes(self.mesh)
-        found = walk(pytree)
+        walked = walk(pytree)
         refuse("auto_shard_pytree", tie_problems(pytree))
         seen: dict[Any, NamedSharding] = {}
-        for leaf in found.arrays:
+        for leaf in walked.arrays:
             if leaf.shape not in seen:
                 methods = self._suggest_methods(leaf.shape)
                 spec = self.create_partition_spec(leaf.shape, methods, min_shard_size)
                 seen[leaf.shape] = NamedSharding(self.mesh, spec)
-        check_values(found.arrays, what="auto_shard_pytree")
-        return found.rebuild(put(found.arrays, [seen[leaf.shape] for leaf in found.arrays]))
+        check_values(walked.arrays, what="auto_shard_pytree")
+        return walked.rebuild(put(walked.arrays, [seen[leaf.shape] for leaf in walked.arrays]))
 
     def _suggest_methods(self, shape: Sequence[int]) -> list[Method]:
         """Suggest the axes of one group as a method; experts first for three dims and more."""
