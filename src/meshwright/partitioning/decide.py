@@ -21,7 +21,7 @@ from meshwright.partitioning.logical import (
     read_names,
     read_table,
 )
-from meshwright.partitioning.rules import Rules, Unmatched, match_rules, read_rules
+from meshwright.partitioning.rules import Rules, Unmatched, Unused, match_rules, read_rules
 from meshwright.trees.specs import (
     AnyMesh,
     Uneven,
@@ -55,7 +55,7 @@ def partition(
     min_shard_size: int = MIN_SHARD_SIZE,
     uneven: Uneven = "error",
     unmatched: Unmatched = "error",
-    unused: str = "error",
+    unused: Unused = "error",
     stacked: str | Sequence[str] | bool | None = None,
 ) -> Any:
     """Choose a `PartitionSpec` for every array of a tree; other leaves pass through.
@@ -115,7 +115,7 @@ class PartitionOptions(TypedDict, total=False):
     min_shard_size: int
     uneven: Uneven
     unmatched: Unmatched
-    unused: str
+    unused: Unused
     stacked: str | Sequence[str] | bool | None
 
 

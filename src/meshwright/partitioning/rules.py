@@ -20,6 +20,7 @@ from meshwright.trees.walk import Leaf, shown_path
 
 Rules = Mapping[str, Any] | Sequence[tuple[Any, Any]]
 Unmatched = Literal["error", "replicate", "shape"]
+Unused = Literal["error", "allow"]
 
 
 def read_rules(rules: Any) -> list[tuple[Any, PartitionSpec]]:
