@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding
 
 import meshwright as mw
 from meshwright._text import amount, duration, table
-from meshwright.trees.specs import problems
+from meshwright.trees.specs import spec_problems
 
 Shape = jax.ShapeDtypeStruct
 
@@ -185,7 +185,7 @@ def _eformer_bytes(tree: Any, mesh: Any) -> tuple[int, int]:
     axes, total, wrong = dict(mesh.shape), 0, 0
     for leaf in jax.tree.leaves(tree):
         spec = helper.create_partition_spec(leaf.shape, helper._suggest_methods(leaf.shape))
-        bad = any(problems("", leaf.shape, spec, axes))
+        bad = any(spec_problems("", leaf.shape, spec, axes))
         wrong += bad
         report = mw.explain(
             {"x": leaf},

@@ -65,7 +65,7 @@ class Killed(BaseException):
 
 
 def write(path, content):
-    folder = checkpoint.prepare(path)
+    folder = checkpoint.prepare_staging(path)
     folder.mkdir()
     (folder / "a").write_text(content)
     (folder / "b").write_text(content)
@@ -96,7 +96,7 @@ def killed(monkeypatch, moment, action):
 
 def test_killed_twice_a_checkpoint_is_still_whole(tmp_path, monkeypatch):
     def content(path):
-        place = checkpoint.current(path)
+        place = checkpoint.current_folder(path)
         assert place is not None
         return {(place / name).read_text() for name in ("a", "b")}
 
@@ -129,11 +129,11 @@ def test_what_was_half_deleted_is_never_found(tmp_path, monkeypatch):
     for moment in itertools.count():
         path = tmp_path / str(moment) / "x"
         write(path, "1")
-        write(checkpoint.workshop(path) / "new", "2")  # killed just before it took its place
-        if not killed(monkeypatch, moment, lambda path=path: checkpoint.prepare(path)):
+        write(checkpoint.staging_folder(path) / "new", "2")  # killed just before it took its place
+        if not killed(monkeypatch, moment, lambda path=path: checkpoint.prepare_staging(path)):
             break
         shutil.rmtree(path)
-        place = checkpoint.current(path)
+        place = checkpoint.current_folder(path)
         assert place is None or {item.name for item in place.iterdir()} == {"a", "b"}
     assert moment > 3
 

@@ -11,6 +11,7 @@ from checkpoint_helpers import DP_TP, FOUR, FSDP, ONE, assert_same, cut, target_
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from meshwright.checkpoints.checkpoint import restore_checkpoint, save_checkpoint
+from meshwright.checkpoints.manifest import Entry
 from meshwright.errors import PartitionError
 
 
@@ -223,3 +224,10 @@ def test_keys_that_do_not_print_come_back(tmp_path):
     tree = {"two\nlines": jnp.arange(8), "two\\nlines": jnp.ones(8)}
     save_checkpoint(tmp_path / "c", tree)
     assert_same(restore_checkpoint(tmp_path / "c", tree), tree)
+
+
+def test_the_repr_of_an_entry_stays_short():
+    assert repr(Entry(("a", "w"), "float32", (8, 2), "0" * 16)) == "<Entry a/w: float32[8,2]>"
+    long = Entry(("a" * 500,) * 9, "float32", (8,) * 90, "0" * 16)
+    text = Entry(("step",), "str", text="x" * 100_000)
+    assert max(len(repr(long)), len(repr(text))) <= 200

@@ -141,7 +141,7 @@ def test_errors_name_options_as_they_are_written_here(here, tmp_path):
     (tmp_path / "rules.json").write_text('{"embed": "fsdp", "gone": null}')
     code, _, err = here(UNEVEN, "--rules", "rules.json")
     assert code == 2
-    assert "rule 'gone' matches no leaf. Mend or drop it, or pass --unused allow." in err
+    assert "rule 'gone' matches no leaf. Fix or remove it, or pass --unused allow." in err
     assert 'Add one, e.g. ["**", null], or pass --unmatched replicate or shape.' in err
     assert "Pad to 8, use another axis, or pass --uneven replicate." in err
     code, _, err = here(UNEVEN, "--min-shard-size", "-1")

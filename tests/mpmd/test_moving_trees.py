@@ -15,7 +15,7 @@ import meshwright as mw
 from meshwright import _compat
 from meshwright.errors import GroupError, PartitionError
 from meshwright.mpmd import assign
-from meshwright.trees.split import spread
+from meshwright.trees.split import broadcast_prefix
 
 DTYPES = ("float32", "bfloat16", "int8", "complex64", "float8_e4m3fn", "uint16")
 WHOLE = P()
@@ -486,5 +486,7 @@ def test_a_deleted_array_of_groups_cannot_come_back():
 )
 def test_a_full_tree_is_its_own_prefix(tree):
     leaves = jax.tree.leaves(tree)
-    assert spread("where", tree, tree, lambda value, node: False) == leaves
-    assert spread("where", "one", tree, lambda value, node: False) == ["one"] * len(leaves)
+    assert broadcast_prefix("where", tree, tree, lambda value, node: False) == leaves
+    assert broadcast_prefix("where", "one", tree, lambda value, node: False) == ["one"] * len(
+        leaves
+    )

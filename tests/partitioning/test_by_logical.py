@@ -97,7 +97,7 @@ def test_uneven_dims_stay_whole_when_asked():
         ({}, r"up: \(8, 8\) has no logical names\. Give them with names=.*unmatched='replicate'"),
         (
             {"up": ("embed", "mlp"), "gone": ("mlp",)},
-            r"names: gone is not in the tree of arrays\. M",
+            r"names: gone is not in the tree of arrays\. Fix",
         ),
         ({"up": "embed"}, r"names: up: 'embed' is not a tuple such as \('embed', 'mlp'\)"),
         ({"up": 3}, r"names: up: 3 is not a tuple"),
@@ -115,7 +115,7 @@ def test_all_that_is_wrong_with_names_comes_at_once():
         mw.partition(tree, MESH, logical=TABLE, names=names)
     assert [line.strip() for line in str(caught.value).splitlines()[1:]] == [
         "names: a: 'embed' is not a tuple such as ('embed', 'mlp').",
-        "names: gone is not in the tree of arrays. Mend its path or drop it.",
+        "names: gone is not in the tree of arrays. Fix its path or remove it.",
         "b: (8, 8) has no logical names. Give them with names=..., create it with metadata "
         "(nnx.with_partitioning, nn.with_logical_partitioning), or pass unmatched='replicate' or "
         "'shape'.",

@@ -117,7 +117,7 @@ def test_all_problems_come_at_once_with_path_dim_sizes_axes_and_fix():
         mw.partition(tree, MESH, rules=rules)
     lines = [line.strip() for line in str(caught.value).splitlines()[1:]]
     assert lines == [
-        "rule 'ghost' matches no leaf. Mend or drop it, or pass unused='allow'.",
+        "rule 'ghost' matches no leaf. Fix or remove it, or pass unused='allow'.",
         "lost: (3,) matches no rule. Add one, e.g. ('**', None), or pass unmatched='replicate' or "
         "'shape'.",
         "a: dim 0 has size 6, not divisible by 4 (axes fsdp). Pad to 8, use another axis, or "
@@ -262,3 +262,46 @@ def test_many_leaves_and_many_rules_take_little_time():
     specs, _ = match_rules(leaves, read_rules(rules))
     assert time.process_time() - start < 1
     assert specs == [P("tp")] * len(leaves)
+
+
+@pytest.mark.parametrize(
+    ("option", "options"),
+    [
+        ("rules", {"rules": "w"}),
+        ("rules", {"rules": [("w",)]}),
+        ("rules", {"rules": [("(", None)]}),
+        ("rules", {"rules": [("w", 7)]}),
+        ("rules", {"rules": [("w", [3])]}),
+        ("rules", {"rules": [("**", "nope")]}),
+        ("rules", {"rules": {}, "logical": {}}),
+        ("unused", {"rules": [("**", None), ("ghost", None)]}),
+        ("unmatched", {"rules": {}}),
+        ("unmatched", {"unmatched": "whole"}),
+        ("unused", {"unused": "ignore"}),
+        ("uneven", {"uneven": "pad"}),
+        ("logical", {"logical": "embed"}),
+        ("logical", {"logical": [("embed",)]}),
+        ("logical", {"logical": {"embed": 3}}),
+        ("logical", {"logical": [("a", None), ("a", None)]}),
+        ("logical", {"logical": {}, "names": {"w": ("embed", None)}}),
+        ("unmatched", {"logical": {}}),
+        ("names", {"names": {"w": (None, None)}}),
+        ("names", {"logical": {}, "names": {"w": (None, None), "gone": ()}}),
+        ("axes", {"axes": "fsdp"}),
+        ("axes", {"axes": ["nope"]}),
+        ("axes", {"axes": [["fsdp"]]}),
+        ("axes", {"axes": ["fsdp", "fsdp"]}),
+        ("axes", {"rules": {}, "axes": ["fsdp"]}),
+        ("min_shard_size", {"min_shard_size": -1}),
+        ("min_shard_size", {"min_shard_size": "all"}),
+        ("stacked", {"stacked": 3}),
+        ("stacked", {"stacked": "ghost"}),
+        ("stacked", {"stacked": "("}),
+        # Problems of two kinds are not about one option.
+        (None, {"rules": [("ghost", None)]}),
+    ],
+)
+def test_errors_carry_the_option_they_are_about(option, options):
+    with pytest.raises(mw.errors.PartitionError) as caught:
+        mw.partition({"w": sds(64, 64)}, MESH, **options)
+    assert caught.value.option == option

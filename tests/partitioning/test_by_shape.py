@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.partitioning import by_shape
-from meshwright.partitioning.by_shape import choose, weight_axes
+from meshwright.partitioning.by_shape import choose_spec, weight_axes
 
 MESH = mw.mesh("fsdp:4, tp:2")
 WIDE = mw.abstract_mesh("dp:2, fsdp:4, ep:3, tp:2, sp:2")
@@ -211,8 +211,8 @@ def test_many_dims_and_many_axes_take_little_time():
 @given(shapes, st.sampled_from([32, 16, 8]))
 def test_where_not_every_way_is_tried_the_choice_is_as_good(shape, bits):
     axes = weight_axes(dict(WIDE.shape), list(WIDE.shape))
-    every = choose.__wrapped__(shape, bits, axes, 0)
+    every = choose_spec.__wrapped__(shape, bits, axes, 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(by_shape, "EVERY_WAY", 0)
-        few = choose.__wrapped__(shape, bits, axes, 0)
+        patch.setattr(by_shape, "MOST_SCORED", 0)
+        few = choose_spec.__wrapped__(shape, bits, axes, 0)
     assert few == every

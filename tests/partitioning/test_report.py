@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.partitioning.report import drawing, short_dtype, typed
+from meshwright.partitioning.decide import Options
+from meshwright.partitioning.report import array_type, drawing, short_dtype
 
 MESH = mw.mesh("fsdp:4, tp:2")
 EXPLICIT = mw.mesh("fsdp:4, tp:2", axis_types="explicit")
@@ -113,7 +114,7 @@ SPECS = [
 def test_the_notation_is_that_of_jax(spec, dtype):
     array = mw.shard(np.ones((16, 8), getattr(jnp, dtype)), EXPLICIT, spec)
     theirs = str(jax.typeof(array))
-    ours = typed((16, 8), dtype, spec)
+    ours = array_type((16, 8), dtype, spec)
     assert ours.partition("[")[2] == theirs.partition("[")[2]
     assert theirs.partition("[")[0] == dtype
     assert ours.partition("[")[0] == short_dtype(dtype)
@@ -123,12 +124,12 @@ def test_the_notation_is_that_of_jax(spec, dtype):
 def test_the_notation_is_that_of_jax_for_any_rank(shape):
     array = mw.shard(np.ones(shape, np.float32), EXPLICIT, min_shard_size=0)
     spec = mw.partition(array, EXPLICIT, min_shard_size=0)
-    assert typed(shape, "float32", spec).replace("f32", "float32") == str(jax.typeof(array))
+    assert array_type(shape, "float32", spec).replace("f32", "float32") == str(jax.typeof(array))
 
 
 def test_the_notation_of_keys_is_that_of_jax():
     keys = mw.shard(jax.random.split(jax.random.key(0), 8), EXPLICIT, P("fsdp"))
-    assert typed((8,), keys.dtype, P("fsdp")) == str(jax.typeof(keys))
+    assert array_type((8,), keys.dtype, P("fsdp")) == str(jax.typeof(keys))
 
 
 @pytest.mark.parametrize(
@@ -327,3 +328,24 @@ def test_what_does_not_fit_is_refused_here_too():
         mw.explain({"w": sds(6, 8)}, MESH, P("fsdp"))
     with pytest.raises(mw.errors.PartitionError, match="First difference: 'w' has no spec"):
         mw.explain({"w": sds(6, 8)}, MESH, {})
+
+
+def test_reprs_stay_short_however_large_the_value_is():
+    tree = {f"a{'b' * 300}{place}": sds(*[8] * 20) for place in range(300)}
+    report = mw.explain(tree, MESH, unmatched="replicate", rules=[])
+    options = Options(rules=[("*" * 100, ("fsdp",))] * 1000, unmatched="replicate")
+    for value in (report, report.rows[0], options, Options()):
+        assert len(repr(value)) <= 200
+    assert repr(report).startswith("<PartitionReport 300 arrays on fsdp:4, tp:2 (8 devices): ")
+    assert repr(mw.explain({"w": sds(64, 64)}, MESH).rows[0]) == "<LeafRow w: f32[64@(fsdp,tp),64]>"
+    assert repr(Options(uneven="replicate")) == "<Options uneven='replicate'>"
+
+
+def test_the_page_says_how_many_arrays_it_leaves_out():
+    page = mw.explain({f"w{place:04}": sds(8) for place in range(300)}, MESH)._repr_html_()
+    assert "... and 100 more arrays" in page
+
+
+def test_a_tree_with_none_for_its_mesh_is_refused():
+    with pytest.raises(mw.errors.PartitionError, match=r"^mesh: None is not a jax.sharding.Mesh"):
+        mw.explain({"w": sds(8)}, None)

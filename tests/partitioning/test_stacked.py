@@ -173,7 +173,7 @@ def test_patterns_replace_the_words():
 def test_a_pattern_that_matches_no_leaf_is_reported_unless_allowed():
     tree = {"layers": {"w": sds(8, 64, 64)}}
     with pytest.raises(
-        mw.errors.PartitionError, match=r"stacked: 'zz' matches no leaf\. Mend or drop it"
+        mw.errors.PartitionError, match=r"stacked: 'zz' matches no leaf\. Fix or remove it"
     ):
         mw.partition(tree, MESH, stacked=["w", "zz"])
     assert mw.partition(tree, MESH, stacked=["w", "zz"], unused="allow")["layers"]["w"][0] is None

@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.errors import LONGEST_MESSAGE
-from meshwright.trees.walk import bits, walk
+from meshwright.trees.split import split_arrays
+from meshwright.trees.walk import bits, is_key, walk
 
 MESH = mw.mesh("fsdp:4, tp:2")
 
@@ -302,3 +303,19 @@ def test_a_mesh_of_devices_that_are_gone_is_refused():
     )
     assert found.returncode == 0, found.stderr
     assert found.stdout.split() == ["refused"] * 10
+
+
+def test_reprs_stay_short_and_do_not_print_arrays():
+    tree = {"w": np.ones((512, 512), "float32"), "b" * 1000: [np.ones(3)] * 1000, "act": "tanh"}
+    walked, parts = walk(tree), split_arrays(tree)
+    for value in (walked, parts, *walked.arrays):
+        assert len(repr(value)) <= 200
+    assert repr(walked) == "<Walk 1,001 arrays of 1,002>"
+    assert repr(parts) == "<Split 1,001 arrays of 1,002>"
+    assert repr(walk({"w": np.ones((2, 3))}).arrays[0]) == "<Leaf w: float64[2, 3]>"
+
+
+def test_keys_are_told_by_their_dtype():
+    assert is_key(jax.random.key(0).dtype)
+    assert not is_key(jax.random.PRNGKey(0).dtype)
+    assert not is_key("bfloat16")

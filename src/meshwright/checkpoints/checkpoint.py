@@ -1,48 +1,49 @@
-"""Checkpoints: a tree saved with Orbax, checked, and restored onto any other mesh."""
+"""Save a tree with Orbax, checked, and restore it onto any other mesh; replace it atomically."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from numpy.typing import NDArray
 
 from meshwright._checks import check_flag
+from meshwright._processes import fail_together
+from meshwright._text import plural_noun
 from meshwright.checkpoints.manifest import (
-    NAME,
+    MANIFEST_NAME,
     Entry,
     Words,
-    empty,
-    flatten,
+    empty_stored,
     from_stored,
     leaf_problems,
+    leaves_with_words,
     python_entry,
-    read_index,
+    read_manifest,
     target_problems,
     to_stored,
     type_name,
     where,
-    write_index,
+    write_manifest,
 )
 from meshwright.checkpoints.orbax_io import (
-    WORD,
-    cause,
+    MODULUS,
     checksums,
     entries_by_orbax,
+    first_cause,
     orbax,
     read_arrays,
     write_arrays,
 )
-from meshwright.errors import LONGEST_MESSAGE, PartitionError, listing, short
+from meshwright.errors import PartitionError, listing, short
 from meshwright.trees.specs import make_spec
-from meshwright.trees.walk import is_array
+from meshwright.trees.walk import is_array, problem_lines
 
 
 def save_checkpoint(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = False) -> None:
@@ -50,8 +51,11 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any, *, overwrite: bool 
 
     The directory is an Orbax checkpoint with one more file, `meshwright.json`: shape, type and
     checksum of every leaf. Python numbers and strings are in it too. With `overwrite`, the
-    checkpoint before stays whole until this one is: killed at any moment, one of them is found.
+    checkpoint before stays complete until this one is: killed at any moment, one of them is found.
     In a run of several processes all of them call this, with a path that all of them see.
+
+    Raises `PartitionError`, in every process, if a leaf cannot be saved, the directory holds
+    something else, or there is a checkpoint and `overwrite` is false.
 
     >>> import jax, tempfile
     >>> path = tempfile.mkdtemp() + "/step_1"
@@ -61,35 +65,36 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any, *, overwrite: bool 
     ...
     meshwright.errors.PartitionError: ...step_1: there is a checkpoint already. ...
     """
-    with together():
+    with fail_together("checkpoint", PartitionError):
         overwrite = check_flag("overwrite", overwrite)
         orbax()
-        place = absolute(path)
-        leaves = flatten(tree)
+        folder = checkpoint_folder(path)
+        leaves = leaves_with_words(tree)
         _refuse(f"save_checkpoint({short(str(path))})", "written", leaf_problems(leaves))
-        if is_first():
-            check_destination(place, overwrite)
+        if is_main_process():
+            check_destination(folder, overwrite)
     try:
-        _write(place, leaves)
+        _write(folder, leaves)
     except PartitionError:
         raise
     except Exception as error:  # Orbax and TensorStore raise whatever they like
         with contextlib.suppress(OSError):  # the first error is the one to tell
-            if is_first():
-                abandon(place)
+            if is_main_process():
+                clear_failed_save(folder)
         raise PartitionError(
-            f"{place}: could not be written. A checkpoint that was there before still is. "
-            f"({cause(error)})"
+            f"{folder}: could not be written. A checkpoint that was there before still is. "
+            f"({first_cause(error)})"
         ) from error
 
 
 def restore_checkpoint(path: str | os.PathLike[str], target: Any, *, verify: bool = True) -> Any:
-    """The tree saved at `path`, every array placed as the target's leaf of the same path says.
+    """Read the tree saved at `path`; place every array as the target's leaf of the same path says.
 
     `target` is a tree of `jax.ShapeDtypeStruct` with shardings, or of placed arrays, on any mesh;
     of Python numbers and strings only the type counts. Paths, shapes and types must be those that
     were saved; all differences are reported before data is read. Every value is then checked
-    against the checksum it was saved with, unless `verify=False`.
+    against the checksum it was saved with, unless `verify=False`. In a run of several processes all
+    of them call this, and a `PartitionError` in one is raised in all.
 
     >>> import jax, tempfile
     >>> from jax.sharding import NamedSharding, PartitionSpec
@@ -102,37 +107,45 @@ def restore_checkpoint(path: str | os.PathLike[str], target: Any, *, verify: boo
     >>> tree["step"], len(tree["w"].addressable_shards)
     (1, 8)
     """
-    with together():
+    with fail_together("checkpoint", PartitionError):
         verify = check_flag("verify", verify)
         orbax()
-        place = find(absolute(path))
-        saved = _saved(place, verify)
-        wanted = flatten(target)
-        faults = target_problems(saved, wanted)
-        _refuse(f"restore_checkpoint({short(str(path))})", "read", faults)
-    with together():
-        stored = read_arrays(place, {w: leaf for w, leaf in wanted if saved[w].is_on_disk})
+        folder = find_checkpoint(checkpoint_folder(path))
+        saved = _read_entries(folder, verify)
+        wanted = leaves_with_words(target)
+        problems = target_problems(saved, wanted)
+        _refuse(f"restore_checkpoint({short(str(path))})", "read", problems)
+    # A damaged file may concern one process alone; the others must not go on to the collective of
+    # `sum_over_processes` and wait there for it.
+    with fail_together("checkpoint", PartitionError):
+        stored = read_arrays(folder, {w: leaf for w, leaf in wanted if saved[w].is_on_disk})
     if verify:
-        _verify(place, saved, stored)
+        _verify(folder, saved, stored)
     return _rebuild(target, wanted, saved, stored)
 
 
-def _write(place: Path, leaves: Sequence[tuple[Words, Any]]) -> None:
-    """Arrays by Orbax, then the index, then the swap; the first process does what one must do."""
+def _write(folder: Path, leaves: Sequence[tuple[Words, Any]]) -> None:
+    """Write the arrays by Orbax, then the manifest, then swap the directories.
+
+    Orbax writes from all processes; directories and the manifest are the main process's alone. Each
+    block that fails together is also a barrier: nobody writes before the directory is prepared, and
+    nobody returns before the checkpoint has its name.
+    """
     arrays = {words: to_stored(value) for words, value in leaves if is_array(value)}
     filled = {words: array for words, array in arrays.items() if array.size}
-    sums = dict(zip(filled, add_up(checksums(list(filled.values()))), strict=True))
-    folder = workshop(place) / "writing"
-    with together():
-        if is_first():
-            prepare(place)
+    # First, so that an array that cannot be read fails before the disk is touched.
+    sums = dict(zip(filled, sum_over_processes(checksums(list(filled.values()))), strict=True))
+    writing = staging_folder(folder) / "writing"
+    with fail_together("checkpoint", PartitionError):
+        if is_main_process():
+            prepare_staging(folder)
     if filled:
-        write_arrays(folder, filled)
-    with together():
-        if is_first():
-            folder.mkdir(exist_ok=True)
-            write_index(folder, [_entry(words, value, sums) for words, value in leaves])
-            commit(place)
+        write_arrays(writing, filled)
+    with fail_together("checkpoint", PartitionError):
+        if is_main_process():
+            writing.mkdir(exist_ok=True)
+            write_manifest(writing, [_entry(words, value, sums) for words, value in leaves])
+            commit(folder)
 
 
 def _entry(words: Words, value: Any, sums: Mapping[Words, int]) -> Entry:
@@ -141,17 +154,17 @@ def _entry(words: Words, value: Any, sums: Mapping[Words, int]) -> Entry:
     return Entry(words, type_name(value.dtype), tuple(value.shape), f"{sums.get(words, 0):016x}")
 
 
-def _verify(place: Path, saved: Mapping[Words, Entry], stored: Mapping[Words, jax.Array]) -> None:
-    sums = add_up(checksums(list(stored.values())))
-    wrong = [
+def _verify(folder: Path, saved: Mapping[Words, Entry], stored: Mapping[Words, jax.Array]) -> None:
+    sums = sum_over_processes(checksums(list(stored.values())))
+    problems = [
         f"{where(words)}: {saved[words]} has other values than were saved."
         for words, total in zip(stored, sums, strict=True)
         if f"{total:016x}" != saved[words].checksum
     ]
-    if wrong:
+    if problems:
         raise PartitionError(
-            f"{place}: the checksums of {len(wrong)} of {len(stored)} arrays do not fit; the files "
-            f"are damaged. Restore another checkpoint.{_lines(wrong)}"
+            f"{folder}: the checksums of {len(problems)} of {len(stored)} arrays do not fit; the "
+            f"files are damaged. Restore another checkpoint.{problem_lines(problems)}"
         )
 
 
@@ -166,106 +179,109 @@ def _rebuild(
         if saved[words].is_python:
             leaves.append(saved[words].value)
         else:
-            array = stored[words] if words in stored else empty(leaf)
+            array = stored[words] if words in stored else empty_stored(leaf)
             leaves.append(from_stored(array, leaf))
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
 
 
-def _saved(place: Path, verify: bool) -> dict[Words, Entry]:
-    """What the checkpoint holds: by the index, or without one by what Orbax knows."""
+def _read_entries(folder: Path, verify: bool) -> dict[Words, Entry]:
+    """Read what the checkpoint holds: by the manifest, or without one by what Orbax knows."""
     try:
-        entries = read_index(place)
+        entries = read_manifest(folder)
     except PartitionError:
         if verify:
             raise
         entries = None
     if entries is None and verify:
         raise PartitionError(
-            f"{place}: the checksum file {NAME} is missing, so the values cannot be verified. Put "
-            "it back, or pass verify=False to read the arrays unchecked."
+            f"{folder}: the checksum file {MANIFEST_NAME} is missing, so the values cannot be "
+            "verified. Put it back, or pass verify=False to read the arrays unchecked.",
+            option="verify",
         )
     if entries is None:
-        entries = entries_by_orbax(place)
+        entries = entries_by_orbax(folder)
     return {entry.words: entry for entry in entries}
 
 
-def _refuse(what: str, done: str, faults: Iterable[str]) -> None:
-    found = list(faults)
-    if found:
-        count = f"{len(found)} problem{'s' if len(found) > 1 else ''}"
-        raise PartitionError(f"{what}: {count}, nothing was {done}.{_lines(found)}")
-
-
-def _lines(texts: Sequence[str]) -> str:
-    return listing((f"\n  {text}" for text in texts), 6).replace(", \n", "\n")
+def _refuse(what: str, done: str, problems: Iterable[str]) -> None:
+    listed = list(problems)
+    if listed:
+        count = f"{len(listed)} {plural_noun(len(listed), 'problem')}"
+        raise PartitionError(f"{what}: {count}, nothing was {done}.{problem_lines(listed)}")
 
 
 # Which directory a checkpoint goes to or comes from, and what is refused there.
 
+_ORBAX_MARK = "_CHECKPOINT_METADATA"  # a file that Orbax writes into every checkpoint
 
-_ORBAX_MARK = "_CHECKPOINT_METADATA"
 
-
-def absolute(path: str | os.PathLike[str]) -> Path:
-    """The directory that is meant, `~` and links followed."""
+def checkpoint_folder(path: str | os.PathLike[str]) -> Path:
+    """Return the directory that is meant, `~` and links followed."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+    # Orbax would take gs://..., but the swap below needs renames of a file system.
     if not isinstance(text, str) or not text.strip() or "://" in text:
-        raise PartitionError(f"path {short(text)} is not a directory of a file system. Pass one.")
+        raise PartitionError(
+            f"path {short(text)} is not a directory of a file system. Pass one.", option="path"
+        )
     try:
-        place = Path(text).expanduser().resolve()
+        folder = Path(text).expanduser().resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a loop, an unknown user, a zero byte
         raise PartitionError(
-            f"path {short(text)} leads nowhere ({short(str(error))}). Pass another."
+            f"path {short(text)} leads nowhere ({short(str(error))}). Pass another.", option="path"
         ) from error
-    if not place.name:
+    if not folder.name:
         raise PartitionError(
-            f"path {short(text)} is the root. Name a directory for the checkpoint."
+            f"path {short(text)} is the root. Name a directory for the checkpoint.", option="path"
         )
-    return place
+    return folder
 
 
-def check_destination(place: Path, overwrite: bool) -> None:
-    if place.exists() and not place.is_dir():
-        raise PartitionError(f"{place}: is a file. Name a directory for the checkpoint.")
-    there = current(place)
-    if there is None:
+def check_destination(folder: Path, overwrite: bool) -> None:
+    """Refuse to write where something other than a checkpoint is, or one without `overwrite`."""
+    if folder.exists() and not folder.is_dir():
+        raise PartitionError(f"{folder}: is a file. Name a directory for the checkpoint.")
+    current = current_folder(folder)
+    if current is None:
         return
-    if not _is_checkpoint(there):
+    if not _is_checkpoint(current):
         raise PartitionError(
-            f"{place}: holds {_content(there)} but no checkpoint; nothing in it was touched. "
+            f"{folder}: holds {_content(current)} but no checkpoint; nothing in it was touched. "
             "Name another directory."
         )
     if not overwrite:
         raise PartitionError(
-            f"{place}: there is a checkpoint already. Pass overwrite=True to replace it, or name "
-            "another directory."
+            f"{folder}: there is a checkpoint already. Pass overwrite=True to replace it, or name "
+            "another directory.",
+            option="overwrite",
         )
 
 
-def find(place: Path) -> Path:
-    """Where the checkpoint of this name is."""
-    if place.exists() and not place.is_dir():
-        raise PartitionError(f"{place}: is a file. Name the directory of a checkpoint.")
-    there = current(place)
-    if there is None:
-        raise PartitionError(f"{place}: no checkpoint here. Save one with save_checkpoint.")
-    if not _is_checkpoint(there):
+def find_checkpoint(folder: Path) -> Path:
+    """Return where the checkpoint of this name is."""
+    if folder.exists() and not folder.is_dir():
+        raise PartitionError(f"{folder}: is a file. Name the directory of a checkpoint.")
+    current = current_folder(folder)
+    if current is None:
+        raise PartitionError(f"{folder}: no checkpoint here. Save one with save_checkpoint.")
+    if not _is_checkpoint(current):
         raise PartitionError(
-            f"{place}: holds {_content(there)} but no checkpoint. Name the directory that "
+            f"{folder}: holds {_content(current)} but no checkpoint. Name the directory that "
             "save_checkpoint wrote."
         )
-    return there
+    return current
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (NAME, _ORBAX_MARK))
+    return any((folder / name).is_file() for name in (MANIFEST_NAME, _ORBAX_MARK))
 
 
 def _content(folder: Path) -> str:
     return listing(sorted(short(item.name, 40) for item in folder.iterdir()), 4)
 
 
-# Putting a finished directory in the place of another so that no kill, at any moment, loses both.
+# Put a finished directory in the place of another so that no kill, at any moment, loses both. A
+# directory that is not empty cannot be replaced by one rename, so there are two, and a moment
+# between them in which `name` does not exist.
 #
 # Beside `name` stands `.name.meshwright`, with up to three directories:
 #
@@ -273,63 +289,66 @@ def _content(folder: Path) -> str:
 #     new       complete, about to take its place
 #     old       the one before, about to be deleted
 #
-# `name` itself is complete whenever it is there. When it is not, a `new` is the one that counts.
+# Invariant: `name` is complete whenever it is there. When it is not, `new` is the one that counts.
 
 
-def workshop(path: Path) -> Path:
+def staging_folder(path: Path) -> Path:
+    """Return the hidden directory beside a checkpoint: on its file system, as renames must be."""
     return path.with_name(f".{path.name}.meshwright")
 
 
-def current(path: Path) -> Path | None:
-    """Where the checkpoint of this name is now, also after a swap that was cut short."""
-    for place in (path, workshop(path) / "new"):
-        if place.is_dir() and any(place.iterdir()):
-            return place
+def current_folder(path: Path) -> Path | None:
+    """Return where the checkpoint of this name is now, also after a swap that was cut short."""
+    for folder in (path, staging_folder(path) / "new"):
+        if folder.is_dir() and any(folder.iterdir()):
+            return folder
     return None
 
 
-def prepare(path: Path) -> Path:
-    """Finish or clear what a killed save left, and say where to write."""
-    if current(path) == workshop(path) / "new":
+def prepare_staging(path: Path) -> Path:
+    """Finish or clear what a killed save left, and return where to write."""
+    if current_folder(path) == staging_folder(path) / "new":
         _publish(path)
-    discard(path)
-    workshop(path).mkdir(parents=True)
-    return workshop(path) / "writing"
+    clear_staging(path)
+    staging_folder(path).mkdir(parents=True)
+    return staging_folder(path) / "writing"
 
 
 def commit(path: Path) -> None:
     """Let what was written take its place. From the first rename on, it counts."""
-    shop = workshop(path)
-    _sync_tree(shop / "writing")
-    (shop / "writing").rename(shop / "new")
-    _sync(shop)
+    staging = staging_folder(path)
+    _sync_tree(staging / "writing")
+    (staging / "writing").rename(staging / "new")
+    _sync(staging)
     _publish(path)
 
 
-def discard(path: Path) -> None:
-    """Delete the workshop. `new` loses its name first: half deleted, it must not be found."""
-    shop = workshop(path)
-    if (shop / "new").exists():
-        _delete(shop / "old")
-        (shop / "new").rename(shop / "old")
-    _delete(shop)
+def clear_staging(path: Path) -> None:
+    """Delete the staging folder. `new` loses its name first: half deleted, it must not be found."""
+    staging = staging_folder(path)
+    if (staging / "new").exists():
+        _delete(staging / "old")
+        (staging / "new").rename(staging / "old")
+    _delete(staging)
 
 
-def abandon(path: Path) -> None:
+def clear_failed_save(path: Path) -> None:
     """Clear up after a save that failed; what has been completed stays."""
-    if not (workshop(path) / "new").exists():
-        _delete(workshop(path))
+    if not (staging_folder(path) / "new").exists():
+        _delete(staging_folder(path))
 
 
 def _publish(path: Path) -> None:
-    shop = workshop(path)
+    """Rename `new` to `path`; what was there goes to `old` and is deleted last."""
+    staging = staging_folder(path)
     if path.exists():
-        _delete(shop / "old")
-        path.rename(shop / "old")
-    (shop / "new").rename(path)
-    _sync(shop)
+        _delete(staging / "old")
+        path.rename(staging / "old")
+    (staging / "new").rename(path)
+    # A rename is on the disk when the directories of both names are.
+    _sync(staging)
     _sync(path.parent)
-    _delete(shop)
+    _delete(staging)
 
 
 def _delete(folder: Path) -> None:
@@ -338,72 +357,47 @@ def _delete(folder: Path) -> None:
 
 
 def _sync_tree(folder: Path) -> None:
-    """Every byte and every name below a folder is on the disk before anything is renamed."""
+    """Force every byte and every name below a folder to the disk, before anything is renamed."""
     for inside, _, names in os.walk(folder, topdown=False):
         for name in names:
             _sync(Path(inside) / name)
         _sync(Path(inside))
 
 
-def _sync(place: Path) -> None:
-    handle = os.open(place, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
 
 
-# Several processes that save or restore as one: they add up, and they fail together.
-
+# Several processes that save or restore as one.
 
 _LIMBS = (0, 16, 32, 48)  # a sum of 16-bit parts fits 32 bits on up to 65,536 processes
 
 
-def is_first() -> bool:
+def is_main_process() -> bool:
+    """Whether this process does what only one may do: directories, the manifest."""
     return jax.process_index() == 0
 
 
-@contextlib.contextmanager
-def together() -> Iterator[None]:
-    """What fails in one process fails in all, with the same text; nobody waits alone."""
-    problem: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        problem = error
-    if jax.process_count() == 1:
-        if problem is not None:
-            raise problem
-        return
-    texts = _texts_of_all(str(problem) or repr(problem) if problem else "")
-    first = next((text for text in texts if text), None)
-    if first is not None:
-        raise problem or PartitionError(first)
+def sum_over_processes(sums: Sequence[int]) -> list[int]:
+    """Return each sum over all processes, modulo 2**64.
 
-
-def add_up(sums: Sequence[int]) -> list[int]:
-    """Each sum over all processes, modulo 2**64."""
+    By one collective over a device of each process. The 64-bit sums travel as four 16-bit parts,
+    since JAX narrows 64-bit integers to 32 bits unless x64 is enabled.
+    """
     if jax.process_count() == 1 or not sums:
         return list(sums)
     parts = np.array([[total >> at & 0xFFFF for at in _LIMBS] for total in sums], np.uint32)
-    rows = _over_processes(parts, lambda stacked: stacked.sum(axis=0)).tolist()
-    return [sum(part << at for part, at in zip(row, _LIMBS, strict=True)) % WORD for row in rows]
-
-
-def _over_processes(mine: NDArray[Any], combine: Callable[[Any], Any]) -> NDArray[Any]:
-    """What `combine` makes of the arrays of all processes, stacked; all have the same shape."""
-    heads = {device.process_index: device for device in reversed(jax.devices())}
-    mesh = Mesh(np.array([heads[process] for process in sorted(heads)]), ("process",))
-    cut, whole = (NamedSharding(mesh, make_spec(axes)) for axes in (["process"], []))
+    # Reversed, so that the first device of each process is the one that stays.
+    device_of = {device.process_index: device for device in reversed(jax.devices())}
+    mesh = Mesh(np.array([device_of[process] for process in sorted(device_of)]), ("process",))
     stacked = jax.make_array_from_process_local_data(  # type: ignore[no-untyped-call]
-        cut, mine[None]
+        NamedSharding(mesh, make_spec(["process"])), parts[None]
     )
-    return np.asarray(jax.jit(combine, out_shardings=whole)(stacked).addressable_data(0))
-
-
-def _texts_of_all(text: str) -> list[str]:
-    room = np.zeros(4 * LONGEST_MESSAGE, np.uint8)
-    raw = np.frombuffer(text.encode()[: room.size], np.uint8)
-    room[: raw.size] = raw
-    rows = _over_processes(room, lambda stacked: stacked)
-    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
+    replicated = NamedSharding(mesh, make_spec())
+    total = jax.jit(lambda stacked: stacked.sum(axis=0), out_shardings=replicated)(stacked)
+    rows = np.asarray(total.addressable_data(0)).tolist()
+    return [sum(part << at for part, at in zip(row, _LIMBS, strict=True)) % MODULUS for row in rows]

@@ -1,4 +1,8 @@
-"""The file beside the arrays: for every leaf its path, shape, type and checksum."""
+"""The manifest of a checkpoint: path, shape, type and checksum of every leaf, as JSON.
+
+Also what a leaf becomes on the disk and how it comes back, and the checks of a tree before it is
+saved and of a target before it is restored.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +20,32 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from meshwright import _compat
+from meshwright._show import short_repr
 from meshwright.errors import PartitionError, near, short
 from meshwright.transfers.device_put import native
-from meshwright.trees.specs import mesh_axes, problems
+from meshwright.trees.specs import mesh_axes, spec_problems
 from meshwright.trees.walk import flatten as flatten_tree
-from meshwright.trees.walk import is_array, printable, shown
+from meshwright.trees.walk import is_array, is_key, printable, shown_path
 
-NAME = "meshwright.json"
+MANIFEST_NAME = "meshwright.json"
 FORMAT = 1
 
-# Leaves that are no arrays, and how text brings them back exactly.
+# The keys along a leaf's path, one text each. Not joined by "/", which may stand in a key.
+Words = tuple[str, ...]
+
+# Leaves that are no arrays. They are kept as text in the manifest, floats as hexadecimal, so that
+# they come back exactly.
 PYTHON_TYPES: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Entry:
-    """A leaf as it was saved: an array with its checksum, or a Python value as text."""
+    """A leaf as it was saved: an array with its checksum, or a Python value as text.
 
-    words: tuple[str, ...]
+    The names of the fields are the keys of the file: to rename one is to change the format.
+    """
+
+    words: Words
     dtype: str
     shape: tuple[int, ...] = ()
     checksum: str = ""
@@ -54,7 +66,7 @@ class Entry:
 
     @property
     def value(self) -> Any:
-        """The Python value."""
+        """The Python value, from its text."""
         text = self.text or ""
         if self.dtype == "float":
             return float.fromhex(text)
@@ -63,33 +75,39 @@ class Entry:
     def __str__(self) -> str:
         return f"Python {self.dtype}" if self.is_python else type_text(self.dtype, self.shape)
 
+    def __repr__(self) -> str:
+        return short_repr(self, f"{where(self.words)}: {self}")
+
 
 def type_text(dtype: Any, shape: Sequence[int]) -> str:
-    """
+    """Write dtype and shape.
+
     >>> type_text("float32", (8, 2))
     'float32[8,2]'
     """
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
-def python_entry(words: tuple[str, ...], value: Any) -> Entry:
-    """An entry that holds the value itself."""
+def python_entry(words: Words, value: Any) -> Entry:
+    """Make an entry that holds the value itself."""
     text = value.hex() if isinstance(value, float) else str(value)
     return Entry(words, type(value).__name__, text=text)
 
 
-def write_index(folder: Path, entries: Sequence[Entry]) -> None:
+def write_manifest(folder: Path, entries: Sequence[Entry]) -> None:
+    """Write the entries, with a digest of their own, into a folder."""
     leaves = [dataclasses.asdict(entry) for entry in entries]
     content = {"format": FORMAT, "leaves": leaves, "sha256": _digest(leaves)}
-    (folder / NAME).write_text(json.dumps(content, indent=1))
+    (folder / MANIFEST_NAME).write_text(json.dumps(content, indent=1))
 
 
-def read_index(folder: Path) -> list[Entry] | None:
-    """What was saved, or `None` when the file is missing. Damage of the file itself is found."""
-    file = folder / NAME
+def read_manifest(folder: Path) -> list[Entry] | None:
+    """Read what was saved, or return `None` without a manifest; raise if it is damaged itself."""
+    file = folder / MANIFEST_NAME
     try:
         content = json.loads(file.read_bytes())
         leaves, known = content["leaves"], content["format"] == FORMAT
+        # Another format may compute its digest in another way, so that is said first.
         if known and content["sha256"] != _digest(leaves):
             raise ValueError("its own sha256 does not fit")
     except FileNotFoundError:
@@ -97,7 +115,8 @@ def read_index(folder: Path) -> list[Entry] | None:
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise PartitionError(
             f"{file}: the checksum file is damaged ({type(error).__name__}: {short(str(error))}). "
-            "Restore another checkpoint, or pass verify=False to read the arrays unchecked."
+            "Restore another checkpoint, or pass verify=False to read the arrays unchecked.",
+            option="verify",
         ) from error
     if not known:
         raise PartitionError(
@@ -115,11 +134,10 @@ def _digest(leaves: Any) -> str:
     return hashlib.sha256(json.dumps(leaves).encode()).hexdigest()
 
 
-# What a leaf becomes on the disk, and how it comes back with every bit.
+# What a leaf becomes on the disk, its stored form, and how it comes back with every bit.
 #
 # Orbax writes no keys and not every narrow type. Keys are stored as their `uint32` data, types of
 # less than a byte as bytes; the type of the target brings them back.
-
 
 # What Orbax 0.12 (TensorStore 0.1) stores as it is.
 _PLAIN = frozenset(
@@ -127,7 +145,8 @@ _PLAIN = frozenset(
     "complex64 complex128 float8_e3m4 float8_e4m3b11fnuz float8_e4m3fn "
     "float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz".split()
 )
-# The others, as what they are stored, and through which type of equal width their bits go.
+# The others: as what they are stored, and through which integer type of equal width their bits go
+# (none for integers, whose values fit the wider type).
 _WIDENED = {
     "int2": ("int8", ""),
     "int4": ("int8", ""),
@@ -142,19 +161,13 @@ _CANNOT = (
     "equinox.filter(tree, equinox.is_array)."
 )
 
-Words = tuple[str, ...]
 
-
-def is_key(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
-def shape_of(shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+def _shape_struct(shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # type: ignore[no-untyped-call]
 
 
-def flatten(tree: Any) -> list[tuple[Words, Any]]:
-    """Every leaf with the words of its path, whatever is in them."""
+def leaves_with_words(tree: Any) -> list[tuple[Words, Any]]:
+    """Return every leaf with the words of its path, whatever is in them."""
     flat, _ = flatten_tree(tree)
     return [(tuple(map(_word, path)), value) for path, value in flat]
 
@@ -164,17 +177,17 @@ def _word(key: Any) -> str:
 
 
 def where(words: Words) -> str:
-    """The path of a leaf in a message."""
-    return shown(printable("/".join(words))) if words else "(the tree)"
+    """Return the path of a leaf for a message."""
+    return shown_path(printable("/".join(words))) if words else "(the tree)"
 
 
 def type_name(dtype: Any) -> str:
-    """The name of a type; numbers are saved in one byte order."""
+    """Return the name of a type in this machine's byte order, in which arrays are saved."""
     return str(native(dtype))
 
 
 def to_stored(value: Any) -> Any:
-    """The array to hand to Orbax; bits are kept, numpy stays on the host."""
+    """Return the array to hand to Orbax; bits are kept, numpy arrays stay on the host."""
     if isinstance(value, jax.Array):
         changed = is_key(value.dtype) or value.dtype.name in _WIDENED
         return jax.jit(_encode)(value) if changed else value
@@ -185,15 +198,16 @@ def to_stored(value: Any) -> Any:
 
 
 def stored_form(target: Any) -> jax.ShapeDtypeStruct:
-    """Shape, type and sharding under which the disk's form of a leaf is read."""
-    form = shape_of(target.shape, target.dtype)
+    """Return shape, type and sharding under which the stored form of a leaf is read."""
+    form = _shape_struct(target.shape, target.dtype)
     if is_key(target.dtype) or target.dtype.name in _WIDENED:
         form = jax.eval_shape(_encode, form)
-    return shape_of(form.shape, form.dtype, target.sharding)
+    # Keys have one dim more here; a spec that is shorter than its array leaves that dim whole.
+    return _shape_struct(form.shape, form.dtype, target.sharding)
 
 
 def from_stored(stored: jax.Array, target: Any) -> jax.Array:
-    """The leaf again, with the type and sharding of the target."""
+    """Return the leaf from its stored form, with the type and sharding of the target."""
     if not is_key(target.dtype) and target.dtype.name not in _WIDENED:
         return stored
     # One function and static arguments, so that leaves of one kind share what is compiled.
@@ -202,8 +216,8 @@ def from_stored(stored: jax.Array, target: Any) -> jax.Array:
     return placed
 
 
-def empty(target: Any) -> jax.Array:
-    """The form on the disk of an array without elements, which Orbax does not store."""
+def empty_stored(target: Any) -> jax.Array:
+    """Make the stored form of an array without elements, which Orbax does not write."""
     form = stored_form(target)
     make = functools.partial(jnp.zeros, form.shape, form.dtype)
     placed: jax.Array = jax.jit(make, out_shardings=form.sharding)()
@@ -211,11 +225,12 @@ def empty(target: Any) -> jax.Array:
 
 
 def leaf_problems(leaves: Sequence[tuple[Words, Any]]) -> Iterator[str]:
-    """Everything about a tree that keeps it from being saved."""
+    """Yield everything about a tree that keeps it from being saved."""
     if not leaves:
         yield "the tree has no leaves."
     seen: dict[str, Words] = {}
     for words, value in leaves:
+        # Our messages join words by "/", Orbax names its files by joining them with ".".
         path, name = "/".join(words), ".".join(words)
         if path in seen or name in seen:
             other = seen.get(name, words)
@@ -261,34 +276,36 @@ def _array_problem(value: jax.Array) -> str:
 def _encode(value: Any) -> Any:
     if is_key(value.dtype):
         return jax.random.key_data(value)
-    wide, bits = _WIDENED[value.dtype.name]
-    if bits:
-        value = jax.lax.bitcast_convert_type(value, jnp.dtype(bits))
+    wide, same_width = _WIDENED[value.dtype.name]
+    if same_width:
+        value = jax.lax.bitcast_convert_type(value, jnp.dtype(same_width))
     return value.astype(wide)
 
 
 def _decode(value: Any, dtype: Any, impl: Any) -> Any:
     if impl is not None:
         return jax.random.wrap_key_data(value, impl=impl)
-    _, bits = _WIDENED[dtype.name]
-    if bits:
-        return jax.lax.bitcast_convert_type(value.astype(bits), dtype)
+    _, same_width = _WIDENED[dtype.name]
+    if same_width:
+        return jax.lax.bitcast_convert_type(value.astype(same_width), dtype)
     return value.astype(dtype)
 
 
 def _key_impl(dtype: Any) -> Any:
-    """The generator of a key type, which JAX tells of arrays only: of a traced one, here."""
+    """Return the generator of a key type, `None` for other types.
+
+    `jax.random.key_impl` takes arrays only (jax 0.10 to 0.12), so it is asked for a traced one.
+    """
     if not is_key(dtype):
         return None
-    found: list[Any] = []
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), shape_of((), dtype))
-    return found[0]
+    impls: list[Any] = []
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), _shape_struct((), dtype))
+    return impls[0]
 
 
-# Does a target fit a checkpoint? Says everything that is wrong, before any data is read.
+# Does a target fit a checkpoint? Yields everything that is wrong, before any data is read.
 
-
-FIX = (
+_FIX = (
     "Pass meshwright.shard(shapes, mesh), or a ShapeDtypeStruct with a sharding from "
     "meshwright.shardings(tree, mesh)."
 )
@@ -296,34 +313,35 @@ _X64 = (
     "JAX narrowed the target: call jax.config.update('jax_enable_x64', True) before it is made, "
     "or save the narrow type."
 )
-# Looking for a near name takes a while: for so many, among so many.
-MOST_HINTS, MOST_NAMES = 6, 1000
+# A near name is sought for so many leaves (as a message lists), among so many names: it takes time
+# in the order of their product.
+_MOST_HINTS, _MOST_NAMES = 6, 1000
 
 
 def target_problems(
     saved: Mapping[Words, Entry], target: Sequence[tuple[Words, Any]]
 ) -> Iterator[str]:
-    """Paths that only one side has, then shapes, types and shardings that do not fit."""
+    """Yield paths that only one side has, then shapes, types and shardings that do not fit."""
     wanted = {words for words, _ in target}
     missing = [entry for words, entry in saved.items() if words not in wanted]
     yield from (f"{where(e.words)}: saved as {e}, not in the target." for e in missing)
-    names = [entry.path for entry in missing] if len(missing) <= MOST_NAMES else []
+    names = [entry.path for entry in missing] if len(missing) <= _MOST_NAMES else []
     unknown = 0
     for words, value in target:
         path = "/".join(words)
         entry = saved.get(words)
         if entry is None:
             unknown += 1
-            hint = near(path, names) if unknown <= MOST_HINTS else ""
+            hint = near(path, names) if unknown <= _MOST_HINTS else ""
             yield f"{where(words)}: in the target, not in the checkpoint.{hint}"
         else:
-            yield from (f"{where(words)}: {text}" for text in _faults(entry, value))
+            yield from (f"{where(words)}: {text}" for text in _target_leaf_problems(entry, value))
 
 
-def _faults(entry: Entry, value: Any) -> Iterator[str]:
+def _target_leaf_problems(entry: Entry, value: Any) -> Iterator[str]:
     if not is_array(value):
         if not entry.is_python:
-            yield f"saved as {entry}, but the target holds {short(value)}. {FIX}"
+            yield f"saved as {entry}, but the target holds {short(value)}. {_FIX}"
         elif type(value) is not PYTHON_TYPES[entry.dtype]:
             yield (
                 f"saved as {entry}, but the target holds {short(value)}. "
@@ -335,17 +353,17 @@ def _faults(entry: Entry, value: Any) -> Iterator[str]:
             f"Put any {entry.dtype} there, e.g. {PYTHON_TYPES[entry.dtype]()!r}."
         )
     else:
-        yield from _type_faults(entry, value)
-        yield from _sharding_faults(value)
+        yield from _type_problems(entry, value)
+        yield from _sharding_problems(value)
 
 
-def _type_faults(entry: Entry, value: Any) -> Iterator[str]:
+def _type_problems(entry: Entry, value: Any) -> Iterator[str]:
     mine = (type_name(value.dtype), tuple(value.shape))
     if mine != (entry.dtype, entry.shape) and entry.checksum:
         fix = _X64 if mine == (_narrowed(entry.dtype), entry.shape) else "Make them the same."
         yield f"saved as {entry}, but the target is {type_text(*mine)}. {fix}"
-    elif not entry.checksum:  # what Orbax knows is the form on the disk
-        form = stored_form(shape_of(value.shape, value.dtype))
+    elif not entry.checksum:  # read by Orbax alone, which knows the stored form
+        form = stored_form(_shape_struct(value.shape, value.dtype))
         if (str(form.dtype), form.shape) != (entry.dtype, entry.shape):
             yield f"stored as {entry}, but the target is {type_text(*mine)}. Make them the same."
     if not is_key(value.dtype) and jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
@@ -356,17 +374,17 @@ def _type_faults(entry: Entry, value: Any) -> Iterator[str]:
 
 
 def _narrowed(dtype: str) -> str:
-    """What JAX makes of a type, which is less where 64 bits are not enabled."""
+    """Return what JAX makes of a type: 32 bits of 64 where x64 is not enabled."""
     try:
         return str(jax.dtypes.canonicalize_dtype(dtype))
     except TypeError:
         return dtype
 
 
-def _sharding_faults(value: Any) -> Iterator[str]:
+def _sharding_problems(value: Any) -> Iterator[str]:
     sharding = getattr(value, "sharding", None)
     if isinstance(value, (jax.core.Tracer, np.ndarray, np.generic)) or sharding is None:
-        yield f"has no sharding, so its place is unknown. {FIX}"
+        yield f"has no sharding, so its place is unknown. {_FIX}"
     elif isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
         yield "its sharding is on an AbstractMesh, which has no devices. Use meshwright.mesh(...)."
     elif _compat.is_compile_only(next(iter(sharding.device_set))):
@@ -376,5 +394,5 @@ def _sharding_faults(value: Any) -> Iterator[str]:
     elif isinstance(sharding, NamedSharding):
         if PartitionSpec.UNCONSTRAINED in tuple(sharding.spec):
             yield f"{sharding.spec} leaves a dim unconstrained. Use None, or an axis."
-        for text in problems("", tuple(value.shape), sharding.spec, mesh_axes(sharding.mesh)):
-            yield text.removeprefix("(the array): ")
+        for text in spec_problems("", tuple(value.shape), sharding.spec, mesh_axes(sharding.mesh)):
+            yield text.removeprefix("(the array): ")  # the caller puts the leaf's path there

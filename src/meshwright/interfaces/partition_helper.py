@@ -8,10 +8,10 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.errors import PartitionError, listing, near, short
-from meshwright.partitioning.by_shape import Axis, choose, together
+from meshwright.partitioning.by_shape import Axis, axis_group, choose_spec
 from meshwright.partitioning.decide import Options
 from meshwright.transfers.device_put import check_values, put
-from meshwright.trees.specs import AnyMesh, make_spec, mesh_axes, plain_specs, problems
+from meshwright.trees.specs import AnyMesh, make_spec, mesh_axes, spec_problems, specs_on_mesh
 from meshwright.trees.walk import is_shape, refuse, tie_problems, walk
 
 Method = tuple[str, ...]
@@ -50,41 +50,41 @@ class MeshPartitionHelper:
             size *= side
         if not shape or size < min_shard_size:
             return make_spec()
-        return choose(shape, 32, axes, 0)
+        return choose_spec(shape, 32, axes, 0)
 
     def shard_array(self, array: Any, partition_spec: PartitionSpec) -> Any:
         """The array placed with a `NamedSharding`."""
-        found = walk(array)
-        if len(found.arrays) != 1 or found.arrays[0].value is not array:
+        walked = walk(array)
+        if len(walked.arrays) != 1 or walked.arrays[0].value is not array:
             raise PartitionError(f"{short(array)} is not one array.")
-        shape, spec = found.arrays[0].shape, plain_specs(partition_spec, self.mesh)
-        refuse("shard_array", list(problems("", shape, spec, mesh_axes(self.mesh))))
-        check_values(found.arrays, what="shard_array")
-        return put(found.arrays, [NamedSharding(self.mesh, spec)], what="shard_array")[0]
+        shape, spec = walked.arrays[0].shape, specs_on_mesh(partition_spec, self.mesh)
+        refuse("shard_array", list(spec_problems("", shape, spec, mesh_axes(self.mesh))))
+        check_values(walked.arrays, what="shard_array")
+        return put(walked.arrays, [NamedSharding(self.mesh, spec)], what="shard_array")[0]
 
     def auto_shard_pytree(self, pytree: Any, min_shard_size: int = 1024) -> Any:
         """The same tree, every array placed by its best spec, in one transfer."""
         mesh_axes(self.mesh)
-        found = walk(pytree)
+        walked = walk(pytree)
         refuse("auto_shard_pytree", tie_problems(pytree))
         seen: dict[Any, NamedSharding] = {}
-        for leaf in found.arrays:
+        for leaf in walked.arrays:
             if leaf.shape not in seen:
                 methods = self._suggest_methods(leaf.shape)
                 spec = self.create_partition_spec(leaf.shape, methods, min_shard_size)
                 seen[leaf.shape] = NamedSharding(self.mesh, spec)
-        check_values(found.arrays, what="auto_shard_pytree")
-        return found.rebuild(put(found.arrays, [seen[leaf.shape] for leaf in found.arrays]))
+        check_values(walked.arrays, what="auto_shard_pytree")
+        return walked.rebuild(put(walked.arrays, [seen[leaf.shape] for leaf in walked.arrays]))
 
     def _suggest_methods(self, shape: Sequence[int]) -> list[Method]:
-        """Axes that belong together, as methods; experts first for three dims and more."""
+        """Suggest the axes of one group as a method; experts first for three dims and more."""
         if not _read_shape(shape):
             return []
         deep = len(shape) > 2
         if deep not in self._suggested:
             groups: dict[str, list[str]] = {}
             for name, size in self.axis_sizes.items():
-                group = together(name)
+                group = axis_group(name)
                 if size > 1 and group in _METHODS:
                     groups.setdefault(group, []).append(name)
             order = ("expert", "fsdp", "tensor") if deep else _METHODS
@@ -119,5 +119,5 @@ def _read_shape(shape: Any) -> tuple[int, ...]:
     return tuple(int(side) for side in shape)
 
 
-# Axes that cut weights here, as `together` groups them.
+# Axes that cut weights here, as `axis_group` groups them.
 _METHODS = ("fsdp", "tensor", "expert")

@@ -20,8 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from meshwright._text import plural_noun
 from meshwright.errors import GroupError, listing, short
 from meshwright.mpmd.groups import Groups, as_groups, check_ids, clip
-from meshwright.partitioning.report import typed
-from meshwright.trees.specs import make_spec, mesh_axes, problems
+from meshwright.partitioning.report import array_type
+from meshwright.trees.specs import make_spec, mesh_axes, spec_problems
 
 
 # Compared by identity: `==` of the values would move them, and give an array rather than a truth.
@@ -141,7 +141,7 @@ class MpmdArray:
         notes += ", deleted" if self.is_deleted() else ""
         notes += "" if self.is_partially_addressable else ", none of it in this process"
         shown = specs[0] if len(specs) == 1 else make_spec()
-        return clip(f"MpmdArray({typed(self.shape, self.dtype, shown)} in {notes})")
+        return clip(f"MpmdArray({array_type(self.shape, self.dtype, shown)} in {notes})")
 
 
 Shape = tuple[int, ...]
@@ -166,7 +166,9 @@ def check_arrays(
             )
     # The specs of all groups, not only of those held here, so that every process raises alike.
     for group, wanted in sharding.shardings.items():
-        for problem in problems(f"group {group}", full_shape, wanted.spec, mesh_axes(wanted.mesh)):
+        for problem in spec_problems(
+            f"group {group}", full_shape, wanted.spec, mesh_axes(wanted.mesh)
+        ):
             raise GroupError(f"sharding: {problem}", option="sharding")
         if group in by_group:
             _check_sharding(group, by_group[group], wanted)
@@ -395,6 +397,8 @@ def _local_spec(groups: Groups, group: int, spec: Any) -> PartitionSpec:
     inside = groups.local_spec(spec)
     # The sizes of the dims are not known here; a size of zero is divisible by everything.
     unknown = (0,) * len(inside)
-    for problem in problems(f"group {group}", unknown, inside, mesh_axes(groups.meshes[group])):
+    for problem in spec_problems(
+        f"group {group}", unknown, inside, mesh_axes(groups.meshes[group])
+    ):
         raise GroupError(f"spec: {problem}", option="spec")
     return inside

@@ -37,12 +37,12 @@ from meshwright.transfers.resharding import (
     put_from_host,
     reshard,
     spans_processes,
-    spec_problems,
+    target_spec_problems,
     value_problems,
     way,
 )
 from meshwright.trees.specs import mesh_axes
-from meshwright.trees.split import spread
+from meshwright.trees.split import broadcast_prefix
 from meshwright.trees.walk import Leaf, Walk, refuse, walk
 
 # What turns a moved array into the result, e.g. key data into a key array again.
@@ -137,7 +137,7 @@ def _moves(assignments: Sequence[GroupAssignment], groups: Groups) -> Iterator[t
         here = [assignment for assignment in assignments if group in assignment.specs]
         values = [assignment.source(group, groups) for assignment in here]
         leaves = tuple(
-            in_group(assignment.leaf, group)._replace(place=place, value=value)
+            in_group(assignment.leaf, group)._replace(position=place, value=value)
             for place, (assignment, value) in enumerate(zip(here, values, strict=True))
         )
         walked = Walk(tuple(values), leaves, jax.tree.structure(values))
@@ -194,7 +194,7 @@ def assign_groups(
     wrong = list(_groups_problems(groups))
     try:
         ids_per_leaf = _ids_per_leaf(tree, walked, where)
-        given = None if specs is None else spread("specs", specs, tree, _are_specs)
+        given = None if specs is None else broadcast_prefix("specs", specs, tree, _are_specs)
     except GroupError as error:
         return [], [*wrong, str(error)]
     leaves_and_ids: list[tuple[Leaf, tuple[int, ...]]] = []
@@ -208,7 +208,7 @@ def assign_groups(
     if given is None:
         return list(_assign_by_shape(leaves_and_ids, groups)), wrong
     assignments = [
-        GroupAssignment(leaf, _local_specs(given[leaf.place], ids, groups))
+        GroupAssignment(leaf, _local_specs(given[leaf.position], ids, groups))
         for leaf, ids in leaves_and_ids
     ]
     return assignments, [*wrong, *_spec_problems(assignments, groups)]
@@ -230,8 +230,8 @@ def _ids_per_leaf(tree: Any, walked: Walk, where: Any) -> list[Any]:
     # A model with `__call__` may itself be a tree of group numbers: it is one if JAX flattens it.
     if callable(where) and jax.tree_util.all_leaves([where]):
         return [where(leaf.path) for leaf in walked.arrays]
-    per_leaf = spread("where", where, tree, _are_numbers, ", such as 0 or the set {0, 1}")
-    return [per_leaf[leaf.place] for leaf in walked.arrays]
+    per_leaf = broadcast_prefix("where", where, tree, _are_numbers, ", such as 0 or the set {0, 1}")
+    return [per_leaf[leaf.position] for leaf in walked.arrays]
 
 
 def _are_numbers(value: Any, node: Any) -> bool:
@@ -259,9 +259,9 @@ def _assign_by_shape(
         leaves = tuple(leaf for leaf, ids in leaves_and_ids if group in ids)
         specs = decide(Walk((), leaves, None), None, mesh, Options())
         for leaf, spec in zip(leaves, specs, strict=True):
-            specs_of[leaf.place][group] = groups.local_spec(spec)
+            specs_of[leaf.position][group] = groups.local_spec(spec)
     for leaf, _ in leaves_and_ids:
-        yield GroupAssignment(leaf, specs_of[leaf.place])
+        yield GroupAssignment(leaf, specs_of[leaf.position])
 
 
 def _local_specs(given: Any, ids: Sequence[int], groups: Groups) -> dict[int, Any]:
@@ -280,7 +280,7 @@ def _spec_problems(assignments: Sequence[GroupAssignment], groups: Groups) -> It
         for group, spec in assignment.specs.items():
             leaf = in_group(assignment.leaf, group)
             if isinstance(spec, PartitionSpec):
-                yield from spec_problems(leaf, spec, axes[group])
+                yield from target_spec_problems(leaf, spec, axes[group])
             else:
                 yield (
                     f"{leaf.where}: {short(spec)} is not a PartitionSpec. "

@@ -1,18 +1,18 @@
-"""A spec from a shape alone: a scored choice, the same for the same shape.
+"""Specs by shape: a scored choice that is the same for the same shape; stacks of layers.
 
-The ways to put the weight axes on the dims are scored; axes that do not divide a dim and axes of
-size one are never used. In this order:
+Every assignment of the weight axes to the dims is scored; axes that do not divide a dim and axes of
+size one are never used. The score compares, in this order:
 
-1. the fewest bytes per device;
-2. the least waste as the chip stores it, in tiles of 8 rows (of 32 bits) by 128 lanes: cutting a
-   dim below its tile saves nothing (up to a quarter of waste counts as none);
+1. bytes per device, the fewest first;
+2. padding as the chip stores the shard, in tiles of 8 rows (of 32 bits) by 128 lanes: cutting a
+   dim below its tile saves nothing (up to a quarter of padding counts as none);
 3. axes that belong together (`fsdp` and `sp`) on one dim, others on dims of their own;
 4. each axis where it is wanted: tensor axes on the largest dim (the last among equals), expert
    axes on the first, the others on the largest that is left.
 
-All ways are scored where there are at most `EVERY_WAY` of them, as for five axes on four dims.
-Beyond that the axes are placed one by one, the largest first, and the best `KEPT` ways so far are
-followed.
+All assignments are scored where there are at most `MOST_SCORED` of them, as for five axes on four
+dims. Beyond that it is a beam search: the axes are assigned one by one, the largest first, and the
+best `BEAM_WIDTH` partial assignments are kept.
 """
 
 from __future__ import annotations
@@ -31,76 +31,92 @@ from meshwright.partitioning.rules import compile_pattern
 from meshwright.trees.specs import make_spec
 from meshwright.trees.walk import Leaf
 
-# (axis name, size, group): axes of one group like to share a dim.
+# (axis name, size, group): axes of one group share a dim if they can.
 Axis = tuple[str, int, int]
-Owners = tuple[int | None, ...]
+# For each axis the dim that it cuts, or `None`.
+Assignment = tuple[int | None, ...]
 
-EVERY_WAY = 4096
-KEPT = 32
+MOST_SCORED = 4096
+BEAM_WIDTH = 32
 
 
 def weight_axes(sizes: Mapping[str, int], asked: Sequence[str] | None = None) -> tuple[Axis, ...]:
-    """The mesh axes that may cut weights, in the mesh's order.
+    """Return the mesh axes that may cut weights, in the mesh's order, or those `asked` for.
 
     By default those whose role says so (`fsdp`, `tp`, `ep` and their like); all of them on a mesh
     without any known name.
     """
-    names = list(asked) if asked is not None else [n for n in sizes if _cuts(n)]
+    names = list(asked) if asked is not None else [n for n in sizes if _cuts_weights(n)]
     if asked is None and not any(role(name).name != "custom" for name in sizes):
         names = list(sizes)
     groups: dict[str, int] = {}
     return tuple(
-        (name, sizes[name], groups.setdefault(together(name), len(groups)))
+        (name, sizes[name], groups.setdefault(axis_group(name), len(groups)))
         for name in names
         if sizes[name] > 1
     )
 
 
-def together(name: str) -> str:
-    """Axes of one word like to share a dim: sequence axes go with `fsdp`."""
+def axis_group(name: str) -> str:
+    """Return the group of an axis; sequence axes hold weights as `fsdp` does, so they join it."""
     kind = role(name).name
     if kind == "custom":
         return name
     return "fsdp" if kind in ("sequence", "context") else kind
 
 
-def _cuts(name: str) -> bool:
+def _cuts_weights(name: str) -> bool:
+    # A pipeline axis cuts weights too, but by stage: no array is cut along it.
     return role(name).cuts_weights and role(name).name != "pipeline"
 
 
+# Cached, since a model has few distinct shapes: the layers of a list all ask the same question.
 @functools.lru_cache(maxsize=65536)
-def choose(shape: tuple[int, ...], bits: int, axes: tuple[Axis, ...], first: int) -> PartitionSpec:
-    """The best spec for a shape; dims before `first` stay whole.
+def choose_spec(
+    shape: tuple[int, ...], bits: int, axes: tuple[Axis, ...], first_dim: int
+) -> PartitionSpec:
+    """Return the best spec for a shape with elements of `bits`; dims before `first_dim` stay whole.
 
-    >>> choose((1024, 4096), 32, (("fsdp", 4, 0), ("tp", 2, 1)), 0)
+    >>> choose_spec((1024, 4096), 32, (("fsdp", 4, 0), ("tp", 2, 1)), 0)
     P('fsdp', 'tp')
-    >>> choose((6, 4096), 32, (("fsdp", 4, 0), ("tp", 2, 1)), 0)
+    >>> choose_spec((6, 4096), 32, (("fsdp", 4, 0), ("tp", 2, 1)), 0)
     P(None, ('fsdp', 'tp'))
     """
-    score = functools.partial(_score, shape, bits, axes, _by_size(shape))
-    dims = [d for d in range(first, len(shape)) if shape[d] > 1]
-    ways = math.prod(1 + sum(not shape[d] % size for d in dims) for _, size, _ in axes)
-    found: list[Owners] = [(None,) * len(axes)]
-    for place in sorted(range(len(axes)), key=lambda place: -axes[place][1]):
-        found = [more for owners in found for more in _placed(shape, axes, owners, place, dims)]
-        if ways > EVERY_WAY:
-            found = sorted(found, key=score)[:KEPT]
-    return _spec(axes, min(found, key=score), len(shape))
+    score = functools.partial(_score, shape, bits, axes, _size_ranks(shape))
+    dims = [dim for dim in range(first_dim, len(shape)) if shape[dim] > 1]
+    # An upper bound: axes that divide a dim one by one may not divide it together.
+    count = math.prod(1 + sum(not shape[dim] % size for dim in dims) for _, size, _ in axes)
+    candidates: list[Assignment] = [(None,) * len(axes)]
+    for axis in sorted(range(len(axes)), key=lambda axis: -axes[axis][1]):
+        candidates = [
+            longer
+            for assignment in candidates
+            for longer in _extended(shape, axes, assignment, axis, dims)
+        ]
+        if count > MOST_SCORED:
+            candidates = sorted(candidates, key=score)[:BEAM_WIDTH]
+    return _spec(axes, min(candidates, key=score), len(shape))
 
 
-def _placed(
-    shape: tuple[int, ...], axes: tuple[Axis, ...], owners: Owners, place: int, dims: Sequence[int]
-) -> Iterator[Owners]:
-    """The ways to put one more axis: nowhere, and on each dim that it still divides."""
-    yield owners
+def _extended(
+    shape: tuple[int, ...],
+    axes: tuple[Axis, ...],
+    assignment: Assignment,
+    axis: int,
+    dims: Sequence[int],
+) -> Iterator[Assignment]:
+    """Yield the assignments with one more axis: unused, and on each dim that it still divides."""
+    yield assignment
     for dim in dims:
-        cut = math.prod(axis[1] for axis, owner in zip(axes, owners, strict=True) if owner == dim)
-        if shape[dim] % (cut * axes[place][1]) == 0:
-            yield (*owners[:place], dim, *owners[place + 1 :])
+        cut = math.prod(
+            size for (_, size, _), at in zip(axes, assignment, strict=True) if at == dim
+        )
+        if shape[dim] % (cut * axes[axis][1]) == 0:
+            yield (*assignment[:axis], dim, *assignment[axis + 1 :])
 
 
-def _by_size(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """For every dim its place among all from the largest down, the last first among equals."""
+def _size_ranks(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return each dim's rank from the largest down; of equal dims the last comes first."""
     order = sorted(range(len(shape)), key=lambda d: (-shape[d], -d))
     return tuple(order.index(d) for d in range(len(shape)))
 
@@ -109,61 +125,64 @@ def _score(
     shape: tuple[int, ...],
     bits: int,
     axes: tuple[Axis, ...],
-    by_size: tuple[int, ...],
-    owners: Owners,
+    size_ranks: tuple[int, ...],
+    assignment: Assignment,
 ) -> tuple[float, ...]:
+    """Score an assignment, the least is the best; see the module for the order."""
     local = list(shape)
-    placed = [(axis, dim) for axis, dim in zip(axes, owners, strict=True) if dim is not None]
-    for axis, dim in placed:
-        local[dim] //= axis[1]
-    together = {(axis[2], dim) for axis, dim in placed}
-    spread = len(together) - len({group for group, _ in together})
-    crowded = len(together) - len({dim for _, dim in together})
-    wanted = sum(
-        dim if role(axis[0]).name == "expert" else by_size[dim] * _eagerness(axis[0])
-        for axis, dim in placed
+    used = [(axis, dim) for axis, dim in zip(axes, assignment, strict=True) if dim is not None]
+    for (_, size, _), dim in used:
+        local[dim] //= size
+    # A group on two dims counts once, and so does a dim with two groups.
+    pairs = {(group, dim) for (_, _, group), dim in used}
+    split_groups = len(pairs) - len({group for group, _ in pairs})
+    shared_dims = len(pairs) - len({dim for _, dim in pairs})
+    unwanted = sum(
+        dim if role(name).name == "expert" else size_ranks[dim] * _weight(name)
+        for (name, _, _), dim in used
     )
-    order = [-1 if dim is None else dim for dim in owners]
-    return (math.prod(local), _waste(local, bits), spread + crowded, wanted, *order)
+    # Last the assignment itself: equal scores must not depend on the order of a search.
+    order = [-1 if dim is None else dim for dim in assignment]
+    return (math.prod(local), _padding(local, bits), split_groups + shared_dims, unwanted, *order)
 
 
-def _eagerness(name: str) -> int:
-    """Tensor axes choose first."""
+def _weight(name: str) -> int:
+    """Return how much an axis counts in the contest for the largest dim; tensor axes win it."""
     return 4 if role(name).name == "tensor" else 1
 
 
-def _waste(local: Sequence[int], bits: int) -> int:
-    """How much larger a piece is as stored, in doublings: its last two dims fill whole tiles."""
+def _padding(local: Sequence[int], bits: int) -> int:
+    """Return how much larger a shard is as stored, in doublings: its last two dims fill tiles."""
+    # A TPU register has 8 rows of 128 lanes of 32 bits; narrower types pack several rows into one.
     rows = max(1, 8 * 32 // bits)
     tiles = [1] * max(0, len(local) - 2) + [rows, 128][max(0, 2 - len(local)) :]
-    stored = math.prod(-(-side // tile) * tile for side, tile in zip(local, tiles, strict=True))
+    stored = math.prod(-(-size // tile) * tile for size, tile in zip(local, tiles, strict=True))
     ratio = stored / max(1, math.prod(local))
     return 0 if ratio < 1.25 else math.ceil(math.log2(ratio))
 
 
-def _spec(axes: tuple[Axis, ...], owners: Sequence[int | None], rank: int) -> PartitionSpec:
+def _spec(axes: tuple[Axis, ...], assignment: Assignment, rank: int) -> PartitionSpec:
     entries: list[str | tuple[str, ...] | None] = []
     for dim in range(rank):
-        names = tuple(axis[0] for axis, owner in zip(axes, owners, strict=True) if owner == dim)
+        names = tuple(name for (name, _, _), at in zip(axes, assignment, strict=True) if at == dim)
         entries.append(names if len(names) > 1 else (names[0] if names else None))
     return make_spec(entries)
 
 
-# Stacked layers: arrays whose first dim counts the layers of a scan, and stays whole.
+# Stacked layers: arrays whose first dim counts the layers of a `lax.scan`, and stays whole, because
+# every device needs its part of each layer in turn.
 #
-# Nothing in an array says what its first dim counts, so it is read off the tree. A subtree is a
-# stack
-# if all its arrays have the same first dim, and
+# Nothing in an array says what its first dim counts, so it is inferred from the tree. A subtree is
+# a stack if all its arrays have the same first dim, and
 #
 # - its name is a word for it (`layers`, `blocks`, ...) and its children are not the layers
-#   themselves
-#   (`0`, `_0`, `layer_0`, `block0`, `h_3`); or
+#   themselves (`0`, `_0`, `layer_0`, `block0`, `h_3`); or
 # - whatever its name, all have two dims or more, not all the same number of them, as a scan over
 #   weights and biases gives, and each holds more per layer than there are layers. Experts are
-#   stacked in the same way, and are told by their name.
+#   stacked in the same way, and are recognised by their name.
 #
-# Paths that differ in numbers alone are judged together, so that all layers of a list go one way.
-
+# Paths that differ in numbers alone are decided together, so that all layers of a list are cut the
+# same way.
 
 STACKS = frozenset({"layers", "blocks", "stack", "stacked", "scan", "scanned", "repeats"})
 _NUMBER = re.compile(r"\d+")
@@ -172,75 +191,87 @@ _EXPERTS = re.compile("expert|moe", re.IGNORECASE)
 
 
 def find_stacks(leaves: Sequence[Leaf], stacked: Any = None) -> tuple[set[str], list[str]]:
-    """The paths of leaves whose first dim counts layers; and patterns that match no leaf.
+    """Return the paths of leaves whose first dim counts layers; and patterns that match no leaf.
 
-    `None` or `True` reads it off the tree, patterns say it by hand, `False` switches it off.
+    `None` or `True` infers it from the tree, patterns say it by hand, `False` switches it off.
     """
     if not isinstance(stacked, (str, list, tuple, bool, type(None))):
-        raise PartitionError(f"stacked: {short(stacked)} is not a pattern or a list of patterns.")
+        raise PartitionError(
+            f"stacked: {short(stacked)} is not a pattern or a list of patterns.", option="stacked"
+        )
     if stacked is False:
         return set(), []
     if stacked is None or stacked is True:
-        return _guess(leaves), []
-    found: set[str] = set()
+        return _infer_stacks(leaves), []
+    stacks: set[str] = set()
     unused = []
     for pattern in [stacked] if isinstance(stacked, str) else stacked:
-        matches = compile_pattern(pattern)
-        taken = {leaf.path for leaf in leaves if matches(leaf.path)}
-        found |= taken
-        if not taken:
+        matches = compile_pattern(pattern, option="stacked")
+        matched = {leaf.path for leaf in leaves if matches(leaf.path)}
+        stacks |= matched
+        if not matched:
             unused.append(
-                f"stacked: {short(pattern)} matches no leaf. Mend or drop it, or pass "
+                f"stacked: {short(pattern)} matches no leaf. Fix or remove it, or pass "
                 "unused='allow'."
             )
-    return found, unused
+    return stacks, unused
 
 
-class _Shared(NamedTuple):
-    """What the arrays of a subtree have in common."""
+class _SubtreeShapes(NamedTuple):
+    """The shapes of all arrays of a subtree, as far as they matter.
 
-    firsts: frozenset[int]
+    `large_layers`: whether each array holds more elements per layer than there are layers.
+    """
+
+    first_sizes: frozenset[int]
     ranks: frozenset[int]
-    roomy: bool
+    large_layers: bool
 
-    def __or__(self, other: Any) -> _Shared:
-        return _Shared(
-            self.firsts | other.firsts, self.ranks | other.ranks, self.roomy and other.roomy
+    def merge(self, other: _SubtreeShapes) -> _SubtreeShapes:
+        return _SubtreeShapes(
+            self.first_sizes | other.first_sizes,
+            self.ranks | other.ranks,
+            self.large_layers and other.large_layers,
         )
 
 
-def _guess(leaves: Sequence[Leaf]) -> set[str]:
+def _infer_stacks(leaves: Sequence[Leaf]) -> set[str]:
+    # The kind of a path: all its numbers are 0. A list of 100 layers is looked at once.
     kinds = [_NUMBER.sub("0", leaf.path) for leaf in leaves]
-    shared: dict[str, _Shared] = {}
+    shapes: dict[str, _SubtreeShapes] = {}
     for kind, shape in {(kind, leaf.shape) for kind, leaf in zip(kinds, leaves, strict=True)}:
         if shape:
-            own = _Shared(
+            own = _SubtreeShapes(
                 frozenset(shape[:1]), frozenset({len(shape)}), math.prod(shape[1:]) > shape[0]
             )
-            for subtree, _ in _around(kind):
-                shared[subtree] = own | shared.get(subtree, own)
+            for subtree, _ in _subtrees(kind):
+                shapes[subtree] = own.merge(shapes.get(subtree, own))
     stacks = {
         kind
         for kind in set(kinds)
         if any(
-            subtree in shared and _is_stack(subtree, inside, shared[subtree])
-            for subtree, inside in _around(kind)
+            subtree in shapes and _is_stack(subtree, child, shapes[subtree])
+            for subtree, child in _subtrees(kind)
         )
     }
     return {leaf.path for kind, leaf in zip(kinds, leaves, strict=True) if kind in stacks}
 
 
-def _around(path: str) -> Iterator[tuple[str, str]]:
-    """The subtrees a leaf stands in, with the next word inside; at last the leaf itself."""
+def _subtrees(path: str) -> Iterator[tuple[str, str]]:
+    """Yield the subtrees around a leaf, each with its child towards the leaf; last the leaf itself.
+
+    >>> list(_subtrees("a/b"))
+    [('a', 'b'), ('a/b', '')]
+    """
     words = path.split("/")
     for count in range(1, len(words) + 1):
         yield "/".join(words[:count]), words[count] if count < len(words) else ""
 
 
-def _is_stack(subtree: str, inside: str, shared: _Shared) -> bool:
-    if len(shared.firsts) > 1:
+def _is_stack(subtree: str, child: str, shapes: _SubtreeShapes) -> bool:
+    if len(shapes.first_sizes) > 1:
         return False
-    if subtree.rpartition("/")[2].lower() in STACKS and not _ONE_LAYER.fullmatch(inside):
+    if subtree.rpartition("/")[2].lower() in STACKS and not _ONE_LAYER.fullmatch(child):
         return True
-    several = len(shared.ranks) > 1 and min(shared.ranks) > 1
-    return several and shared.roomy and not _EXPERTS.search(subtree)
+    several_ranks = len(shapes.ranks) > 1 and min(shapes.ranks) > 1
+    return several_ranks and shapes.large_layers and not _EXPERTS.search(subtree)

@@ -1,4 +1,4 @@
-"""Which part of the data a process must load."""
+"""`data_shard(...)`: which rows of a global batch a process must load."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from meshwright.axes import role
 from meshwright.errors import PartitionError, listing, short
 from meshwright.partitioning.rules import read_spec
-from meshwright.trees.specs import entry_axes, mesh_axes, problems
+from meshwright.trees.specs import entry_axes, mesh_axes, spec_problems
 
 
 @dataclasses.dataclass(frozen=True)
 class DataShard:
-    """This process loads part `index` of `count` equal parts of every batch.
+    """Part `index` of `count` equal parts of every batch: what one process loads.
 
     Processes with the same index must load the same rows: they hold copies of them.
-    `rows(batch)` gives the slice of a global batch.
     """
 
     index: int
@@ -34,7 +34,8 @@ class DataShard:
             )
 
     def rows(self, batch: int) -> slice:
-        """
+        """Return the slice of a global batch of so many rows.
+
         >>> DataShard(1, 4).rows(64)
         slice(16, 32, None)
         """
@@ -56,7 +57,7 @@ def _is_count(value: object) -> bool:
 
 
 def data_shard(mesh: Mesh, spec: Any = None, *, process: int | None = None) -> DataShard:
-    """The part of the data that this process (or `process`) must load.
+    """Return the part of the data that this process (or `process`) must load.
 
     `spec` is how the batch is cut: its first entry names the mesh axes of the batch dim. Default:
     every axis that splits data (`dp`, `fsdp` and their like). For Grain:
@@ -70,51 +71,51 @@ def data_shard(mesh: Mesh, spec: Any = None, *, process: int | None = None) -> D
     if not isinstance(mesh, Mesh):
         raise PartitionError("data_shard needs a Mesh of devices, which know their processes.")
     axes = _batch_axes(sizes, spec)
-    order = [mesh.axis_names.index(axis) for axis in axes]
-    rest = [d for d in range(mesh.devices.ndim) if d not in order]
+    # One row of devices per part of the batch, in the order in which the spec cuts the batch dim;
+    # the devices of a row hold copies of their part.
+    batch_dims = [mesh.axis_names.index(axis) for axis in axes]
+    other_dims = [dim for dim in range(mesh.devices.ndim) if dim not in batch_dims]
     parts = math.prod(sizes[axis] for axis in axes)
-    devices = np.transpose(mesh.devices, [*order, *rest]).reshape(parts, -1)
+    devices = np.transpose(mesh.devices, [*batch_dims, *other_dims]).reshape(parts, -1)
     process = jax.process_index() if process is None else process
-    loaded = _parts_of(devices)
-    if process not in loaded:
+    held = _parts_by_process(devices)
+    if process not in held:
         raise PartitionError(
             f"process {short(process)} has no device in this mesh, so it loads nothing. "
-            f"Processes of the mesh: {listing(sorted(loaded))}."
+            f"Processes of the mesh: {listing(sorted(held))}."
         )
-    return _equal_part(loaded, parts, process, axes)
+    return _equal_part(held, parts, process, axes)
 
 
 def _batch_axes(sizes: dict[str, int], spec: Any) -> list[str]:
-    from meshwright.axes import role
-
     if spec is None:
         return [name for name in sizes if role(name).name in ("data", "fsdp")]
-    given = read_spec(spec, "data_shard")
-    wrong = list(problems("", (0,) * max(1, len(given)), given, sizes))
-    if wrong:
-        raise PartitionError(f"data_shard: {wrong[0]}")
-    return list(entry_axes(given[0])) if len(given) else []
+    read = read_spec(spec, "data_shard", option="spec")
+    # The size of the batch is not known here, and 0 rows divide by anything.
+    problems = list(spec_problems("", (0,) * max(1, len(read)), read, sizes))
+    if problems:
+        raise PartitionError(f"data_shard: {problems[0]}", option="spec")
+    return list(entry_axes(read[0])) if len(read) else []
 
 
-def _parts_of(devices: np.ndarray) -> dict[int, list[int]]:
-    """Which parts of the batch each process holds."""
-    loaded: dict[int, set[int]] = {}
+def _parts_by_process(devices: np.ndarray) -> dict[int, list[int]]:
+    """Return which parts of the batch each process holds, from a row of devices per part."""
+    held: dict[int, set[int]] = {}
     for part, row in enumerate(devices):
         for device in row:
-            loaded.setdefault(device.process_index, set()).add(part)
-    return {process: sorted(parts) for process, parts in loaded.items()}
+            held.setdefault(device.process_index, set()).add(part)
+    return {process: sorted(parts) for process, parts in held.items()}
 
 
-def _equal_part(
-    loaded: dict[int, list[int]], parts: int, process: int, axes: list[str]
-) -> DataShard:
-    # The same for every process, and so is what is said when it does not work out.
-    size = min(len(held) for held in loaded.values())
-    for other, held in sorted(loaded.items()):
-        if parts % size or held[0] % size or held != list(range(held[0], held[0] + size)):
+def _equal_part(held: dict[int, list[int]], parts: int, process: int, axes: list[str]) -> DataShard:
+    # Checked for all processes and not for this one alone, so that all of them raise the same
+    # error: one that went on would wait for the others in its first collective.
+    size = min(len(held_parts) for held_parts in held.values())
+    for holder, mine in sorted(held.items()):
+        if parts % size or mine[0] % size or mine != list(range(mine[0], mine[0] + size)):
             raise PartitionError(
                 f"the batch over {', '.join(axes)} is not cut into equal, contiguous parts per "
-                f"process (process {other} holds {listing(held)} of {parts}). Put the data axes "
+                f"process (process {holder} holds {listing(mine)} of {parts}). Put the data axes "
                 "first in the mesh, or let them cross the processes."
             )
-    return DataShard(loaded[process][0] // size, parts // size)
+    return DataShard(held[process][0] // size, parts // size)

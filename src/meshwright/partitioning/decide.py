@@ -9,8 +9,9 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshwright._show import short_repr
 from meshwright.errors import PartitionError, listing, near, short
-from meshwright.partitioning.by_shape import choose, find_stacks, weight_axes
+from meshwright.partitioning.by_shape import choose_spec, find_stacks, weight_axes
 from meshwright.partitioning.logical import (
     Table,
     fits,
@@ -20,30 +21,107 @@ from meshwright.partitioning.logical import (
     read_names,
     read_table,
 )
-from meshwright.partitioning.rules import Rules, Unmatched, match_rules, read_rules
+from meshwright.partitioning.rules import Rules, Unmatched, Unused, match_rules, read_rules
 from meshwright.trees.specs import (
     AnyMesh,
     Uneven,
     check_specs,
     entry_axes,
-    is_split,
+    is_reduction_free,
     make_spec,
     match_specs,
     mesh_axes,
-    problems,
-    ways,
+    shard_count,
+    spec_problems,
 )
 from meshwright.trees.walk import Leaf, Walk, bits, refuse, walk
 
-# How to decide: the options that `partition` and everything built on it share.
-
-
 MIN_SHARD_SIZE = 1024
 
+# The option that a problem is about, and its text.
+Problem = tuple[str, str]
+# A spec for each array, `None` where nothing was decided.
+Specs = list[PartitionSpec | None]
 
-@dataclasses.dataclass(frozen=True)
+
+def partition(
+    tree: Any,
+    mesh: AnyMesh,
+    *,
+    rules: Rules | None = None,
+    logical: Table | None = None,
+    names: Any = None,
+    axes: Sequence[str] | None = None,
+    min_shard_size: int = MIN_SHARD_SIZE,
+    uneven: Uneven = "error",
+    unmatched: Unmatched = "error",
+    unused: Unused = "error",
+    stacked: str | Sequence[str] | bool | None = None,
+) -> Any:
+    """Choose a `PartitionSpec` for every array of a tree; other leaves pass through.
+
+    By `rules`: (pattern, spec) pairs over the leaf's path, first match wins. By `logical` axes: a
+    table from logical names to mesh axes; the names come from `names`, a tree of tuples, or from
+    Flax metadata in the tree. By shape when neither is given: `axes` (default: those meant for
+    weights) are used so that bytes per device are least; arrays below `min_shard_size` elements
+    stay whole. `stacked` names the leaves whose first dim counts layers and stays whole; without
+    it they are recognised by the structure of the tree, as the page on partitioning says.
+
+    Options: `uneven="replicate"` drops axes that do not divide a dim; `unmatched="replicate"` or
+    `"shape"` allows leaves that no rule matches (or that have no names), and keeps them whole or
+    goes by their shape; `unused="allow"` permits rules and patterns that match nothing.
+
+    Raises `PartitionError`, with the path of every leaf that is wrong.
+
+    >>> import jax, meshwright as mw
+    >>> mesh = mw.mesh("fsdp:4, tp:2")
+    >>> w = jax.ShapeDtypeStruct((1024, 4096), "float32")
+    >>> mw.partition({"w": w}, mesh)
+    {'w': P('fsdp', 'tp')}
+    >>> mw.partition({"w": w}, mesh, rules=[("w", ("tp", None))])
+    {'w': P('tp',)}
+    >>> names = {"w": ("embed", "mlp")}
+    >>> mw.partition({"w": w}, mesh, names=names, logical={"embed": "fsdp", "mlp": None})
+    {'w': P('fsdp',)}
+    """
+    options = Options(
+        rules, logical, names, axes, min_shard_size, uneven, unmatched, unused, stacked
+    )
+    walked = walk(tree)
+    return walked.rebuild(decide(walked, tree, mesh, options))
+
+
+def shardings(tree: Any, mesh: AnyMesh, **options: Unpack[PartitionOptions]) -> Any:
+    """Choose a `NamedSharding` for every array of a tree, ready for `jit` and `device_put`.
+
+    The specs are those of `partition`, which explains the options.
+
+    >>> import jax, meshwright as mw
+    >>> mw.shardings({"w": jax.numpy.ones((64, 64))}, mw.mesh("fsdp:8"))["w"].spec
+    P('fsdp',)
+    """
+    walked = walk(tree)
+    specs = decide(walked, tree, mesh, read_options(options))
+    return walked.rebuild([NamedSharding(mesh, spec) for spec in specs])
+
+
+class PartitionOptions(TypedDict, total=False):
+    """The options of `partition`, for functions that pass them on."""
+
+    rules: Rules | None
+    logical: Table | None
+    names: Any
+    axes: Sequence[str] | None
+    min_shard_size: int
+    uneven: Uneven
+    unmatched: Unmatched
+    unused: Unused
+    stacked: str | Sequence[str] | bool | None
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Options:
-    """See `partition`. Checked when made."""
+    """The options of `partition` as a value, checked when it is made."""
 
     rules: Any = None
     logical: Any = None
@@ -60,23 +138,29 @@ class Options:
         _check_word("unmatched", self.unmatched, ("error", "replicate", "shape"))
         _check_word("unused", self.unused, ("error", "allow"))
         if self.rules is not None and self.logical is not None:
-            raise PartitionError("pass rules or logical, not both.")
+            raise PartitionError("pass rules or logical, not both.", option="rules")
         if self.names is not None and self.logical is None:
-            raise PartitionError("names go with logical={name: mesh axes}.")
+            raise PartitionError("names go with logical={name: mesh axes}.", option="names")
         self._check_by_shape()
         size = self.min_shard_size
         if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
-            raise PartitionError(f"min_shard_size: {short(size)} is not a count of elements.")
+            raise PartitionError(
+                f"min_shard_size: {short(size)} is not a count of elements.",
+                option="min_shard_size",
+            )
         if size < 0:
-            raise PartitionError(f"min_shard_size: {size} is less than 0. Use 0 to cut all arrays.")
+            raise PartitionError(
+                f"min_shard_size: {size} is less than 0. Use 0 to cut all arrays.",
+                option="min_shard_size",
+            )
 
     @property
     def by_shape(self) -> bool:
-        """Whether shapes decide, about all leaves or those that are left."""
+        """Whether shapes decide, about all leaves or about those that are left."""
         return (self.rules is None and self.logical is None) or self.unmatched == "shape"
 
     def _check_by_shape(self) -> None:
-        """Whether options that say how to decide by shape are obeyed by anything."""
+        """Refuse options about deciding by shape where nothing is decided by shape."""
         if self.by_shape:
             return
         given = "rules" if self.rules is not None else "logical"
@@ -84,25 +168,39 @@ class Options:
             if value is not None:
                 raise PartitionError(
                     f"{option}: is for deciding by shape, but {given}= decides. Drop it, or pass "
-                    "unmatched='shape' to decide so about the leaves that are left."
+                    "unmatched='shape' to decide so about the leaves that are left.",
+                    option=option,
                 )
 
     def check_axes(self, sizes: Mapping[str, int]) -> None:
-        """Whether `axes` are axes of this mesh, once each."""
+        """Refuse `axes` that are not axes of this mesh, or that appear twice."""
         if self.axes is not None and not isinstance(self.axes, (list, tuple)):
             raise PartitionError(
-                f"axes: {short(self.axes)} is not a list of mesh axes, e.g. ['fsdp']."
+                f"axes: {short(self.axes)} is not a list of mesh axes, e.g. ['fsdp'].",
+                option="axes",
             )
-        for place, axis in enumerate(self.axes or ()):
-            if axis not in sizes:
+        seen: set[str] = set()
+        for axis in self.axes or ():
+            if not isinstance(axis, str) or axis not in sizes:
                 hint = near(axis, sizes) if isinstance(axis, str) else ""
-                raise PartitionError(f"axes: no mesh axis {short(axis)} in {listing(sizes)}.{hint}")
-            if axis in (self.axes or ())[:place]:
-                raise PartitionError(f"axes: {axis!r} appears twice. Name it once.")
+                raise PartitionError(
+                    f"axes: no mesh axis {short(axis)} in {listing(sizes)}.{hint}", option="axes"
+                )
+            if axis in seen:
+                raise PartitionError(f"axes: {axis!r} appears twice. Name it once.", option="axes")
+            seen.add(axis)
+
+    def __repr__(self) -> str:
+        changed = [
+            f"{field.name}={short(value, 30)}"
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) is not field.default
+        ]
+        return short_repr(self, ", ".join(changed) or "by shape")
 
 
 def read_options(options: Mapping[str, Any]) -> Options:
-    """Options by name; a misspelt one is named, with the near one."""
+    """Make `Options` from keywords; for a misspelt one, the error suggests the near name."""
     known = [field.name for field in dataclasses.fields(Options)]
     for name in options:
         if name not in known:
@@ -114,212 +212,155 @@ def read_options(options: Mapping[str, Any]) -> Options:
 
 def _check_word(option: str, value: object, known: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in known:
-        raise PartitionError(f"{option}: {short(value)} is not one of {', '.join(known)}.")
+        raise PartitionError(
+            f"{option}: {short(value)} is not one of {', '.join(known)}.", option=option
+        )
 
 
-class PartitionOptions(TypedDict, total=False):
-    """The options of `partition`, for functions that pass them on."""
+def decide(walked: Walk, tree: Any, mesh: AnyMesh, options: Options) -> list[PartitionSpec]:
+    """Choose the specs of a walked tree, one per array; raise once for everything that is wrong.
 
-    rules: Rules | None
-    logical: Table | None
-    names: Any
-    axes: Sequence[str] | None
-    min_shard_size: int
-    uneven: Uneven
-    unmatched: Unmatched
-    unused: str
-    stacked: str | Sequence[str] | bool | None
-
-
-def partition(
-    tree: Any,
-    mesh: AnyMesh,
-    *,
-    rules: Rules | None = None,
-    logical: Table | None = None,
-    names: Any = None,
-    axes: Sequence[str] | None = None,
-    min_shard_size: int = MIN_SHARD_SIZE,
-    uneven: Uneven = "error",
-    unmatched: Unmatched = "error",
-    unused: str = "error",
-    stacked: str | Sequence[str] | bool | None = None,
-) -> Any:
-    """A `PartitionSpec` for every array of a tree; other leaves pass through.
-
-    By `rules`: (pattern, spec) pairs over the leaf's path, first match wins. By `logical` axes: a
-    table from logical names to mesh axes; the names come from `names`, a tree of tuples, or from
-    Flax metadata in the tree. By shape when neither is given: `axes` (default: those meant for
-    weights) are used so that bytes per device are least; arrays below `min_shard_size` elements
-    stay whole. `stacked` names the leaves whose first dim counts layers and stays whole; without
-    it the tree tells, as the page on partitioning says.
-
-    Options: `uneven="replicate"` drops axes that do not divide a dim, `unmatched="replicate"` or
-    `"shape"` takes leaves that no rule matches (or that have no names), `unused="allow"` rules and
-    patterns that match nothing.
-
-    >>> import jax, meshwright as mw
-    >>> mesh = mw.mesh("fsdp:4, tp:2")
-    >>> w = jax.ShapeDtypeStruct((1024, 4096), "float32")
-    >>> mw.partition({"w": w}, mesh)
-    {'w': P('fsdp', 'tp')}
-    >>> mw.partition({"w": w}, mesh, rules=[("w", ("tp", None))])
-    {'w': P('tp',)}
-    >>> names = {"w": ("embed", "mlp")}
-    >>> mw.partition({"w": w}, mesh, names=names, logical={"embed": "fsdp", "mlp": None})
-    {'w': P('fsdp',)}
+    `tree` itself is needed for the metadata of Flax, which stands around the arrays.
     """
-    options = Options(
-        rules, logical, names, axes, min_shard_size, uneven, unmatched, unused, stacked
-    )
-    found = walk(tree)
-    return found.rebuild(decide(found, tree, mesh, options))
-
-
-def shardings(tree: Any, mesh: AnyMesh, **options: Unpack[PartitionOptions]) -> Any:
-    """The same decision as `NamedSharding`s, ready for `jit` and `device_put`.
-
-    >>> import jax, meshwright as mw
-    >>> mw.shardings({"w": jax.numpy.ones((64, 64))}, mw.mesh("fsdp:8"))["w"].spec
-    P('fsdp',)
-    """
-    found = walk(tree)
-    specs = decide(found, tree, mesh, read_options(options))
-    return found.rebuild([NamedSharding(mesh, spec) for spec in specs])
-
-
-def decide(found: Walk, tree: Any, mesh: AnyMesh, options: Options) -> list[PartitionSpec]:
-    """The specs of a walked tree, one per array; raises once for everything that is wrong."""
     sizes = mesh_axes(mesh)
     options.check_axes(sizes)
-    specs: list[PartitionSpec | None] = [None] * len(found.arrays)
-    wrong: list[str] = []
+    leaves = walked.arrays
+    specs: Specs = [None] * len(leaves)
+    problems: list[Problem] = []
     if options.rules is not None:
-        specs, wrong = _by_rules(found.arrays, options)
+        specs, problems = _by_rules(leaves, options)
     elif options.logical is not None:
-        specs, wrong = _by_logical(found.arrays, tree, options)
-    specs, more = _checked(found.arrays, specs, sizes, options)
-    wrong += more
+        specs, problems = _by_logical(leaves, tree, options)
+    # Before shapes decide about what is left: their specs are right by construction.
+    specs, more = _check_chosen(leaves, specs, sizes, options)
+    problems += more
     if options.by_shape:
-        specs, more = _by_shape(found.arrays, specs, sizes, options)
-        wrong += more
-    refuse("partition", wrong)
+        specs, more = _by_shape(leaves, specs, sizes, options)
+        problems += more
+    about = {option for option, _ in problems}
+    refuse(
+        "partition", [text for _, text in problems], option=about.pop() if len(about) == 1 else None
+    )
     return [make_spec() if spec is None else spec for spec in specs]
 
 
-def settle(
-    what: str, found: Walk, tree: Any, mesh: AnyMesh, specs: Any, options: Mapping[str, Any]
+def resolve_specs(
+    what: str, walked: Walk, tree: Any, mesh: AnyMesh, specs: Any, options: Mapping[str, Any]
 ) -> list[PartitionSpec]:
-    """The specs that were given, checked; or, where there are none, those that `decide` finds."""
+    """Return the given specs, checked; where there are none, those that `decide` chooses."""
     if specs is None:
-        return decide(found, tree, mesh, read_options(options))
+        return decide(walked, tree, mesh, read_options(options))
     if options:
-        raise PartitionError(f"{', '.join(options)}: options of partition, but specs were given.")
-    per_leaf = match_specs(found, specs)
-    check_specs(what, found.arrays, per_leaf, mesh)
+        raise PartitionError(
+            f"{', '.join(options)}: options of partition, but specs were given.",
+            option=next(iter(options)),
+        )
+    per_leaf = match_specs(walked, specs)
+    check_specs(what, walked.arrays, per_leaf, mesh)
     return per_leaf
 
 
-def _by_rules(
-    leaves: Sequence[Leaf], options: Options
-) -> tuple[list[PartitionSpec | None], list[str]]:
-    specs, never = match_rules(leaves, read_rules(options.rules))
-    wrong = list(never) if options.unused == "error" else []
+def _by_rules(leaves: Sequence[Leaf], options: Options) -> tuple[Specs, list[Problem]]:
+    specs, unused = match_rules(leaves, read_rules(options.rules))
+    # `unused` is lazy: searching why a rule took no leaf costs time, and is wanted only here.
+    problems = [("unused", text) for text in unused] if options.unused == "error" else []
     if options.unmatched == "error":
-        wrong += [
-            f"{leaf.where}: {leaf.shape} matches no rule. Add one, e.g. ('**', None), or pass "
-            "unmatched='replicate' or 'shape'."
+        problems += [
+            (
+                "unmatched",
+                f"{leaf.where}: {leaf.shape} matches no rule. Add one, e.g. ('**', None), or pass "
+                "unmatched='replicate' or 'shape'.",
+            )
             for leaf, spec in zip(leaves, specs, strict=True)
-            if spec is None and leaf.shape
+            if spec is None and leaf.shape  # a scalar has nothing to cut
         ]
-    return specs, wrong
+    return specs, problems
 
 
-def _by_logical(
-    leaves: Sequence[Leaf], tree: Any, options: Options
-) -> tuple[list[PartitionSpec | None], list[str]]:
+def _by_logical(leaves: Sequence[Leaf], tree: Any, options: Options) -> tuple[Specs, list[Problem]]:
     table = read_table(options.logical)
-    wrong: list[str] = []
+    problems: list[Problem] = []
     if options.names is None:
         per_leaf = read_metadata(tree, leaves)
     else:
         per_leaf, wrong = read_names(leaves, options.names)
-    specs: list[PartitionSpec | None] = []
+        problems += [("names", text) for text in wrong]
+    specs: Specs = []
     for leaf, names in zip(leaves, per_leaf, strict=True):
         if names is not None or options.unmatched == "error":
-            wrong.extend(logical_problems(leaf, names, table))
+            option = "unmatched" if names is None else "logical"
+            problems += [(option, text) for text in logical_problems(leaf, names, table)]
         # Names that are too few or too many were reported; their spec would say it again.
         fit = names is not None and fits(leaf, names)
         specs.append(logical_spec(names or (), table) if fit else None)
-    return specs, wrong
+    return specs, problems
 
 
-def _checked(
-    leaves: Sequence[Leaf],
-    specs: Sequence[PartitionSpec | None],
-    sizes: dict[str, int],
-    options: Options,
-) -> tuple[list[PartitionSpec | None], list[str]]:
-    """The specs as they will be used, and what is wrong with them."""
-    seen: dict[Any, PartitionSpec | None] = {}
-    result, wrong = [], []
+def _check_chosen(
+    leaves: Sequence[Leaf], specs: Specs, sizes: dict[str, int], options: Options
+) -> tuple[Specs, list[Problem]]:
+    """Return the specs as they will be used, and what is wrong with them.
+
+    A model has many leaves but few (shape, spec) pairs, so each pair is checked once; a bad one
+    is reported for every leaf, since the message must name them all.
+    """
+    source = "rules" if options.rules is not None else "logical"
+    checked: dict[Any, PartitionSpec | None] = {}
+    result: Specs = []
+    problems: list[Problem] = []
     for leaf, spec in zip(leaves, specs, strict=True):
         key = (leaf.shape, spec)
-        if spec is not None and key not in seen:
+        if spec is not None and key not in checked:
             if options.uneven == "replicate":
                 spec = drop_uneven(leaf.shape, spec, sizes)
-            bad = list(problems(leaf.path, leaf.shape, spec, sizes))
-            wrong.extend(bad)
-            if not bad:
-                seen[key] = make_spec(spec) if spec and spec[-1] is None else spec
-        result.append(seen.get(key))
-    return result, wrong
+            wrong = list(spec_problems(leaf.path, leaf.shape, spec, sizes))
+            problems += [(source, text) for text in wrong]
+            if not wrong:
+                checked[key] = make_spec(spec) if spec and spec[-1] is None else spec
+        result.append(checked.get(key))
+    return result, problems
 
 
 def _by_shape(
-    leaves: Sequence[Leaf],
-    specs: Sequence[PartitionSpec | None],
-    sizes: dict[str, int],
-    options: Options,
-) -> tuple[list[PartitionSpec | None], list[str]]:
-    """Specs for the leaves that have none yet, and patterns for stacks that match no leaf."""
+    leaves: Sequence[Leaf], specs: Specs, sizes: dict[str, int], options: Options
+) -> tuple[Specs, list[Problem]]:
+    """Choose specs for leaves that have none yet; report `stacked` patterns that match no leaf."""
     usable = weight_axes(sizes, options.axes)
     stacks, unused = find_stacks(leaves, options.stacked)
     result = list(specs)
     for place, leaf in enumerate(leaves):
         if result[place] is None and leaf.size >= options.min_shard_size:
-            first = 1 if len(leaf.shape) > 1 and leaf.path in stacks else 0
-            result[place] = choose(leaf.shape, bits(leaf.dtype), usable, first)
-    return result, unused if options.unused == "error" else []
-
-
-# `uneven="replicate"`: a spec without the axes that do not divide their dim.
+            # A stack of scalars, one per layer, has only its first dim to cut.
+            first_dim = 1 if len(leaf.shape) > 1 and leaf.path in stacks else 0
+            result[place] = choose_spec(leaf.shape, bits(leaf.dtype), usable, first_dim)
+    problems = [("stacked", text) for text in unused] if options.unused == "error" else []
+    return result, problems
 
 
 def drop_uneven(
     shape: tuple[int, ...], spec: PartitionSpec, axes: Mapping[str, int]
 ) -> PartitionSpec:
-    """The spec with every axis dropped that does not divide what those before it leave of its dim.
+    """Drop every axis of a spec that does not divide what the axes before it leave of its dim.
 
     >>> drop_uneven((6, 8), PartitionSpec(("fsdp", "tp"), "ep"), {"fsdp": 2, "tp": 2, "ep": 4})
     P('fsdp', 'ep')
     """
-    if not is_split(spec):  # `problems` says so
+    if not is_reduction_free(spec):  # `spec_problems` reports it
         return spec
     entries = [
-        _dividing(shape[dim], entry, axes)
-        if dim < len(shape) and shape[dim] % ways(entry, axes)
+        _dividing_axes(shape[dim], entry, axes)
+        if dim < len(shape) and shape[dim] % shard_count(entry, axes)
         else entry
         for dim, entry in enumerate(spec)
     ]
     return make_spec(entries) if entries != list(spec) else spec
 
 
-def _dividing(side: int, entry: Any, axes: Mapping[str, int]) -> Any:
-    """What is left of an entry: one axis, several, or `None`."""
+def _dividing_axes(size: int, entry: Any, axes: Mapping[str, int]) -> Any:
+    """Return what is left of an entry: one axis, several, or `None`."""
     kept: list[str] = []
     for axis in entry_axes(entry):
-        if side % axes.get(axis, 1) == 0:
-            side //= axes.get(axis, 1)
+        if size % axes.get(axis, 1) == 0:
+            size //= axes.get(axis, 1)
             kept.append(axis)
     return tuple(kept) if len(kept) > 1 else (kept[0] if kept else None)

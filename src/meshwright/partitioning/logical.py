@@ -1,4 +1,7 @@
-"""Specs by logical axes: a name per dim, and a table from names to mesh axes."""
+"""Specs by logical axes: a name per dim, and a table from names to mesh axes.
+
+The names come from the user, or from the metadata that Flax puts around arrays.
+"""
 
 from __future__ import annotations
 
@@ -8,52 +11,61 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from meshwright._text import plural
 from meshwright.errors import PartitionError, near, short
 from meshwright.trees.specs import make_spec
-from meshwright.trees.walk import Leaf, flatten, path_text, shown
+from meshwright.trees.walk import Leaf, flatten, path_text, shown_path
 
 Table = Mapping[str, Any] | Sequence[tuple[str, Any]]
 Names = tuple[str | None, ...]
 
 
 def read_table(logical: Any) -> dict[str, tuple[str, ...]]:
-    """The table as `{logical name: mesh axes}`; a name mapped to `None` stays whole."""
+    """Read the table as `{logical name: mesh axes}`; a name mapped to `None` has no axes."""
     if isinstance(logical, Mapping):
         logical = list(logical.items())
     if isinstance(logical, str) or not isinstance(logical, (list, tuple)):
         raise PartitionError(
             f"logical: {short(logical)} is not a table such as "
-            "{'embed': 'fsdp', 'mlp': 'tp', 'layers': None}."
+            "{'embed': 'fsdp', 'mlp': 'tp', 'layers': None}.",
+            option="logical",
         )
     table: dict[str, tuple[str, ...]] = {}
     for entry in logical:
         if not isinstance(entry, (list, tuple)) or len(entry) != 2 or not isinstance(entry[0], str):
-            raise PartitionError(f"logical: {short(entry)} is not a (name, mesh axes) pair.")
+            raise PartitionError(
+                f"logical: {short(entry)} is not a (name, mesh axes) pair.", option="logical"
+            )
         name, axes = entry
         if name in table:
-            raise PartitionError(f"logical: {name!r} appears twice. Give it one entry.")
+            # Flax takes the first of two entries that is free; here one entry must say it all.
+            raise PartitionError(
+                f"logical: {name!r} appears twice. Give it one entry.", option="logical"
+            )
         axes = () if axes is None else ((axes,) if isinstance(axes, str) else axes)
         if not isinstance(axes, (list, tuple)) or not all(isinstance(a, str) for a in axes):
             raise PartitionError(
-                f"logical: {name!r}: {short(axes)} is not an axis name or several."
+                f"logical: {name!r}: {short(axes)} is not an axis name or several.",
+                option="logical",
             )
         table[name] = tuple(axes)
     return table
 
 
 def read_names(leaves: Sequence[Leaf], names: Any) -> tuple[list[Names | None], list[str]]:
-    """Names per leaf from a tree of tuples that mirrors the arrays' tree, and what is wrong."""
+    """Read names per leaf from a tree of tuples like the arrays' tree; return what is wrong too."""
     flat, _ = flatten(names, _is_names)
+    # Matched by path, not by structure: leaves may lack names, and containers may differ in kind.
     by_path = {path_text(path): value for path, value in flat}
     ranks = {leaf.path: len(leaf.shape) for leaf in leaves}
     wrong = []
     for path, value in by_path.items():
-        where = shown(path)
+        where = shown_path(path)
         if path not in ranks:
-            wrong.append(f"names: {where} is not in the tree of arrays. Mend its path or drop it.")
+            wrong.append(f"names: {where} is not in the tree of arrays. Fix its path or remove it.")
         elif not _is_names(value):
             wrong.append(f"names: {where}: {short(value)} is not a tuple such as ('embed', 'mlp').")
-            by_path[path] = (None,) * ranks[path]
+            by_path[path] = (None,) * ranks[path]  # fits, so that nothing more is said of it
     return [by_path.get(leaf.path) for leaf in leaves], wrong
 
 
@@ -65,7 +77,7 @@ def _is_names(value: Any) -> bool:
 
 
 def logical_spec(names: Names, table: Mapping[str, tuple[str, ...]]) -> PartitionSpec:
-    """The spec these names give; trailing whole dims are left out."""
+    """Translate names into a spec; replicated dims at the end are left out."""
     entries: list[Any] = []
     for name in names:
         axes = () if name is None else table.get(name, ())
@@ -76,7 +88,7 @@ def logical_spec(names: Names, table: Mapping[str, tuple[str, ...]]) -> Partitio
 def logical_problems(
     leaf: Leaf, names: Names | None, table: Mapping[str, tuple[str, ...]]
 ) -> Iterator[str]:
-    """Names that do not fit the leaf or the table."""
+    """Yield what is wrong with the names of a leaf: missing, too few, or not in the table."""
     if names is None:
         if leaf.shape:
             yield (
@@ -87,8 +99,8 @@ def logical_problems(
         return
     if not fits(leaf, names):
         yield (
-            f"{leaf.where}: {_count(len(names), 'name')} {tuple(names)} for "
-            f"{_count(len(leaf.shape), 'dim')} {leaf.shape}. Give one name, or None, per dim."
+            f"{leaf.where}: {plural(len(names), 'name')} {tuple(names)} for "
+            f"{plural(len(leaf.shape), 'dim')} {leaf.shape}. Give one name, or None, per dim."
         )
         return
     for dim, name in enumerate(names):
@@ -104,26 +116,21 @@ def fits(leaf: Leaf, names: Names) -> bool:
     return len(names) == len(leaf.shape)
 
 
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
+# Logical names that a tree carries itself, as Flax writes them. Linen's `Partitioned` and
+# `LogicallyPartitioned` boxes hold `names`. NNX variables hold them as metadata (`sharding_names`,
+# or `sharding` in older versions). Boxes are told by the module of their class and by attributes,
+# so that Flax is never imported here.
 
 
-# Logical names that a tree carries itself, as Flax's NNX and Linen write them.
-
-
-def read_metadata(tree: Any, leaves: Sequence[Leaf]) -> list[tuple[str | None, ...] | None]:
-    """Names per leaf from the boxes around the arrays; `None` where there are none.
-
-    Linen's `Partitioned` and `LogicallyPartitioned` boxes hold `names`. NNX variables hold them as
-    metadata (`sharding_names`, or `sharding` in older versions). Nothing of Flax is imported.
-    """
+def read_metadata(tree: Any, leaves: Sequence[Leaf]) -> list[Names | None]:
+    """Read names per leaf from the Flax boxes around the arrays; `None` where there are none."""
     boxes, _ = flatten(tree, _is_box)
     named = {path_text(path): _names(box) for path, box in boxes if _is_box(box)}
     return [_nearest(leaf.path, named) for leaf in leaves]
 
 
-def _nearest(path: str, named: dict[str, tuple[str | None, ...] | None]) -> Any:
-    """The box a leaf stands in: its own path, or the one that ends where the leaf begins."""
+def _nearest(path: str, named: dict[str, Names | None]) -> Names | None:
+    """Return the names of the innermost box around a leaf: at its own path, or above it."""
     while True:
         if path in named:
             return named[path]
@@ -136,7 +143,8 @@ def _is_box(value: Any) -> bool:
     return _names(value) is not None
 
 
-def _names(value: Any) -> tuple[str | None, ...] | None:
+def _names(value: Any) -> Names | None:
+    """Return the names that a box of Flax holds, or `None` for anything else."""
     if isinstance(value, (jax.Array, type)):
         return None
     kind = type(value)
@@ -146,11 +154,12 @@ def _names(value: Any) -> tuple[str | None, ...] | None:
     fields = getattr(value, "__dict__", {}) if hasattr(value, "unbox") else {}
     for source in (_metadata(value), fields):
         for key in ("names", "sharding_names", "out_sharding", "sharding"):
-            found = source.get(key) if isinstance(source, dict) else None
-            if isinstance(found, (tuple, list, PartitionSpec)) and all(
-                entry is None or isinstance(entry, str) for entry in found
+            names = source.get(key) if isinstance(source, dict) else None
+            # `sharding` may also be a `NamedSharding`, which has no logical names.
+            if isinstance(names, (tuple, list, PartitionSpec)) and all(
+                entry is None or isinstance(entry, str) for entry in names
             ):
-                return tuple(found)
+                return tuple(names)
     return None
 
 
@@ -158,5 +167,5 @@ def _metadata(value: Any) -> dict[str, Any]:
     get = getattr(value, "get_metadata", None)
     try:
         return dict(get()) if callable(get) else {}
-    except TypeError:
+    except TypeError:  # somebody's `get_metadata` that wants arguments
         return {}

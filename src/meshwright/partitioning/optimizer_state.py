@@ -1,4 +1,9 @@
-"""State that follows parameters: optimizer states, averages, copies."""
+"""`partition_like(...)`: specs for a tree that follows the parameters, such as an optimizer state.
+
+Optimizers build their state by mapping over the parameters, so that a moment of `layers/0/w` stands
+at a path that ends with `layers/0/w`. Paths are matched by their ends, whatever containers the
+optimizer puts around them.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +18,18 @@ from meshwright.partitioning.decide import MIN_SHARD_SIZE
 from meshwright.trees.specs import make_spec, match_specs
 from meshwright.trees.walk import Leaf, refuse, walk
 
-Followed = tuple[tuple[int, ...], PartitionSpec]
+# Shape and spec of a parameter.
+Param = tuple[tuple[int, ...], PartitionSpec]
 
 
 def partition_like(state: Any, params: Any, specs: Any, *, unmatched: str = "error") -> Any:
-    """Specs for a state, from those of the parameters it follows.
+    """Choose specs for a state from those of the parameters that it follows.
 
     A leaf of the state whose path ends with a parameter's path and that has its shape takes the
     parameter's spec (the longest path wins); dims before that shape, as the memories of L-BFGS
-    have them, stay whole. All other leaves stay whole, counters above all. Two kinds of them are
-    refused, unless `unmatched="replicate"`: those with a parameter's shape of two dims or more, and
-    those as large as all parameters together.
+    have them, stay whole. All other leaves stay whole, such as counters. Two kinds of them raise a
+    `PartitionError`, unless `unmatched="replicate"`: those with a parameter's shape of two dims or
+    more, and those as large as all parameters together.
 
     >>> import jax, optax, meshwright as mw
     >>> params = {"w": jax.numpy.ones((64, 64))}
@@ -32,13 +38,14 @@ def partition_like(state: Any, params: Any, specs: Any, *, unmatched: str = "err
     >>> mw.partition_like(state, params, specs)[0].mu
     {'w': P('fsdp',)}
     """
-    found, of_params = walk(state), walk(params)
-    per_param = match_specs(of_params, specs)
-    return found.rebuild(_follow(found.arrays, of_params.arrays, per_param, unmatched))
+    walked_state, walked_params = walk(state), walk(params)
+    per_param = match_specs(walked_params, specs)
+    per_leaf = follow_params(walked_state.arrays, walked_params.arrays, per_param, unmatched)
+    return walked_state.rebuild(per_leaf)
 
 
-def _unplaced(leaf: Leaf) -> str | None:
-    """Why a parameter cannot be followed to its place."""
+def unplaced_problem(leaf: Leaf) -> str | None:
+    """Say why a parameter has no mesh and spec of its own to follow, or return `None`."""
     if isinstance(leaf.value, jax.core.Tracer):
         return (
             f"{leaf.where}: the parameter is a tracer, which has no place. Under jit use "
@@ -52,53 +59,59 @@ def _unplaced(leaf: Leaf) -> str | None:
     )
 
 
-def _follow(
+def follow_params(
     leaves: tuple[Leaf, ...],
     params: tuple[Leaf, ...],
     specs: list[PartitionSpec],
     unmatched: str,
 ) -> list[PartitionSpec]:
+    """Choose a spec for each leaf of a state from the parameters and their specs."""
     if unmatched not in ("error", "replicate"):
-        raise PartitionError(f"unmatched: {short(unmatched)} is not 'error' or 'replicate'.")
-    by_path: dict[str, list[Followed]] = {}
+        raise PartitionError(
+            f"unmatched: {short(unmatched)} is not 'error' or 'replicate'.", option="unmatched"
+        )
+    # A list, since paths are text: the keys 1 and "1" of two containers make the same one.
+    by_path: dict[str, list[Param]] = {}
     for leaf, spec in zip(params, specs, strict=True):
         by_path.setdefault(leaf.path, []).append((leaf.shape, spec))
-    found = [_followed(leaf, by_path) for leaf in leaves]
+    followed = [_followed_spec(leaf, by_path) for leaf in leaves]
     if unmatched == "error":
-        lost = [leaf for leaf, spec in zip(leaves, found, strict=True) if spec is None]
-        refuse("state", list(_suspicious(lost, params)))
-    return [make_spec() if spec is None else spec for spec in found]
+        rest = [leaf for leaf, spec in zip(leaves, followed, strict=True) if spec is None]
+        refuse("state", list(_suspicious(rest, params)), option="unmatched")
+    return [make_spec() if spec is None else spec for spec in followed]
 
 
-def _followed(leaf: Leaf, by_path: Mapping[str, list[Followed]]) -> PartitionSpec | None:
-    """The spec of the parameter with the longest path that ends the leaf's, or `None`."""
+def _followed_spec(leaf: Leaf, by_path: Mapping[str, list[Param]]) -> PartitionSpec | None:
+    """Return the spec of the parameter with the longest path that ends the leaf's, or `None`."""
     words = leaf.path.split("/") if leaf.path else []
+    # From the whole path to the empty one, which is the path of parameters that are one array.
     for start in range(len(words) + 1):
-        here = by_path.get("/".join(words[start:]), ())
-        for shape, spec in here:
+        candidates = by_path.get("/".join(words[start:]), ())
+        for shape, spec in candidates:
             if shape == leaf.shape:
                 return spec
-        for shape, spec in here:
+        for shape, spec in candidates:
             more = len(leaf.shape) - len(shape)
             if shape and more > 0 and leaf.shape[more:] == shape:
                 return make_spec([*[None] * more, *spec])
     return None
 
 
-def _suspicious(lost: Sequence[Leaf], params: Sequence[Leaf]) -> Iterator[str]:
-    """Leaves that follow nothing but look as if they should."""
+def _suspicious(rest: Sequence[Leaf], params: Sequence[Leaf]) -> Iterator[str]:
+    """Yield a problem for leaves that follow no parameter but look as if they should."""
+    # Vectors are left out: the length of a bias is a common size for other things too.
     shapes = {leaf.shape for leaf in params if len(leaf.shape) > 1}
-    everything = sum(leaf.size for leaf in params)
-    for leaf in lost:
+    all_elements = sum(leaf.size for leaf in params)
+    for leaf in rest:
         if leaf.shape in shapes:
             yield (
                 f"{leaf.where}: has a parameter's shape {leaf.shape} but no parameter's path. Pass "
                 "the parameters that the state was made from, or unmatched='replicate'."
             )
-        elif leaf.size >= max(everything, MIN_SHARD_SIZE):
+        elif leaf.size >= max(all_elements, MIN_SHARD_SIZE):
             yield (
                 f"{leaf.where}: {leaf.shape} holds as many elements as all parameters together "
-                f"({everything:,}) but follows none, so every device would hold it whole. Keep the "
-                "state in the parameters' tree (no optax.flatten), give it a spec of its own, or "
-                "pass unmatched='replicate'."
+                f"({all_elements:,}) but follows none, so every device would hold it whole. Keep "
+                "the state in the parameters' tree (no optax.flatten), give it a spec of its own, "
+                "or pass unmatched='replicate'."
             )

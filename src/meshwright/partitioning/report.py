@@ -1,4 +1,4 @@
-"""`explain(...)`: what a mesh means on its hardware; what a partitioning costs, leaf by leaf."""
+"""`explain(...)`: what a mesh means on its hardware; what a partitioning costs, array by array."""
 
 from __future__ import annotations
 
@@ -10,80 +10,34 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack, overload
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from meshwright._html import html_table
-from meshwright._text import amount, table
+from meshwright._html import Html
+from meshwright._show import Sheet, Shown, Table, short_repr
+from meshwright._text import amount, plural
 from meshwright.errors import MeshError
 from meshwright.hardware.topology import Topology
 from meshwright.meshes.build import explain_mesh
-from meshwright.partitioning.decide import PartitionOptions, settle
+from meshwright.partitioning.decide import PartitionOptions, resolve_specs
 from meshwright.placement.placement import Placement
 from meshwright.spec.mesh_spec import SpecLike
-from meshwright.trees.specs import AnyMesh, entry_axes, mesh_axes, plain_specs, shard_shape, ways
-from meshwright.trees.walk import Leaf, bits, walk
+from meshwright.trees.specs import (
+    AnyMesh,
+    entry_axes,
+    mesh_axes,
+    shard_count,
+    shard_shape,
+    specs_on_mesh,
+)
+from meshwright.trees.walk import Leaf, bits, is_key, shown_path, walk
 
+REPORT_HEADING = ["path", "array", "bytes", "on a device", "copies"]
+REPORT_RIGHT = [False, False, True, True, True]
+MOST_ROWS = 200
+_MOST_DRAWN = 6
+# How JAX abbreviates dtypes in the types of arrays; other names are written out.
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "bool"}
-
-
-@dataclasses.dataclass(frozen=True)
-class LeafRow:
-    """One array: where it stands, how it is cut, and what a device holds of it."""
-
-    path: str
-    text: str
-    shape: tuple[int, ...]
-    local: tuple[int, ...]
-    spec: PartitionSpec
-    bytes: int
-    device_bytes: int
-    copies: int
-
-    @property
-    def replicated(self) -> bool:
-        """Whether every device of the mesh holds all of it."""
-        return self.local == self.shape
-
-
-@dataclasses.dataclass(frozen=True)
-class PartitionReport:
-    """A tree on a mesh. Prints itself as a table; HTML in a notebook; `to_json()` for scripts.
-
-    `device_bytes` is what every device holds: pieces are equal, so no device holds more.
-    """
-
-    axes: dict[str, int]
-    rows: tuple[LeafRow, ...]
-
-    @property
-    def devices(self) -> int:
-        return math.prod(self.axes.values())
-
-    @property
-    def bytes(self) -> int:
-        return sum(row.bytes for row in self.rows)
-
-    @property
-    def device_bytes(self) -> int:
-        return sum(row.device_bytes for row in self.rows)
-
-    @property
-    def replicated(self) -> tuple[LeafRow, ...]:
-        """Arrays that every device holds whole, largest first."""
-        whole = [row for row in self.rows if row.replicated]
-        return tuple(sorted(whole, key=lambda row: (-row.bytes, row.path)))
-
-    def __str__(self) -> str:
-        return as_text(self)
-
-    def _repr_html_(self) -> str:
-        return as_html(self)
-
-    def to_json(self) -> dict[str, Any]:
-        return as_json(self)
 
 
 @overload
@@ -103,7 +57,7 @@ def explain(
 ) -> PartitionReport: ...
 
 
-def explain(what: Any, /, mesh: Any = None, specs: Any = None, **options: Any) -> Any:
+def explain(what: Any, /, mesh: Any = ..., specs: Any = None, **options: Any) -> Any:
     """Show what a mesh means on its hardware, or how a tree of arrays is cut over a mesh.
 
     `explain(mesh)` returns a `Placement`. Per axis: the links it uses, their bandwidth, modelled
@@ -127,212 +81,257 @@ def explain(what: Any, /, mesh: Any = None, specs: Any = None, **options: Any) -
     path  array                    bytes  on a device  copies
     w     f32[1024@fsdp,4096@tp]  16 MiB        2 MiB       1
     """
-    if mesh is not None:
+    # Not by `None`: a tree with `None` for its mesh is a mistake, which `explain_tree` names.
+    if mesh is not ...:
         return explain_tree(what, mesh, specs, **options)
     if specs is not None or not options.keys() <= {"on", "slices", "intensity"}:
         raise MeshError("explain: to show how a tree is cut, give its mesh: explain(tree, mesh).")
     return explain_mesh(what, **options)
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
+class PartitionReport(Shown):
+    """How a tree is cut over a mesh, array by array, and what a device holds of it.
+
+    Prints itself as a table, draws itself in a notebook, and has `to_json()`. Shards are equal, so
+    `device_bytes` is what every device holds.
+    """
+
+    axes: dict[str, int]
+    rows: tuple[LeafRow, ...]
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.axes.values())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all arrays, each counted once."""
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(row.device_bytes for row in self.rows)
+
+    @property
+    def replicated(self) -> tuple[LeafRow, ...]:
+        """Arrays that every device holds whole, largest first."""
+        whole = [row for row in self.rows if row.replicated]
+        return tuple(sorted(whole, key=lambda row: (-row.bytes, row.path)))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as plain values that `json.dumps` takes."""
+        return {
+            "mesh": self.axes,
+            "devices": self.devices,
+            "bytes": self.bytes,
+            "device_bytes": self.device_bytes,
+            "worst_device_bytes": self.device_bytes,
+            "arrays": [row.to_json() for row in self.rows],
+        }
+
+    def _sheet(self) -> Sheet:
+        rows = [row.cells for row in self.rows[:MOST_ROWS]]
+        left = len(self.rows) - len(rows)
+        left_out = f"... and {left:,} more arrays" if left else ""
+        parts: list[str | Table | Html] = [Table(REPORT_HEADING, rows, REPORT_RIGHT, left_out)]
+        if self.replicated and self.devices > 1:
+            parts.append(_replicated_note(self.replicated))
+        return Sheet(report_headline(self), [*parts, _drawings(self.rows)])
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class LeafRow:
+    """One array of a `PartitionReport`: how it is cut, and what a device holds of it.
+
+    `text` is the array in JAX's notation, `local` the shape of a device's shard, and `copies` how
+    many devices hold the same shard.
+    """
+
+    path: str
+    text: str
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+    spec: PartitionSpec
+    bytes: int
+    device_bytes: int
+    copies: int
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every device of the mesh holds all of it."""
+        return self.local == self.shape
+
+    @property
+    def cells(self) -> list[str]:
+        """The row of the printed table."""
+        held = amount(self.device_bytes)
+        return [self.path, self.text, amount(self.bytes), held, f"{self.copies:,}"]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "path": self.path,
+            "array": self.text,
+            "shape": list(self.shape),
+            "shard_shape": list(self.local),
+            "spec": [list(entry) if isinstance(entry, tuple) else entry for entry in self.spec],
+            "bytes": self.bytes,
+            "device_bytes": self.device_bytes,
+            "copies": self.copies,
+            "replicated": self.replicated,
+        }
+
+    def __repr__(self) -> str:
+        return short_repr(self, f"{shown_path(self.path)}: {self.text}")
+
+
 def explain_tree(
     tree: Any, mesh: AnyMesh, specs: Any = None, **options: Unpack[PartitionOptions]
 ) -> PartitionReport:
-    """What the given specs, or `partition(tree, mesh, **options)`, make of a tree.
+    """Report what the given specs, or `partition(tree, mesh, **options)`, make of a tree.
 
-    With neither specs nor options, arrays (and shapes) that lie on this mesh already are shown as
-    they lie, and the others as `partition` would cut them.
-
+    With neither specs nor options, arrays (and shapes) that are on this mesh already are shown as
+    they are, and the others as `partition` would cut them.
     """
-    found = walk(tree)
+    walked = walk(tree)
     sizes = mesh_axes(mesh)
-    per_leaf = settle("explain", found, tree, mesh, plain_specs(specs, mesh), options)
+    per_leaf = resolve_specs("explain", walked, tree, mesh, specs_on_mesh(specs, mesh), options)
     if specs is None and not options:
         per_leaf = [
-            _lies(leaf, mesh, spec) for leaf, spec in zip(found.arrays, per_leaf, strict=True)
+            _spec_on_mesh(leaf, mesh, default=spec)
+            for leaf, spec in zip(walked.arrays, per_leaf, strict=True)
         ]
     return PartitionReport(
         sizes,
-        tuple(_row(leaf, spec, sizes) for leaf, spec in zip(found.arrays, per_leaf, strict=True)),
+        tuple(_row(leaf, spec, sizes) for leaf, spec in zip(walked.arrays, per_leaf, strict=True)),
     )
 
 
-def _lies(leaf: Leaf, mesh: AnyMesh, otherwise: PartitionSpec) -> PartitionSpec:
-    """How an array lies on the mesh; `otherwise` if it is not there."""
+def _spec_on_mesh(leaf: Leaf, mesh: AnyMesh, default: PartitionSpec) -> PartitionSpec:
+    """Return the spec of an array that is on the mesh already; otherwise `default`."""
     sharding = getattr(leaf.value, "sharding", None)
     if not isinstance(sharding, NamedSharding) or not _same_mesh(sharding.mesh, mesh):
-        return otherwise
+        return default
     return sharding.spec
 
 
+# Cached, since comparing the devices of two meshes is asked for every array of a tree.
 @functools.lru_cache(maxsize=64)
-def _same_mesh(one: AnyMesh, other: AnyMesh) -> bool:
-    """The same axes, over the same devices where both have devices."""
-    if tuple(one.shape.items()) != tuple(other.shape.items()):
+def _same_mesh(first: AnyMesh, second: AnyMesh) -> bool:
+    """Whether two meshes have the same axes, over the same devices where both have devices."""
+    if tuple(first.shape.items()) != tuple(second.shape.items()):
         return False
-    if isinstance(one, Mesh) and isinstance(other, Mesh):
-        return bool((one.devices == other.devices).all())
+    if isinstance(first, Mesh) and isinstance(second, Mesh):
+        return bool((first.devices == second.devices).all())
     return True
 
 
 def _row(leaf: Leaf, spec: PartitionSpec, sizes: dict[str, int]) -> LeafRow:
     local = shard_shape(leaf.shape, spec, sizes)
-    held = math.ceil(math.prod(local) * bits(leaf.dtype) / 8)
-    cuts = math.prod(ways(entry, sizes) for entry in spec)
     return LeafRow(
         leaf.path,
-        typed(leaf.shape, leaf.dtype, spec),
+        array_type(leaf.shape, leaf.dtype, spec),
         leaf.shape,
         local,
         spec,
         leaf.bytes,
-        held,
-        math.prod(sizes.values()) // cuts,
+        math.ceil(math.prod(local) * bits(leaf.dtype) / 8),
+        math.prod(sizes.values()) // math.prod(shard_count(entry, sizes) for entry in spec),
     )
 
 
-def typed(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> str:
-    """An array in JAX's own notation.
+def array_type(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> str:
+    """Write the type of an array as JAX does, `jax.typeof` of explicit sharding: axes after `@`.
 
-    >>> typed((8, 8), "float32", PartitionSpec("x"))
+    >>> array_type((8, 8), "float32", PartitionSpec("x"))
     'f32[8@x,8]'
     """
     entries = (*spec, *[None] * (len(shape) - len(spec)))
     dims = []
-    for side, entry in zip(shape, entries, strict=True):
+    for size, entry in zip(shape, entries, strict=True):
         axes = entry_axes(entry)
         joined = axes[0] if len(axes) == 1 else f"({','.join(axes)})"
-        dims.append(f"{side}@{joined}" if axes else str(side))
+        dims.append(f"{size}@{joined}" if axes else str(size))
     return f"{short_dtype(dtype)}[{','.join(dims)}]"
 
 
 def short_dtype(dtype: Any) -> str:
-    """
+    """Abbreviate a dtype as JAX does.
+
     >>> short_dtype("bfloat16"), short_dtype("uint8")
     ('bf16', 'u8')
     """
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    if is_key(dtype):
         return str(dtype)
     name = str(np.dtype(dtype).name)
+    # Only names of letters and then digits: `float8_e4m3fn` keeps its name.
     head = name.rstrip("0123456789")
     return _SHORT[head] + name[len(head) :] if head in _SHORT else name
 
 
-# A partitioning as text, HTML and JSON.
-
-
-REPORT_HEADING = ["path", "array", "bytes", "on a device", "copies"]
-REPORT_RIGHT = [False, False, True, True, True]
-MOST_ROWS = 200
-_DRAWN = 6
-
-
-def as_text(report: PartitionReport) -> str:
-    shown = report.rows[:MOST_ROWS]
-    lines = [report_headline(report), table([REPORT_HEADING, *map(_cells, shown)], REPORT_RIGHT)]
-    if len(shown) < len(report.rows):
-        lines.append(f"... and {len(report.rows) - len(shown):,} more arrays")
-    return "\n".join([*lines, *_whole(report)])
+# The parts of a printed report.
 
 
 def report_headline(report: PartitionReport) -> str:
-    count = len(report.rows)
+    """Return mesh, number of devices and bytes in one line."""
     mesh = ", ".join(f"{name}:{size}" for name, size in report.axes.items())
     return (
-        f"{count:,} array{'' if count == 1 else 's'} on {mesh} ({report.devices:,} devices): "
+        f"{plural(len(report.rows), 'array')} on {mesh} ({report.devices:,} devices): "
         f"{amount(report.bytes)}, {amount(report.device_bytes)} on each device"
     )
 
 
-def _whole(report: PartitionReport) -> list[str]:
-    """The largest arrays that every device holds whole."""
-    if not report.replicated or report.devices == 1:
-        return []
-    held = sum(row.bytes for row in report.replicated)
-    largest = ", ".join(f"{row.path} {amount(row.bytes)}" for row in report.replicated[:3])
-    more = f" and {len(report.replicated) - 3:,} more" if len(report.replicated) > 3 else ""
-    return [f"whole on every device: {amount(held)}, the largest {largest}{more}"]
+def _replicated_note(rows: Sequence[LeafRow]) -> str:
+    """Return a line about the largest arrays that every device holds whole."""
+    total = amount(sum(row.bytes for row in rows))
+    largest = ", ".join(f"{row.path} {amount(row.bytes)}" for row in rows[:3])
+    more = f" and {len(rows) - 3:,} more" if len(rows) > 3 else ""
+    return f"whole on every device: {total}, the largest {largest}{more}"
 
 
-def _cells(row: LeafRow) -> list[str]:
-    return [row.path, row.text, amount(row.bytes), amount(row.device_bytes), f"{row.copies:,}"]
-
-
-def as_html(report: PartitionReport) -> str:
-    """The table, and drawings of how the largest arrays are cut."""
-    shown = report.rows[:MOST_ROWS]
-    rows = html_table([REPORT_HEADING, *map(_cells, shown)], REPORT_RIGHT)
-    notes = "".join(f"<p>{html.escape(line)}</p>" for line in _whole(report))
-    return (
-        '<div style="font-family:system-ui,sans-serif">'
-        f"<b>{html.escape(report_headline(report))}</b>"
-        f'<div style="overflow-x:auto">{rows}</div>{notes}'
-        f'<div style="display:flex;flex-wrap:wrap;gap:24px">{_drawings(report)}</div></div>'
-    )
-
-
-def _drawings(report: PartitionReport) -> str:
+def _drawings(rows: Sequence[LeafRow]) -> Html:
+    """Draw the largest arrays; those of one type and spec look alike and are drawn once."""
     distinct: dict[str, LeafRow] = {}
-    for row in sorted(report.rows, key=lambda row: (-row.bytes, row.path)):
-        if row.shape and row.text not in distinct and len(distinct) < _DRAWN:
+    for row in sorted(rows, key=lambda row: (-row.bytes, row.path)):
+        if row.shape and row.text not in distinct and len(distinct) < _MOST_DRAWN:
             distinct[row.text] = row
-    return "".join(
-        f"<figure style='margin:0'><figcaption>{html.escape(row.path)}: "
-        f"{html.escape(row.text)}</figcaption>{drawing(row.shape, row.local)}</figure>"
-        for row in distinct.values()
+    return Html(
+        "".join(
+            f"<figure style='margin:0'><figcaption>{html.escape(row.path)}: "
+            f"{html.escape(row.text)}</figcaption>{drawing(row.shape, row.local)}</figure>"
+            for row in distinct.values()
+        )
     )
 
 
-def as_json(report: PartitionReport) -> dict[str, Any]:
-    return {
-        "mesh": report.axes,
-        "devices": report.devices,
-        "bytes": report.bytes,
-        "device_bytes": report.device_bytes,
-        "worst_device_bytes": report.device_bytes,
-        "arrays": [
-            {
-                "path": row.path,
-                "array": row.text,
-                "shape": list(row.shape),
-                "shard_shape": list(row.local),
-                "spec": [list(e) if isinstance(e, tuple) else e for e in row.spec],
-                "bytes": row.bytes,
-                "device_bytes": row.device_bytes,
-                "copies": row.copies,
-                "replicated": row.replicated,
-            }
-            for row in report.rows
-        ],
-    }
+# A drawing of how an array is cut: one panel per shard of its leading dims.
 
-
-# A drawing of how an array is cut: one panel per piece of its leading dims.
-
-
-_LONGEST, _SHORTEST, _GAP = 128, 40, 8
+_LONGEST, _SHORTEST, _GAP = 128, 40, 8  # sides of a panel and the space between, in pixels
 _MOST_LINES, _MOST_PANELS = 16, 8
 
 
 def drawing(shape: Sequence[int], local: Sequence[int]) -> str:
-    """The array with its cuts as an SVG; the first device's piece is filled.
+    """Draw the array with its cuts as an SVG; the first device's shard is filled.
 
     The last two dims are a rectangle, the one before them a row of panels, the one before that a
     column of rows. At most 16 cuts a side and 8 panels are drawn; the line below has the numbers.
     """
-    counts = [max(1, side // max(1, piece)) for side, piece in zip(shape, local, strict=True)]
-    sides = [1] * (4 - len(shape)) + list(shape)[-4:]
+    # An array without elements is drawn as if its empty dims were of size one.
+    counts = [max(1, size // max(1, part)) for size, part in zip(shape, local, strict=True)]
+    # Filled up to four dims from the left; of more than four, the leading ones are not drawn.
+    sizes = [1] * (4 - len(shape)) + list(shape)[-4:]
     cuts = [1] * (4 - len(counts)) + counts[-4:]
     panels = [min(cut, _MOST_PANELS) for cut in cuts[:2]]
     lines = [min(cut, _MOST_LINES) for cut in cuts[2:]]
-    height, width = _box(sides[2], sides[3])
+    height, width = _panel_size(sizes[2], sizes[3])
     parts = [
         _panel(column * (width + _GAP) + 1, row * (height + _GAP) + 1, width, height, lines, not at)
         for at, (row, column) in enumerate(itertools.product(range(panels[0]), range(panels[1])))
     ]
     across, down = panels[1] * (width + _GAP), panels[0] * (height + _GAP)
     words = [
-        f"{side} in {cut}" if cut > 1 else f"{side}"
-        for side, cut in zip(shape, counts, strict=True)
+        f"{size} in {count}" if count > 1 else f"{size}"
+        for size, count in zip(shape, counts, strict=True)
     ]
     return (
         f'<svg viewBox="0 0 {across} {down}" width="{across}" style="max-width:100%" '
@@ -341,8 +340,8 @@ def drawing(shape: Sequence[int], local: Sequence[int]) -> str:
     )
 
 
-def _box(rows: int, columns: int) -> tuple[int, int]:
-    """Sides that keep the array's proportions within reason."""
+def _panel_size(rows: int, columns: int) -> tuple[int, int]:
+    """Return height and width in the array's proportions; a vector still gets a visible side."""
     longest = max(rows, columns, 1)
     return (
         max(_SHORTEST, round(_LONGEST * rows / longest)),
@@ -351,6 +350,7 @@ def _box(rows: int, columns: int) -> tuple[int, int]:
 
 
 def _panel(x: int, y: int, width: int, height: int, lines: Sequence[int], first: bool) -> str:
+    """Draw a rectangle cut into `lines` rows and columns; in the `first` one a shard is filled."""
     rows, columns = lines
     parts = [f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="#eef" stroke="#446"/>']
     if first:

@@ -1,4 +1,9 @@
-"""Specs by rules: ordered (pattern, spec) pairs over leaf paths, first match wins."""
+"""Specs by rules: ordered (pattern, spec) pairs over leaf paths, of which the first match wins.
+
+A pattern is a glob (`attn/w*`, `/layers/**/bias`) or a regular expression. A model has tens of
+thousands of leaves and a table a hundred rules, so the globs are compiled into one automaton that
+reads each path once, whatever the number of rules.
+"""
 
 from __future__ import annotations
 
@@ -11,36 +16,42 @@ from jax.sharding import PartitionSpec
 
 from meshwright.errors import PartitionError, short
 from meshwright.trees.specs import make_spec
-from meshwright.trees.walk import Leaf, shown
+from meshwright.trees.walk import Leaf, shown_path
 
 Rules = Mapping[str, Any] | Sequence[tuple[Any, Any]]
 Unmatched = Literal["error", "replicate", "shape"]
+Unused = Literal["error", "allow"]
 
 
 def read_rules(rules: Any) -> list[tuple[Any, PartitionSpec]]:
-    """Rules as patterns and specs; says which entry is not one."""
+    """Read rules into patterns and specs; the error names the entry that is not a rule."""
     if isinstance(rules, Mapping):
         rules = list(rules.items())
     if isinstance(rules, str) or not isinstance(rules, (list, tuple)):
         raise PartitionError(
             f"rules: {short(rules)} is not a table. Pass pairs such as "
-            "[('attn/*', ('fsdp', 'tp')), ('**', None)] or a dict."
+            "[('attn/*', ('fsdp', 'tp')), ('**', None)] or a dict.",
+            option="rules",
         )
-    found = []
+    pairs = []
     for place, rule in enumerate(rules):
         if not isinstance(rule, (list, tuple)) or len(rule) != 2:
             raise PartitionError(
-                f"rules: entry {place}, {short(rule)}, is not a (pattern, spec) pair."
+                f"rules: entry {place}, {short(rule)}, is not a (pattern, spec) pair.",
+                option="rules",
             )
-        compile_pattern(rule[0])
-        found.append((rule[0], read_spec(rule[1], f"rules: entry {place}, {short(rule[0])}")))
-    return found
+        pattern, spec = rule
+        compile_pattern(pattern, option="rules")  # raises now, before any leaf is looked at
+        where = f"rules: entry {place}, {short(pattern)}"
+        pairs.append((pattern, read_spec(spec, where, option="rules")))
+    return pairs
 
 
-def read_spec(value: Any, where: str) -> PartitionSpec:
-    """A spec from a `PartitionSpec`, `None`, one axis name, or a list of entries (as in JSON).
+def read_spec(value: Any, where: str, option: str | None = None) -> PartitionSpec:
+    """Read a spec from a `PartitionSpec`, `None`, one axis name, or a list of entries (as in JSON).
 
-    It is as long as it was written, whole dims at the end included.
+    It is as long as it was written, replicated dims at the end included, so that one with too many
+    entries for its array is reported. `where` begins the message of an error about `option`.
     """
     if isinstance(value, PartitionSpec):
         return value
@@ -49,7 +60,9 @@ def read_spec(value: Any, where: str) -> PartitionSpec:
     if isinstance(value, str) and value:
         return make_spec([value])
     if not isinstance(value, (list, tuple)):
-        raise PartitionError(f"{where}: {short(value)} is not a spec, e.g. ('fsdp', None, 'tp').")
+        raise PartitionError(
+            f"{where}: {short(value)} is not a spec, e.g. ('fsdp', None, 'tp').", option=option
+        )
     entries: list[Any] = []
     for entry in value:
         names = tuple(entry) if isinstance(entry, (list, tuple)) else (entry,)
@@ -57,7 +70,8 @@ def read_spec(value: Any, where: str) -> PartitionSpec:
         if entry is not None and not named:
             raise PartitionError(
                 f"{where}: {short(entry)} is not an axis name, a list of them, or None for a whole "
-                "dim."
+                "dim.",
+                option=option,
             )
         entries.append(names if isinstance(entry, (list, tuple)) else entry)
     return PartitionSpec(*entries)  # type: ignore[no-untyped-call]
@@ -66,45 +80,50 @@ def read_spec(value: Any, where: str) -> PartitionSpec:
 def match_rules(
     leaves: Sequence[Leaf], rules: list[tuple[Any, PartitionSpec]]
 ) -> tuple[list[PartitionSpec | None], Iterator[str]]:
-    """The spec of the first rule that matches each leaf, and what is wrong with unused rules."""
-    patterns = PatternList([pattern for pattern, _ in rules])
-    places = [patterns.first(leaf.path) for leaf in leaves]
-    specs = [None if place is None else rules[place][1] for place in places]
-    return specs, _unused(leaves, places, [pattern for pattern, _ in rules])
+    """Return the spec of the first rule that matches each leaf, and problems of unused rules."""
+    patterns = [pattern for pattern, _ in rules]
+    pattern_list = PatternList(patterns)
+    taken_by = [pattern_list.first(leaf.path) for leaf in leaves]
+    specs = [None if rule is None else rules[rule][1] for rule in taken_by]
+    return specs, _unused_problems(leaves, taken_by, patterns)
 
 
-def _unused(
-    leaves: Sequence[Leaf], places: Sequence[int | None], patterns: Sequence[Any]
+def _unused_problems(
+    leaves: Sequence[Leaf], taken_by: Sequence[int | None], patterns: Sequence[Any]
 ) -> Iterator[str]:
-    """What is wrong with rules that take no leaf: they match none, or another comes first."""
-    used = set(places)
-    never = [place for place in range(len(patterns)) if place not in used]
-    late = PatternList([patterns[place] for place in never])
-    before: dict[int, tuple[str, int]] = {}
-    for leaf, place in zip(leaves, places, strict=True):
-        if never and place is not None:
-            for hit in late.matching(leaf.path):
-                before.setdefault(never[hit], (leaf.path, place))
-    for rule in never:
-        if rule not in before:
+    """Yield why each rule without a leaf has none: it matches none, or another rule comes first.
+
+    `taken_by` has the index of the rule that took each leaf.
+    """
+    used = set(taken_by)
+    unused = [rule for rule in range(len(patterns)) if rule not in used]
+    unused_list = PatternList([patterns[rule] for rule in unused])
+    # For an unused rule that does match a leaf: that leaf's path, and the rule that took it.
+    overtaken: dict[int, tuple[str, int]] = {}
+    for leaf, rule in zip(leaves, taken_by, strict=True):
+        if unused and rule is not None:
+            for hit in unused_list.matching(leaf.path):
+                overtaken.setdefault(unused[hit], (leaf.path, rule))
+    for rule in unused:
+        if rule not in overtaken:
             yield (
-                f"rule {_text(patterns[rule])} matches no leaf. Mend or drop it, or pass "
+                f"rule {_pattern_text(patterns[rule])} matches no leaf. Fix or remove it, or pass "
                 "unused='allow'."
             )
             continue
-        path, first = before[rule]
+        path, first = overtaken[rule]
         yield (
-            f"rule {_text(patterns[rule])} is never reached: rule {_text(patterns[first])} comes "
-            f"first and takes {shown(path)}. Move it up, drop it, or pass unused='allow'."
+            f"rule {_pattern_text(patterns[rule])} is never reached: rule "
+            f"{_pattern_text(patterns[first])} comes first and takes {shown_path(path)}. "
+            "Move it up, drop it, or pass unused='allow'."
         )
 
 
-def _text(pattern: Any) -> str:
+def _pattern_text(pattern: Any) -> str:
     return short(str(getattr(pattern, "pattern", pattern)))
 
 
-# Patterns over leaf paths: globs with `**`, or regular expressions.
-
+# One pattern: a glob with `**`, or a regular expression.
 
 # What a glob never needs and a regular expression rarely lacks.
 _REGULAR = re.compile(r"[\^$()|+\\\[\]{}]|\.\*|\.\?")
@@ -117,12 +136,12 @@ def is_glob(pattern: Any) -> bool:
     return isinstance(pattern, str) and not _REGULAR.search(pattern)
 
 
-def compile_pattern(pattern: str | re.Pattern[str]) -> Matcher:
-    """A pattern as a function that says whether it matches a path.
+def compile_pattern(pattern: str | re.Pattern[str], option: str | None = None) -> Matcher:
+    """Compile a pattern into a function that says whether it matches a path.
 
-    A glob is matched word by word against the end of the path: `*` is a piece of one word, `**`
+    A glob is matched word by word against the end of the path: `*` is a part of one word, `**`
     any number of words; a leading `/` ties it to the beginning. A regular expression is searched
-    in the path.
+    in the path. `option` is the option that holds the pattern, for errors.
 
     >>> compile_pattern("attn/w*")("layers/0/attn/wq")
     True
@@ -134,8 +153,15 @@ def compile_pattern(pattern: str | re.Pattern[str]) -> Matcher:
     if isinstance(pattern, re.Pattern) and isinstance(pattern.pattern, str):
         return _searching(pattern)
     if not isinstance(pattern, str) or not pattern:
-        raise PartitionError(f"pattern {short(pattern)} is not a string or a compiled expression.")
-    return _compile(pattern)
+        raise PartitionError(
+            f"pattern {short(pattern)} is not a string or a compiled expression.", option=option
+        )
+    try:
+        return _compile(pattern)
+    except re.error as error:
+        raise PartitionError(
+            f"pattern {short(pattern)} does not compile: {error}.", option=option
+        ) from error
 
 
 @functools.lru_cache(maxsize=4096)
@@ -143,10 +169,7 @@ def _compile(pattern: str) -> Matcher:
     if is_glob(pattern):
         globs = Globs([pattern])
         return lambda path: bool(globs.matching(path))
-    try:
-        return _searching(re.compile(pattern))
-    except re.error as error:
-        raise PartitionError(f"pattern {short(pattern)} does not compile: {error}.") from error
+    return _searching(re.compile(pattern))
 
 
 def _searching(expression: re.Pattern[str]) -> Matcher:
@@ -154,22 +177,23 @@ def _searching(expression: re.Pattern[str]) -> Matcher:
 
 
 def matches(pattern: Any, path: str) -> bool:
+    """Whether one pattern matches one path."""
     return compile_pattern(pattern)(path)
 
 
 # Which patterns of an ordered list match a path, and which of them first.
 
-
 _DIGITS = "0123456789"
-# Ranges, references and codes: what may tell digits apart that are not written out.
+# Ranges, back references and character codes: an expression with one of them may tell digits apart
+# that it does not write out.
 _TELLS_DIGITS = re.compile(r"[0-9]-|-[0-9]|\(\?P=|\\[0-9xuUN]")
 
 
 class PatternList:
     """An ordered list of patterns. The globs among them are matched all at once.
 
-    Regular expressions are tried one by one, and once for all paths that differ in digits alone
-    which no expression tells apart.
+    Regular expressions are tried one by one. Paths that differ only in digits which no expression
+    tells apart (`layers/3/w`, `layers/7/w`) share one answer, so a deep model costs one layer.
 
     >>> patterns = PatternList(["up", "layers/*/w*", "q$", "**"])
     >>> patterns.first("layers/12/wq"), patterns.matching("layers/12/wq")
@@ -177,39 +201,42 @@ class PatternList:
     """
 
     def __init__(self, patterns: Sequence[Any]):
-        self._globs_at = [place for place, pattern in enumerate(patterns) if is_glob(pattern)]
-        self._globs = Globs([patterns[place] for place in self._globs_at])
-        self._others = [
+        self._glob_places = [place for place, pattern in enumerate(patterns) if is_glob(pattern)]
+        self._globs = Globs([patterns[place] for place in self._glob_places])
+        self._expressions = [
             (place, compile_pattern(pattern))
             for place, pattern in enumerate(patterns)
             if not is_glob(pattern)
         ]
-        texts = [getattr(patterns[place], "pattern", patterns[place]) for place, _ in self._others]
+        texts = [
+            getattr(patterns[place], "pattern", patterns[place]) for place, _ in self._expressions
+        ]
         alike = [digit for digit in _DIGITS if not any(_tells(text, digit) for text in texts)]
+        # For `str.translate`: every digit that makes no difference becomes the same one.
         self._alike = {ord(digit): alike[0] for digit in alike}
-        self._found: dict[str, int | None] = {}
+        self._first_by_kind: dict[str, int | None] = {}
 
     def first(self, path: str) -> int | None:
-        """The place of the first pattern that matches, or `None`."""
+        """Return the place of the first pattern that matches, or `None`."""
         globs = [hits[0] for name in _names(path) if (hits := self._globs.matching(name))]
-        found = [self._globs_at[place] for place in globs]
-        if self._others and (other := self._first_other(path)) is not None:
-            found.append(other)
-        return min(found, default=None)
+        places = [self._glob_places[place] for place in globs]
+        if self._expressions and (place := self._first_expression(path)) is not None:
+            places.append(place)
+        return min(places, default=None)
 
-    def _first_other(self, path: str) -> int | None:
-        alike = path.translate(self._alike)
-        if alike not in self._found:
+    def _first_expression(self, path: str) -> int | None:
+        kind = path.translate(self._alike)
+        if kind not in self._first_by_kind:
             names = _names(path)
-            hits = (place for place, matches in self._others if any(map(matches, names)))
-            self._found[alike] = next(hits, None)
-        return self._found[alike]
+            hits = (place for place, matches in self._expressions if any(map(matches, names)))
+            self._first_by_kind[kind] = next(hits, None)
+        return self._first_by_kind[kind]
 
     def matching(self, path: str) -> list[int]:
-        """The places of all patterns that match."""
+        """Return the places of all patterns that match."""
         names = _names(path)
-        globs = [self._globs_at[hit] for name in names for hit in self._globs.matching(name)]
-        others = [place for place, matches in self._others if any(map(matches, names))]
+        globs = [self._glob_places[hit] for name in names for hit in self._globs.matching(name)]
+        others = [place for place, matches in self._expressions if any(map(matches, names))]
         return sorted({*globs, *others})
 
 
@@ -218,25 +245,33 @@ def _tells(expression: str, digit: str) -> bool:
 
 
 def _names(path: str) -> list[str]:
-    """A path, and without `value`: so Flax's variables call their array, but nobody else does."""
+    """Return the names a path may be matched by: itself, and without a `value` at its end.
+
+    Flax's variables hold their array under `value`; a rule is written for the variable.
+    """
     named = path.removesuffix("/value")
     return [path] if named == path else [path, named]
 
 
-# Globs over paths, any number of them at once.
+# Globs over paths, any number of them at once: a deterministic automaton over the words of a path,
+# built lazily. Input: the globs split into words. A state is a set of places, each a glob and how
+# many of its words are matched so far; a transition reads one word of the path. Words of a path are
+# first reduced to their kind (which words of the globs they fit), so that `0`, `1`, `2` ... of a
+# list of layers take the same transition. Example, for the glob `a/*`, stored as `** a *`:
+#
+#     {0, 1} --a--> {0, 1, 2} --b--> {0, 1, 3}     3 of 3 words are matched: a/b matches
+#
+# (Number 1 is there from the start because `**` may stand for no word.)
 
-
-# A place in a glob: which one, and how many of its words are behind.
+# A place in a glob: which glob, and how many of its words are matched.
 _Place = tuple[int, int]
 
 
 class Globs:
     """An ordered list of globs, asked which of them match a path.
 
-    All are followed together, word by word. A state is the set of places that the words so far
-    may lead to. The next state depends on which words of the globs the next word fits, and each
-    such step is worked out once. So the time grows with the length of the path, neither with the
-    ways to read it nor, for paths alike, with the number of globs.
+    The time grows with the length of the path, neither with the number of ways to read it nor, for
+    paths alike, with the number of globs.
 
     >>> globs = Globs(["up", "layers/*/w?", "**"])
     >>> globs.matching("layers/12/wq")
@@ -246,32 +281,33 @@ class Globs:
     def __init__(self, globs: Sequence[str]):
         self._globs = [_words(glob) for glob in globs]
         words = {word for glob in self._globs for word in glob if word not in ("*", "**")}
-        self._plain = frozenset(word for word in words if not re.search("[*?]", word))
-        self._fits = [(word, _expression(word)) for word in sorted(words - self._plain)]
-        self._kinds: dict[str, int] = {}
-        self._kind_ids: dict[frozenset[str], int] = {}
-        self._kind_fits: list[frozenset[str]] = []
+        self._literals = frozenset(word for word in words if not re.search("[*?]", word))
+        self._wildcards = [(word, _expression(word)) for word in sorted(words - self._literals)]
+        self._kinds: dict[str, int] = {}  # a path's word -> its kind
+        self._kind_ids: dict[frozenset[str], int] = {}  # words of the globs it fits -> kind
+        self._kind_fits: list[frozenset[str]] = []  # and back
         self._states: dict[frozenset[_Place], int] = {}
-        self._places: list[frozenset[_Place]] = []
-        self._steps: list[dict[int, int]] = []
-        self._ends: list[tuple[int, ...]] = []
-        self._start = self._state(frozenset(self._open((n, 0) for n in range(len(globs)))))
+        self._places: list[frozenset[_Place]] = []  # state -> its places
+        self._transitions: list[dict[int, int]] = []  # state -> kind -> next state
+        self._accepted: list[tuple[int, ...]] = []  # state -> globs that match if the path ends
+        self._start = self._state((n, 0) for n in range(len(globs)))
 
     def matching(self, path: str) -> tuple[int, ...]:
-        """The places in the list of all globs that match, in order."""
-        state, kinds, steps = self._start, self._kinds, self._steps
+        """Return the places in the list of all globs that match, in order."""
+        # The hottest loop of `partition`: locals, and one dict look-up per word once warm.
+        state, kinds, transitions = self._start, self._kinds, self._transitions
         for word in path.split("/"):
             kind = kinds.get(word)
             if kind is None:
                 kind = self._kind(word)
-            after = steps[state].get(kind)
+            after = transitions[state].get(kind)
             state = self._step(state, kind) if after is None else after
-        return self._ends[state]
+        return self._accepted[state]
 
     def _kind(self, word: str) -> int:
-        """Which words of the globs a word fits, as a number."""
-        plain = {word} & self._plain
-        fits = frozenset(plain | {glob for glob, expr in self._fits if expr.fullmatch(word)})
+        """Return which words of the globs a word fits, as a number."""
+        literal = {word} & self._literals
+        fits = frozenset(literal | {glob for glob, expr in self._wildcards if expr.fullmatch(word)})
         if fits not in self._kind_ids:
             self._kind_ids[fits] = len(self._kind_fits)
             self._kind_fits.append(fits)
@@ -279,52 +315,55 @@ class Globs:
         return self._kinds[word]
 
     def _step(self, state: int, kind: int) -> int:
+        """Work out and store the state after `state` for words of a kind."""
         fits = self._kind_fits[kind]
-        found: set[_Place] = set()
-        for glob, behind in self._places[state]:
+        reached: set[_Place] = set()
+        for glob, matched in self._places[state]:
             words = self._globs[glob]
-            if behind < len(words):
-                word = words[behind]
+            if matched < len(words):
+                word = words[matched]
                 if word == "**":
-                    found.add((glob, behind))
+                    reached.add((glob, matched))
                 elif word == "*" or word in fits:
-                    found.add((glob, behind + 1))
-        self._steps[state][kind] = self._state(frozenset(self._open(found)))
-        return self._steps[state][kind]
+                    reached.add((glob, matched + 1))
+        self._transitions[state][kind] = self._state(reached)
+        return self._transitions[state][kind]
 
-    def _open(self, places: Iterable[_Place]) -> Iterable[_Place]:
-        """The places, and those behind a `**`, which may stand for no word."""
-        for glob, behind in places:
-            yield glob, behind
-            while self._globs[glob][behind : behind + 1] == ["**"]:
-                behind += 1
-                yield glob, behind
-
-    def _state(self, places: frozenset[_Place]) -> int:
+    def _state(self, reached: Iterable[_Place]) -> int:
+        """Return the state of these places and those behind a `**`, which may be no word."""
+        places = frozenset(self._past_double_stars(reached))
         if places not in self._states:
             self._states[places] = len(self._places)
             self._places.append(places)
-            self._steps.append({})
-            ends = {glob for glob, behind in places if behind == len(self._globs[glob])}
-            self._ends.append(tuple(sorted(ends)))
+            self._transitions.append({})
+            accepted = {glob for glob, matched in places if matched == len(self._globs[glob])}
+            self._accepted.append(tuple(sorted(accepted)))
         return self._states[places]
+
+    def _past_double_stars(self, places: Iterable[_Place]) -> Iterator[_Place]:
+        for glob, matched in places:
+            yield glob, matched
+            while self._globs[glob][matched : matched + 1] == ["**"]:
+                matched += 1
+                yield glob, matched
 
 
 def _words(glob: str) -> list[str]:
-    """The words of a glob; one that is not tied to the beginning may have any words before."""
+    """Split a glob into words; one that is not tied to the beginning may have any words before."""
     words = glob.strip("/").split("/")
     return words if glob.startswith("/") else ["**", *words]
 
 
 def _expression(word: str) -> re.Pattern[str]:
-    """A word with `*` and `?` in it as a regular expression.
+    """Translate a word with `*` and `?` in it into a regular expression.
 
-    What stands between two `*` is taken where it first fits, which is as good as any later place:
-    the atomic groups `(?>...)` keep it from being tried there.
+    Text between two `*` is taken where it first fits, which is as good as any later place: the
+    atomic groups `(?>...)` (Python 3.11) forbid to try the later ones. Tried, they would take time
+    in the order of the word's length to the power of its stars.
     """
-    pieces = [re.escape(piece).replace(r"\?", ".") for piece in re.split(r"\*+", word)]
-    if len(pieces) == 1:
-        return re.compile(pieces[0], re.DOTALL)
-    first, *between, last = pieces
-    middle = "".join(f"(?>.*?{piece})" for piece in between)
+    parts = [re.escape(part).replace(r"\?", ".") for part in re.split(r"\*+", word)]
+    if len(parts) == 1:
+        return re.compile(parts[0], re.DOTALL)
+    first, *between, last = parts
+    middle = "".join(f"(?>.*?{part})" for part in between)
     return re.compile(f"{first}{middle}.*{last}", re.DOTALL)

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from meshwright import _compat
 from meshwright.errors import PipelineError, listing
 from meshwright.mpmd.groups import Groups
-from meshwright.trees.specs import entry_axes, ways
+from meshwright.trees.specs import entry_axes, shard_count
 
 
 def rewrite_to_group_mesh(eqns: Iterable[Any], groups: Groups, group: int) -> tuple[Any, ...]:
@@ -103,7 +103,7 @@ class _Place:
         spec = self.groups.local_spec(sharding.spec)
         self._check_axes(eqn, spec)
         for dim, (size, entry) in enumerate(zip(shape, spec.partitions, strict=False)):
-            pieces = ways(entry, self.mesh.shape)
+            pieces = shard_count(entry, self.mesh.shape)
             if size % pieces:
                 self._refuse(
                     eqn,

@@ -217,8 +217,8 @@ def _kind(parts: Split) -> Hashable:
         (np.shape(x), getattr(x, "dtype", type(x)), bool(getattr(x, "weak_type", False)))
         for x in parts.arrays
     )
-    settings = tuple((type(leaf), leaf) for leaf in parts.rest)  # 1 is not True
-    found = (parts.treedef, parts.places, settings, kinds)
+    settings = tuple((type(leaf), leaf) for leaf in parts.static)  # 1 is not True
+    found = (parts.treedef, parts.positions, settings, kinds)
     try:
         hash(found)
     except TypeError as error:

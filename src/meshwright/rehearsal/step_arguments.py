@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from meshwright.axes import role
 from meshwright.errors import RehearsalError, short
-from meshwright.partitioning.decide import partition, settle
+from meshwright.partitioning.decide import partition, resolve_specs
 from meshwright.partitioning.optimizer_state import partition_like
 from meshwright.partitioning.report import PartitionReport, explain_tree
 from meshwright.trees.specs import make_spec, match_specs
@@ -140,7 +140,7 @@ def _shapes(arg: Any, specs: Any, mesh: AbstractMesh) -> Any:
                 "settings by closure; for Equinox, eqx.partition the module and eqx.combine it "
                 "inside of the step."
             )
-    per_leaf = settle("rehearse", found, arg, mesh, specs, {})
+    per_leaf = resolve_specs("rehearse", found, arg, mesh, specs, {})
     return found.rebuild(
         [
             jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]

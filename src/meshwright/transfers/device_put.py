@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from meshwright._checks import check_flag
 from meshwright.errors import PartitionError, short
-from meshwright.partitioning.decide import PartitionOptions, settle
-from meshwright.partitioning.optimizer_state import _follow, _unplaced
+from meshwright.partitioning.decide import PartitionOptions, resolve_specs
+from meshwright.partitioning.optimizer_state import follow_params, unplaced_problem
 from meshwright.trees.specs import (
     AnyMesh,
     check_constrained,
@@ -24,9 +24,9 @@ from meshwright.trees.specs import (
     entry_axes,
     match_specs,
     mesh_axes,
-    plain_specs,
-    problems,
-    ways,
+    shard_count,
+    spec_problems,
+    specs_on_mesh,
 )
 from meshwright.trees.walk import Leaf, Walk, is_shape, refuse, tie_problems, walk
 
@@ -67,9 +67,9 @@ def shard(
 def _specs(
     found: Walk, tree: Any, mesh: AnyMesh, specs: Any, options: Mapping[str, Any], local: bool
 ) -> list[PartitionSpec]:
-    specs = plain_specs(specs, mesh)
+    specs = specs_on_mesh(specs, mesh)
     if not local:
-        return settle("shard", found, tree, mesh, specs, options)
+        return resolve_specs("shard", found, tree, mesh, specs, options)
     if specs is None or options:
         raise PartitionError("local=True needs specs: a part does not tell the whole shape.")
     per_leaf = match_specs(found, specs)
@@ -250,10 +250,10 @@ def _problems(
     leaf: Leaf, spec: PartitionSpec, mesh: AnyMesh, sizes: Mapping[str, int]
 ) -> Iterator[str]:
     if not isinstance(leaf.value, (jax.Array, np.ndarray, np.generic)):  # it tells its whole shape
-        yield from problems(leaf.path, leaf.shape, spec, sizes)
+        yield from spec_problems(leaf.path, leaf.shape, spec, sizes)
         return
     # A part says nothing of the whole dims, which is what must divide there: zero always does.
-    wrong = list(problems(leaf.path, (0,) * len(leaf.shape), spec, sizes))
+    wrong = list(spec_problems(leaf.path, (0,) * len(leaf.shape), spec, sizes))
     yield from wrong
     if wrong or isinstance(mesh, AbstractMesh) or PartitionSpec.UNCONSTRAINED in tuple(spec):
         return
@@ -276,7 +276,7 @@ def _problems(
 @functools.lru_cache(maxsize=256)
 def _pieces_here(mesh: Any, entry: Any) -> int | None:
     """How many pieces of a dim this process holds, or None, as `share` says."""
-    count = ways(entry, mesh_axes(mesh))
+    count = shard_count(entry, mesh_axes(mesh))
     held: dict[int, set[int]] = collections.defaultdict(set)
     cut = NamedSharding(mesh, PartitionSpec(entry))  # type: ignore[no-untyped-call]
     indices: dict[Any, Any] = dict(cut.devices_indices_map((count,)))
@@ -411,7 +411,7 @@ def shard_like(
     """
     found, of_params = walk(state), walk(params)
     refuse("shard_like", tie_problems(state))
-    refuse("shard_like", [text for leaf in of_params.arrays if (text := _unplaced(leaf))])
+    refuse("shard_like", [text for leaf in of_params.arrays if (text := unplaced_problem(leaf))])
     specs = [leaf.value.sharding.spec for leaf in of_params.arrays]
     meshes = [leaf.value.sharding.mesh for leaf in of_params.arrays]
     if not meshes and mesh is None:
@@ -419,7 +419,7 @@ def shard_like(
     if any(other != meshes[0] for other in meshes):
         raise PartitionError("the parameters stand on several meshes; call shard_like for each.")
     target = meshes[0] if mesh is None else mesh
-    per_leaf = _follow(found.arrays, of_params.arrays, specs, unmatched)
+    per_leaf = follow_params(found.arrays, of_params.arrays, specs, unmatched)
     check_specs("shard_like", found.arrays, per_leaf, target)
     check_values(found.arrays, what="shard_like")
     shardings = [NamedSharding(target, spec) for spec in per_leaf]

@@ -30,7 +30,14 @@ from meshwright.transfers.moves import (
     without_shards,
 )
 from meshwright.transfers.ppermute_transport import bring, needs
-from meshwright.trees.specs import AnyMesh, is_split, match_specs, mesh_axes, plain_specs, problems
+from meshwright.trees.specs import (
+    AnyMesh,
+    is_reduction_free,
+    match_specs,
+    mesh_axes,
+    spec_problems,
+    specs_on_mesh,
+)
 from meshwright.trees.walk import Leaf, Walk, refuse, tie_problems, walk
 
 # Arrays are moved in batches: small ones together, for speed, large ones alone, for memory.
@@ -168,12 +175,12 @@ def plan(tree: Any, found: Walk, mesh: AnyMesh, specs: Any) -> Plan:
     sizes = mesh_axes(mesh)
     wrong = [*_mesh_problems(mesh), *tie_problems(tree)]
     try:
-        per_leaf = match_specs(found, _broadcast(plain_specs(specs, mesh), tree))
+        per_leaf = match_specs(found, _broadcast(specs_on_mesh(specs, mesh), tree))
     except PartitionError as error:
         return Plan(problems=(*wrong, str(error)))
     for leaf, spec in zip(found.arrays, per_leaf, strict=True):
         wrong += value_problems(leaf)
-        wrong += spec_problems(leaf, spec, sizes)
+        wrong += target_spec_problems(leaf, spec, sizes)
     if wrong:
         return Plan(problems=tuple(wrong))
     pairs = [
@@ -254,10 +261,12 @@ def _dtype_problems(where: str, dtype: np.dtype[Any]) -> Iterator[str]:
         yield f"{where}: {dtype} would become {kept}. Convert it, or enable jax_enable_x64."
 
 
-def spec_problems(leaf: Leaf, spec: PartitionSpec, sizes: Mapping[str, int]) -> Iterator[str]:
+def target_spec_problems(
+    leaf: Leaf, spec: PartitionSpec, sizes: Mapping[str, int]
+) -> Iterator[str]:
     """Why an array cannot lie as its spec says."""
-    yield from problems(leaf.path, leaf.shape, spec, sizes)
-    if is_split(spec) and PartitionSpec.UNCONSTRAINED in tuple(spec):
+    yield from spec_problems(leaf.path, leaf.shape, spec, sizes)
+    if is_reduction_free(spec) and PartitionSpec.UNCONSTRAINED in tuple(spec):
         yield (
             f"{leaf.where}: {short(spec)} leaves a dim open. Say how to split it, or None for "
             "whole."

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 from meshwright._html import html_table
 from meshwright._text import amount, table
 from meshwright.errors import TransferError, listing, short
-from meshwright.partitioning.report import typed
+from meshwright.partitioning.report import array_type
 from meshwright.transfers.boxes import Box, box_shape
 from meshwright.transfers.transfer_plan import (
     Device,
@@ -28,8 +28,7 @@ from meshwright.transfers.transfer_plan import (
     plan,
     process_of,
 )
-from meshwright.trees.specs import mesh_axes
-from meshwright.trees.specs import problems as spec_problems
+from meshwright.trees.specs import mesh_axes, spec_problems
 from meshwright.trees.walk import Leaf, Walk, walk
 
 Pair = tuple[int, int]  # sending process, receiving process
@@ -148,7 +147,7 @@ def _is_end(value: Any) -> bool:
 
 def _problems(found: Walk, sources: Sequence[Any], targets: Sequence[Any]) -> Iterator[str]:
     if len(found.arrays) != len(found.leaves):
-        places = {leaf.place for leaf in found.arrays}
+        places = {leaf.position for leaf in found.arrays}
         odd = next(value for place, value in enumerate(found.leaves) if place not in places)
         yield f"{short(odd)} is no array or shape. Only arrays travel: leave it out."
         return
@@ -230,7 +229,7 @@ def _pieces(route: Route) -> collections.Counter[int]:
 
 
 def _typed(item: Item) -> str:
-    return typed(item.shape, item.dtype, _WHOLE)
+    return array_type(item.shape, item.dtype, _WHOLE)
 
 
 def _end(where: dict[Device, Box]) -> str:

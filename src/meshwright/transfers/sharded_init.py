@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from meshwright.errors import PartitionError, listing, near, short
-from meshwright.partitioning.decide import Options, PartitionOptions, settle
+from meshwright.partitioning.decide import Options, PartitionOptions, resolve_specs
 from meshwright.transfers.device_put import Narrow, check_narrow, in_native_order, value_problems
-from meshwright.trees.specs import check_constrained, mesh_axes, plain_specs
+from meshwright.trees.specs import check_constrained, mesh_axes, specs_on_mesh
 from meshwright.trees.walk import Leaf, Walk, refuse, tie_problems, walk
 
 
@@ -47,7 +47,7 @@ def init(
     mesh_axes(mesh)
     if not isinstance(mesh, Mesh):
         raise PartitionError("init computes: it needs a Mesh of devices, not an AbstractMesh.")
-    specs = plain_specs(specs, mesh)
+    specs = specs_on_mesh(specs, mesh)
     given = _arrays_of(args)
     refuse("init", list(_argument_problems(given.arrays, mesh, narrow)))
     trees: list[Any] = []
@@ -66,7 +66,7 @@ def init(
         with _explained():
             jax.eval_shape(arrays, values)
         found = walk(trees[0])
-        per_leaf = settle("init", found, trees[0], mesh, specs, options)
+        per_leaf = resolve_specs("init", found, trees[0], mesh, specs, options)
         shardings = [NamedSharding(mesh, spec) for spec in per_leaf]
         check_constrained("init", found.arrays, shardings)
         return found.rebuild(jax.jit(arrays, out_shardings=shardings)(values))

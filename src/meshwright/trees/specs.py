@@ -1,4 +1,7 @@
-"""Is a `PartitionSpec` good for an array on a mesh? Says everything that is wrong."""
+"""Check `PartitionSpec`s against arrays and a mesh, and a tree of specs against a tree of arrays.
+
+Every check returns or raises all that is wrong at once, with the path of each leaf.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,20 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshwright.errors import MeshError, PartitionError, listing, near, short
 from meshwright.meshes.devices import check_current
-from meshwright.trees.walk import Leaf, Paths, Walk, flatten, path_text, refuse, shown
+from meshwright.trees.walk import Leaf, Paths, Walk, flatten, path_text, refuse, shown_path
 
 Uneven = Literal["error", "replicate"]
 AnyMesh = Mesh | AbstractMesh
 
 
 def make_spec(entries: Iterable[Any] = ()) -> PartitionSpec:
-    """A spec from its entries; whole dims at the end are left out."""
+    """Make a spec from its entries; replicated dims at the end are left out.
+
+    `P('x', None)` and `P('x')` mean the same but are not equal, so specs of one form are made.
+
+    >>> make_spec(["fsdp", None])
+    P('fsdp',)
+    """
     kept = list(entries)
     while kept and kept[-1] is None:
         kept.pop()
@@ -26,11 +35,12 @@ def make_spec(entries: Iterable[Any] = ()) -> PartitionSpec:
 
 
 def mesh_axes(mesh: AnyMesh) -> dict[str, int]:
-    """`{axis name: size}` of a mesh or abstract mesh, whose devices must still be there."""
+    """Return `{axis name: size}` of a mesh or abstract mesh, whose devices must still be there."""
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise PartitionError(
             f"mesh: {short(mesh)} is not a jax.sharding.Mesh or AbstractMesh. "
-            "Make one with meshwright.mesh('fsdp:-1')."
+            "Make one with meshwright.mesh('fsdp:-1').",
+            option="mesh",
         )
     if isinstance(mesh, Mesh):
         _check_devices(mesh)
@@ -38,35 +48,53 @@ def mesh_axes(mesh: AnyMesh) -> dict[str, int]:
 
 
 def _check_devices(mesh: Mesh) -> None:
+    # A backend that was replaced takes all its devices along, so one device tells for all; a mesh
+    # may have 100,000. The error counts them all.
     try:
-        check_current(
-            tuple(mesh.devices.flat[:1])
-        )  # one tells for all, and a mesh may have 100,000
+        check_current(tuple(mesh.devices.flat[:1]))
     except MeshError:
         check_current(tuple(mesh.devices.flat))
 
 
 def entry_axes(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of one entry of a spec."""
+    """Return the mesh axes of one entry of a spec.
+
+    >>> entry_axes("fsdp"), entry_axes(("fsdp", "tp")), entry_axes(None)
+    (('fsdp',), ('fsdp', 'tp'), ())
+    """
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
 
 
-def ways(entry: Any, axes: Mapping[str, int]) -> int:
-    """Into how many pieces an entry cuts its dim."""
+def shard_count(entry: Any, axes: Mapping[str, int]) -> int:
+    """Return into how many shards an entry of a spec cuts its dim."""
     return math.prod(axes.get(axis, 1) for axis in entry_axes(entry))
 
 
-def problems(
+def shard_shape(
+    shape: tuple[int, ...], spec: PartitionSpec, axes: Mapping[str, int]
+) -> tuple[int, ...]:
+    """Return the shape of one device's shard."""
+    entries = (*spec, *[None] * (len(shape) - len(spec)))
+    return tuple(
+        -(-size // shard_count(entry, axes)) for size, entry in zip(shape, entries, strict=True)
+    )
+
+
+def spec_problems(
     path: str, shape: tuple[int, ...], spec: PartitionSpec, axes: Mapping[str, int]
 ) -> Iterator[str]:
-    """Everything that is wrong with a spec for an array of this shape."""
-    where = shown(path)
+    """Yield everything that is wrong with a spec for an array of this shape.
+
+    >>> list(spec_problems("w", (6, 8), PartitionSpec("fsdp", "ttp"), {"fsdp": 2, "tp": 2}))
+    ["w: dim 1: no mesh axis 'ttp' in fsdp, tp. Did you mean 'tp'?"]
+    """
+    where = shown_path(path)
     if not isinstance(spec, PartitionSpec):
         yield f"{where}: {short(spec)} is not a PartitionSpec.{write_as(spec)}"
         return
-    if not is_split(spec):
+    if not is_reduction_free(spec):
         yield f"{where}: {short(spec)} asks for more than a split. Name axes of dims only."
         return
     if len(spec) > len(shape):
@@ -83,22 +111,26 @@ def problems(
             elif axis in seen:
                 yield f"{where}: {short(spec)} uses axis {axis!r} twice. Use it on one dim."
             seen.add(axis)
-        if dim < len(shape) and shape[dim] % ways(entry, axes):
-            n = ways(entry, axes)
+        count = shard_count(entry, axes)
+        if dim < len(shape) and shape[dim] % count:
             yield (
-                f"{where}: dim {dim} has size {shape[dim]}, not divisible by {n} (axes "
-                f"{', '.join(map(str, entry_axes(entry)))}). Pad to {-(-shape[dim] // n) * n}, "
+                f"{where}: dim {dim} has size {shape[dim]}, not divisible by {count} (axes "
+                f"{', '.join(map(str, entry_axes(entry)))}). Pad to "
+                f"{-(-shape[dim] // count) * count}, "
                 "use another axis, or decide with partition(..., uneven='replicate')."
             )
 
 
-def is_split(spec: PartitionSpec) -> bool:
-    """Whether a spec names axes of dims alone, and no sums that are open or closed."""
+def is_reduction_free(spec: PartitionSpec) -> bool:
+    """Whether a spec says only how dims are cut, without `unreduced` or `reduced` axes.
+
+    JAX uses these two under explicit sharding, for arrays that are still to be summed over an axis.
+    """
     return not (spec.unreduced or spec.reduced)
 
 
 def write_as(value: Any) -> str:
-    """How to write as a spec what looks like one.
+    """Say how to write as a spec what looks like one.
 
     >>> write_as(("dp", ["fsdp", "tp"]))
     " Write P('dp', ('fsdp', 'tp'))."
@@ -113,9 +145,10 @@ def write_as(value: Any) -> str:
 
 
 def looks_like_spec(value: Any) -> bool:
-    """A name of an axis, or a tuple or list of names, of several for one dim, and of `None`s."""
+    """Whether a value is an axis name, or a tuple or list of names, tuples of names and `None`s."""
     if isinstance(value, str):
         return True
+    # A namedtuple is a node of the user's tree, never somebody's way to write a spec.
     plain = isinstance(value, (tuple, list)) and not hasattr(value, "_fields")
     return plain and all(
         entry is None
@@ -123,64 +156,6 @@ def looks_like_spec(value: Any) -> bool:
         or (isinstance(entry, (tuple, list)) and all(isinstance(axis, str) for axis in entry))
         for entry in value
     )
-
-
-def shard_shape(
-    shape: tuple[int, ...], spec: PartitionSpec, axes: Mapping[str, int]
-) -> tuple[int, ...]:
-    """The shape of one device's piece."""
-    entries = (*spec, *[None] * (len(shape) - len(spec)))
-    return tuple(-(-size // ways(entry, axes)) for size, entry in zip(shape, entries, strict=True))
-
-
-# A tree of specs against the tree it is meant for.
-
-
-def match_specs(found: Walk, specs: Any) -> list[PartitionSpec]:
-    """The spec of every array, from a tree like the arrays' own, or one spec for all.
-
-    A `NamedSharding` counts as its spec; where there is a mesh, `plain_specs` looks at its mesh.
-    """
-    if _is_spec(specs):
-        return [_spec(specs)] * len(found.arrays)
-    values = [_spec(value) for _, value in _flat_like(found, specs)]
-    chosen = [values[leaf.place] for leaf in found.arrays]
-    refuse(
-        "specs",
-        [
-            f"{leaf.where}: {short(spec)} is not a PartitionSpec.{write_as(spec)}"
-            for leaf, spec in zip(found.arrays, chosen, strict=True)
-            if not isinstance(spec, PartitionSpec)
-        ],
-    )
-    return chosen
-
-
-def plain_specs(specs: Any, mesh: AnyMesh) -> Any:
-    """The same tree with specs for `NamedSharding`s, which must be of this mesh."""
-    if specs is None or isinstance(specs, PartitionSpec):
-        return specs
-    flat, treedef = flatten(specs, _is_spec)
-    named = [(path, value) for path, value in flat if isinstance(value, NamedSharding)]
-    if not named:
-        return specs
-    mesh_axes(mesh)
-    kind = NamedSharding(mesh, make_spec()).memory_kind
-    wrong = []
-    for path, value in named:
-        where = shown(path_text(path)) if path else "specs"
-        if value.mesh != mesh:
-            wrong.append(
-                f"{where}: {_other_mesh(value.mesh, mesh)}. Pass its spec, or a sharding on "
-                "the mesh itself."
-            )
-        elif value.memory_kind not in (None, kind):
-            wrong.append(
-                f"{where}: a sharding in memory {value.memory_kind!r}; arrays go to {kind!r}. "
-                "Use jax.device_put for other memory."
-            )
-    refuse("specs", wrong)
-    return jax.tree.unflatten(treedef, [_spec(value) for _, value in flat])
 
 
 def check_specs(
@@ -193,7 +168,7 @@ def check_specs(
         [
             problem
             for leaf, spec in zip(leaves, specs, strict=True)
-            for problem in problems(leaf.path, leaf.shape, spec, sizes)
+            for problem in spec_problems(leaf.path, leaf.shape, spec, sizes)
         ],
     )
 
@@ -201,34 +176,94 @@ def check_specs(
 def check_constrained(
     what: str, leaves: Sequence[Leaf], shardings: Sequence[NamedSharding]
 ) -> None:
-    """Refuse specs that leave the choice to a compiler."""
+    """Refuse specs with `UNCONSTRAINED` dims, which leave the choice to the compiler."""
     refuse(
         what,
         [
-            f"{leaf.where}: {short(to.spec)} leaves a dim unconstrained, which only jit can "
+            f"{leaf.where}: {short(sharding.spec)} leaves a dim unconstrained, which only jit can "
             "decide. Use None, or an axis."
-            for leaf, to in zip(leaves, shardings, strict=True)
-            if PartitionSpec.UNCONSTRAINED in tuple(to.spec)
+            for leaf, sharding in zip(leaves, shardings, strict=True)
+            if PartitionSpec.UNCONSTRAINED in tuple(sharding.spec)
         ],
     )
 
 
-def _flat_like(found: Walk, specs: Any) -> Paths:
-    """The specs, leaf by leaf of the arrays' tree; what stands in place of one is named later."""
+# A tree of specs against the tree of arrays it is meant for.
+
+
+def match_specs(walked: Walk, specs: Any) -> list[PartitionSpec]:
+    """Return the spec of every array, from a tree like the arrays' own, or one spec for all.
+
+    A `NamedSharding` counts as its spec; where there is a mesh, `specs_on_mesh` checks its mesh.
+    """
+    if _is_spec(specs):
+        return [_spec(specs)] * len(walked.arrays)
+    values = [_spec(value) for _, value in _flatten_like(walked, specs)]
+    chosen = [values[leaf.position] for leaf in walked.arrays]
+    refuse(
+        "specs",
+        [
+            f"{leaf.where}: {short(spec)} is not a PartitionSpec.{write_as(spec)}"
+            for leaf, spec in zip(walked.arrays, chosen, strict=True)
+            if not isinstance(spec, PartitionSpec)
+        ],
+        option="specs",
+    )
+    return chosen
+
+
+def specs_on_mesh(specs: Any, mesh: AnyMesh) -> Any:
+    """Return the tree with each `NamedSharding` replaced by its spec; it must be on this mesh."""
+    if specs is None or isinstance(specs, PartitionSpec):
+        return specs
+    flat, treedef = flatten(specs, _is_spec)
+    named = [(path, value) for path, value in flat if isinstance(value, NamedSharding)]
+    if not named:
+        return specs
+    mesh_axes(mesh)
+    memory_kind = NamedSharding(mesh, make_spec()).memory_kind
+    problems = []
+    for path, value in named:
+        where = shown_path(path_text(path)) if path else "specs"
+        if value.mesh != mesh:
+            problems.append(
+                f"{where}: {_mesh_difference(value.mesh, mesh)}. Pass its spec, or a sharding on "
+                "the mesh itself."
+            )
+        # `None` means the default memory of the devices, which is where arrays go.
+        elif value.memory_kind not in (None, memory_kind):
+            problems.append(
+                f"{where}: a sharding in memory {value.memory_kind!r}; arrays go to "
+                f"{memory_kind!r}. Use jax.device_put for other memory."
+            )
+    refuse("specs", problems, option="specs")
+    return jax.tree.unflatten(treedef, [_spec(value) for _, value in flat])
+
+
+def _flatten_like(walked: Walk, specs: Any) -> Paths:
+    """Flatten the specs leaf by leaf of the arrays' tree.
+
+    What counts as a leaf is tried from strict to lenient, and the first structure that equals the
+    arrays' wins: a `None` beside arrays is an empty node of both trees, but a `None` in place of a
+    spec is a mistake, to be reported with its path instead of as another structure. The same holds
+    for a tuple that should have been a `PartitionSpec`.
+    """
     readings: tuple[Callable[[Any], bool], ...] = (
         _is_spec,
-        # A None in place of a spec is named, one beside arrays is fine.
         lambda value: value is None or _is_spec(value),
         lambda value: value is None or _is_spec(value) or looks_like_spec(value),
     )
     for is_leaf in readings:
         flat, treedef = flatten(specs, is_leaf)
-        if treedef == found.treedef:
+        if treedef == walked.treedef:
             return flat
     if looks_like_spec(specs):
-        raise PartitionError(f"specs: {short(specs)} is not a PartitionSpec.{write_as(specs)}")
+        raise PartitionError(
+            f"specs: {short(specs)} is not a PartitionSpec.{write_as(specs)}", option="specs"
+        )
     raise PartitionError(
-        f"specs: the tree differs from the arrays' tree. {_difference(found, specs)}"
+        f"specs: the tree differs from the arrays' tree. {_difference(walked, specs)}",
+        option="specs",
     )
 
 
@@ -240,32 +275,30 @@ def _spec(value: Any) -> Any:
     return value.spec if isinstance(value, NamedSharding) else value
 
 
-def _other_mesh(theirs: AnyMesh, ours: AnyMesh) -> str:
-    """How two meshes differ: in their axes, or in what lies behind equal ones."""
-    axes = [
-        short(", ".join(f"{name}:{size}" for name, size in m.shape.items()), 80)
-        for m in (theirs, ours)
-    ]
-    if axes[0] != axes[1]:
-        return f"a sharding on the mesh {axes[0]}, but the mesh is {axes[1]}"
-    return f"a sharding on another mesh {axes[0]}, of other devices, another order or axis types"
+def _mesh_difference(theirs: AnyMesh, ours: AnyMesh) -> str:
+    """Say how two meshes differ: in their axes, or in the devices behind equal ones."""
+    their_axes, our_axes = (
+        short(", ".join(f"{name}:{size}" for name, size in mesh.shape.items()), 80)
+        for mesh in (theirs, ours)
+    )
+    if their_axes != our_axes:
+        return f"a sharding on the mesh {their_axes}, but the mesh is {our_axes}"
+    return f"a sharding on another mesh {their_axes}, of other devices, another order or axis types"
 
 
-def _difference(found: Walk, specs: Any) -> str:
-    """The first leaf that only one of the two trees has."""
-    flat, _ = flatten(specs, lambda value: value is None or _is_spec(value))
-    whole, _ = flatten(jax.tree.unflatten(found.treedef, found.leaves))
-    ours = [path_text(path) for path, _ in whole]
-    theirs = [path_text(path) for path, _ in flat]
-    missing, extra = set(ours) - set(theirs), set(theirs) - set(ours)
+def _difference(walked: Walk, specs: Any) -> str:
+    """Name the first leaf that only one of the two trees has."""
+    flat_specs, _ = flatten(specs, lambda value: value is None or _is_spec(value))
+    flat_arrays, _ = flatten(jax.tree.unflatten(walked.treedef, walked.leaves))
+    array_paths = [path_text(path) for path, _ in flat_arrays]
+    spec_paths = [path_text(path) for path, _ in flat_specs]
+    missing = set(array_paths) - set(spec_paths)
+    extra = set(spec_paths) - set(array_paths)
     if missing:
-        first = next(path for path in ours if path in missing)
-        return f"First difference: {shown(first)!r} has no spec{_more(missing)}."
+        first = next(path for path in array_paths if path in missing)
+        more = f", nor have {len(missing) - 1} more" if len(missing) > 1 else ""
+        return f"First difference: {shown_path(first)!r} has no spec{more}."
     if extra:
-        first = next(path for path in theirs if path in extra)
-        return f"First difference: {shown(first)!r} has a spec but is not in the tree."
+        first = next(path for path in spec_paths if path in extra)
+        return f"First difference: {shown_path(first)!r} has a spec but is not in the tree."
     return "They have the same leaves in containers of different kinds."
-
-
-def _more(paths: set[str]) -> str:
-    return f", nor have {len(paths) - 1} more" if len(paths) > 1 else ""

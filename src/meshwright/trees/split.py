@@ -1,4 +1,8 @@
-"""Trees of arrays and other things: the arrays are data, the rest belongs to the program."""
+"""Separate the arrays of a tree from its static leaves; broadcast a prefix tree to all leaves.
+
+Arrays are data and enter a program as operands. All other leaves (functions, strings, flags) are
+part of the program itself: with others in their place it is another program.
+"""
 
 from __future__ import annotations
 
@@ -9,47 +13,61 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshwright._show import short_repr
+from meshwright._text import plural
 from meshwright.errors import GroupError, short
-from meshwright.trees.walk import path_text
+from meshwright.trees.walk import is_array, path_text
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Split:
-    """A tree taken apart: `arrays` at `places`, `rest` in between, and the paths of the arrays."""
+    """A tree taken apart: its `arrays`, where they stand, and its `static` leaves.
+
+    `positions` are the arrays' indices among all leaves and `paths` their paths; `static` has a
+    `None` at these positions. Two splits are equal if the same program can run both, so `arrays`
+    are not compared.
+    """
 
     treedef: Any
-    places: tuple[int, ...]
-    rest: tuple[Any, ...]
+    positions: tuple[int, ...]
+    static: tuple[Any, ...]
     paths: tuple[str, ...]
-    arrays: tuple[Any, ...] = dataclasses.field(compare=False, repr=False)
+    arrays: tuple[Any, ...] = dataclasses.field(compare=False)
 
-    def rebuild(self, arrays: Sequence[Any], other: Any = "rest") -> Any:
-        """The tree with `arrays` in place of its own; with `other` in place of the rest."""
-        leaves: list[Any] = list(self.rest) if other == "rest" else [other] * len(self.rest)
-        for place, array in zip(self.places, arrays, strict=True):
-            leaves[place] = array
+    def rebuild(self, arrays: Sequence[Any], other: Any = "static") -> Any:
+        """Return the tree with `arrays` in place of its own; with `other` for all static leaves."""
+        leaves: list[Any] = list(self.static) if other == "static" else [other] * len(self.static)
+        for position, array in zip(self.positions, arrays, strict=True):
+            leaves[position] = array
         return jax.tree.unflatten(self.treedef, leaves)
+
+    def __repr__(self) -> str:
+        return short_repr(self, f"{plural(len(self.arrays), 'array')} of {len(self.static):,}")
 
 
 def split_arrays(tree: Any, depth: int = 0) -> Split:
-    """Arrays of a tree on one side, functions, flags and other leaves on the other.
+    """Separate the arrays of a tree from functions, flags and other leaves.
 
-    A number is data where it stands alone, `depth` steps into the tree: a learning rate. Deeper
-    inside it is a setting, like a module's rate of dropout.
+    A Python number is data where it stands alone, at most `depth` keys into the tree: a learning
+    rate. Deeper inside it is a setting, like a module's rate of dropout.
+
+    >>> parts = split_arrays(({"w": jnp.ones(2), "rate": 0.1}, 0.5), depth=1)
+    >>> parts.paths, parts.static
+    (('0/w', '1'), (0.1, None, None))
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    places = tuple(
-        n
-        for n, (path, leaf) in enumerate(flat)
-        if _is_array(leaf) or (len(path) <= depth and is_number(leaf))
+    positions = tuple(
+        position
+        for position, (path, leaf) in enumerate(flat)
+        if is_array(leaf) or (len(path) <= depth and is_number(leaf))
     )
-    chosen = set(places)
+    chosen = set(positions)
     return Split(
         treedef,
-        places,
+        positions,
         tuple(None if n in chosen else leaf for n, (_, leaf) in enumerate(flat)),
-        tuple(path_text(flat[n][0]) for n in places),
-        tuple(flat[n][1] for n in places),
+        tuple(path_text(flat[n][0]) for n in positions),
+        tuple(flat[n][1] for n in positions),
     )
 
 
@@ -57,79 +75,86 @@ EMPTY = split_arrays(None)
 
 
 def as_data(tree: Any) -> Any:
-    """A tree whose numbers and flags are arrays wherever they stand: they are results."""
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if _is_plain(leaf) else leaf, tree)
-
-
-def _is_plain(leaf: Any) -> bool:
-    return isinstance(leaf, bool) or is_number(leaf)
+    """Return the tree with its numbers and flags as arrays, at any depth: the results of a step."""
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(leaf) if isinstance(leaf, bool) or is_number(leaf) else leaf, tree
+    )
 
 
 def is_number(leaf: Any) -> bool:
+    """Whether a leaf is a Python number; a `bool` is a flag, although Python calls it an `int`."""
     return isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
 
 
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
-
-
 def as_shape(leaf: Any) -> Any:
-    """What tracing must know of an array; numbers stay numbers, which JAX types weakly."""
+    """Return what tracing must know of an array: shape, dtype, and whether it is weakly typed.
+
+    Python numbers stay as they are, since JAX gives them a weak type itself.
+    """
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         weak = bool(getattr(leaf, "weak_type", False))
         return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
             tuple(leaf.shape),
+            # A float64 numpy array is traced as float32 unless x64 is enabled; keys are extended
+            # dtypes, which are refused by default.
             jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True),
             weak_type=weak,
         )
     return leaf
 
 
-# One value for every leaf of a tree, from a prefix of that tree.
-
+# Prefix trees: one value for every leaf of a tree, as `jit` takes its `in_shardings`. JAX's own
+# `tree_util.broadcast_prefix` cannot be used: a value here may itself be a container (the groups
+# `[0, 2]` of an array), and only the tree below it tells whether it is one value or a list of them.
 
 Path = tuple[Any, ...]
-# Whether a container of the prefix is a value where the tree has another node.
+# `is_value(container of the prefix, node of the tree)`: whether the container is one value there.
 IsValue = Callable[[Any, Any], bool]
 
 
-def spread(what: str, prefix: Any, tree: Any, is_value: IsValue, hint: str = "") -> list[Any]:
-    """A value per leaf. A container of the prefix is the tree's own there, as everywhere in JAX.
+def broadcast_prefix(
+    what: str, prefix: Any, tree: Any, is_value: IsValue, hint: str = ""
+) -> list[Any]:
+    """Return a value for each leaf of `tree` from `prefix`, a tree that may end higher up.
 
-    Where the tree has a leaf, or another node that `is_value` allows, it is a value itself.
+    A container of the prefix that is like the tree's own is walked further. Where the tree has a
+    leaf, or another node that `is_value` allows, the container is a value itself.
 
     >>> def numbers(value, node):
     ...     return isinstance(value, list) and not isinstance(node, list)
-    >>> spread("where", {"a": 0, "b": [1, 2]}, {"a": ["x", "y"], "b": ["z", "w"]}, numbers)
+    >>> tree = {"a": ["x", "y"], "b": ["z", "w"]}
+    >>> broadcast_prefix("where", {"a": 0, "b": [1, 2]}, tree, numbers)
     [0, 0, 1, 2]
-    >>> spread("where", {"a": 0, "b": [1, 2]}, {"a": ["x", "y"], "b": {"c": "z"}}, numbers)
+    >>> tree = {"a": ["x", "y"], "b": {"c": "z"}}
+    >>> broadcast_prefix("where", {"a": 0, "b": [1, 2]}, tree, numbers)
     [0, 0, [1, 2]]
     """
-    return list(_spread(what, prefix, tree, is_value, hint, ()))
+    return list(_broadcast(what, prefix, tree, is_value, hint, ()))
 
 
-def _spread(
+def _broadcast(
     what: str, prefix: Any, tree: Any, is_value: IsValue, hint: str, path: Path
 ) -> Iterator[Any]:
-    ours, structure = _one_level(tree)
-    given, other = _one_level(prefix)
-    if _is_leaf(tree, ours) or _is_leaf(prefix, given):
+    children, structure = _one_level(tree)
+    values, prefix_structure = _one_level(prefix)
+    if _is_leaf(tree, children) or _is_leaf(prefix, values):
         yield from [prefix] * len(jax.tree.leaves(tree))
-    elif structure == other:
-        for (step, child), (_, below) in zip(ours, given, strict=True):
-            yield from _spread(what, below, child, is_value, hint, (*path, *step))
+    # Before `is_value`: a list for a list is one value per child, as everywhere in JAX.
+    elif structure == prefix_structure:
+        for (keys, child), (_, value) in zip(children, values, strict=True):
+            yield from _broadcast(what, value, child, is_value, hint, (*path, *keys))
     elif is_value(prefix, tree):
         yield from [prefix] * len(jax.tree.leaves(tree))
     else:
         raise GroupError(
             f"{what}: {path_text(path) or '(the tree)'}: {short(prefix)} is not like the "
-            f"{type(tree).__name__} of {len(ours)} there. Use the same containers, or one value "
-            f"for all that is below{hint}."
+            f"{type(tree).__name__} of {len(children)} there. Use the same containers, or one "
+            f"value for all that is below{hint}."
         )
 
 
 def _one_level(tree: Any) -> tuple[list[tuple[Path, Any]], Any]:
-    """The children of a node with their keys, and its kind; a leaf is its own child."""
+    """Return a node's children with their keys, and its structure; a leaf is its own child."""
     return jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
 
 

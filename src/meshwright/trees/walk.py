@@ -1,4 +1,4 @@
-"""Walking a tree: which leaves are arrays, where they stand, and what they weigh."""
+"""Walk a pytree: which leaves are arrays, their paths and sizes, and errors that name a leaf."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshwright._show import short_repr
+from meshwright._text import plural, plural_noun
 from meshwright.errors import PartitionError, listing, short
 
-# Paths longer than this lose their middle: what is wrong with the leaf must fit beside them.
+# Longer paths lose their middle, so that a message has room for what is wrong with the leaf.
 _LONGEST_PATH = 120
-# Those that `refuse` assures that nothing has happened yet.
+# These calls move data; when `refuse` stops one of them, it says that nothing has moved yet.
 _PLACING = frozenset(
     "shard shard_like shard_array auto_shard_pytree init reshard to_groups".split()
 )
 
 
 class Leaf(NamedTuple):
-    """An array of the tree, or the shape of one. `place` counts all leaves of the tree."""
+    """One array of a tree, or the shape of one.
+
+    `position` is its index among all leaves of the tree, those that are no arrays included.
+    """
 
     path: str
-    place: int
+    position: int
     shape: tuple[int, ...]
     dtype: Any
     value: Any
@@ -35,18 +40,23 @@ class Leaf(NamedTuple):
     @property
     def where(self) -> str:
         """The path as messages show it."""
-        return shown(self.path)
+        return shown_path(self.path)
 
     @property
     def size(self) -> int:
+        # In Python integers: numpy's product would overflow for arrays of 2**63 elements.
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
         return math.ceil(self.size * bits(self.dtype) / 8)
 
+    def __repr__(self) -> str:
+        # Not the value: its repr would print the array, and copy it from the device first.
+        return short_repr(self, f"{self.where}: {self.dtype}{list(self.shape)}")
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Walk:
     """A flattened tree: every leaf, and the arrays among them."""
 
@@ -55,40 +65,79 @@ class Walk:
     treedef: Any
 
     def rebuild(self, values: Sequence[Any]) -> Any:
-        """The tree with `values` in place of its arrays; other leaves pass through."""
+        """Return the tree with `values` in place of its arrays; other leaves pass through."""
         leaves = list(self.leaves)
         for leaf, value in zip(self.arrays, values, strict=True):
-            leaves[leaf.place] = value
+            leaves[leaf.position] = value
         return unflatten(self.treedef, leaves)
+
+    def __repr__(self) -> str:
+        return short_repr(self, f"{plural(len(self.arrays), 'array')} of {len(self.leaves):,}")
 
 
 def walk(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Walk:
-    """Flatten a tree once; paths are words joined by `/`."""
+    """Flatten a tree once; a path is the keys joined by `/`.
+
+    >>> [leaf.path for leaf in walk({"b": [jnp.ones(2), "text"], "a": jnp.ones(3)}).arrays]
+    ['a', 'b/0']
+    """
     flat, treedef = flatten(tree, is_leaf)
     arrays = tuple(
-        Leaf(path_text(path), place, tuple(value.shape), value.dtype, value)
-        for place, (path, value) in enumerate(flat)
+        Leaf(path_text(path), position, tuple(value.shape), value.dtype, value)
+        for position, (path, value) in enumerate(flat)
         if is_array(value)
     )
     return Walk(tuple(value for _, value in flat), arrays, treedef)
 
 
 def is_array(value: Any) -> bool:
-    """Arrays of JAX or numpy, abstract ones, keys; not Python numbers, strings or functions."""
+    """Whether a leaf is an array of JAX or numpy, an abstract one, or a key.
+
+    Python numbers, strings and functions are not. By attributes and not by type, so that tracers,
+    `ShapeDtypeStruct`s and the arrays of other libraries count; `np.float32` itself, a type, has
+    both attributes too.
+    """
     return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type)
 
 
 def is_shape(value: Any) -> bool:
-    """A tuple or list of sizes."""
+    """Whether a value is a tuple or list of sizes."""
     return isinstance(value, (tuple, list)) and all(
-        isinstance(side, (int, np.integer)) and not isinstance(side, bool) and side >= 0
-        for side in value
+        isinstance(size, (int, np.integer)) and not isinstance(size, bool) and size >= 0
+        for size in value
     )
 
 
-def path_text(path: Sequence[Any]) -> str:
+def is_key(dtype: Any) -> bool:
+    """Whether a dtype is that of typed PRNG keys (`jax.random.key`), which numpy does not know.
+
+    >>> is_key(jax.random.key(0).dtype), is_key("uint32")
+    (True, False)
     """
-    >>> import jax
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
+
+
+@functools.cache
+def bits(dtype: Any) -> int:
+    """Return the bits per element, for keys and types of less than a byte too.
+
+    >>> bits("bfloat16"), bits("int4"), bits(jax.random.key(0).dtype)
+    (16, 4, 64)
+    """
+    if is_key(dtype):
+        return 8 * int(dtype.itemsize)
+    name = np.dtype(dtype).name
+    # numpy keeps one of these to a byte, so `itemsize` says 1 for them.
+    if name in ("int4", "uint4", "float4_e2m1fn"):
+        return 4
+    if name in ("int2", "uint2"):
+        return 2
+    return 8 * int(np.dtype(dtype).itemsize)
+
+
+def path_text(path: Sequence[Any]) -> str:
+    """Return a path of JAX's keys as text.
+
     >>> path_text(jax.tree_util.tree_flatten_with_path({"a": [1]})[0][0][0])
     'a/0'
     """
@@ -96,7 +145,7 @@ def path_text(path: Sequence[Any]) -> str:
 
 
 def printable(text: str) -> str:
-    """Keys may hold anything; line breaks and escape sequences are written out.
+    """Write out line breaks and escape sequences, since keys may hold anything.
 
     >>> printable("a" + chr(10) + "b")
     'a\\\\nb'
@@ -106,67 +155,71 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def shown(path: str) -> str:
-    """A path in a message: in words when the tree is one array, without its middle when long."""
+def shown_path(path: str) -> str:
+    """Return a path for a message: words when the tree is one array, no middle when it is long."""
     if len(path) <= _LONGEST_PATH:
         return path or "(the array)"
     half = _LONGEST_PATH // 2 - 3
     return f"{path[:half]} ... {path[-half:]}"
 
 
-@functools.cache
-def bits(dtype: Any) -> int:
-    """Bits per element, keys and 4-bit integers included."""
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return 8 * int(dtype.itemsize)
-    name = np.dtype(dtype).name
-    if name in ("int4", "uint4", "float4_e2m1fn"):
-        return 4
-    if name in ("int2", "uint2"):
-        return 2
-    return 8 * int(np.dtype(dtype).itemsize)
+def refuse(what: str, problems: Sequence[str], option: str | None = None) -> None:
+    """Raise one error for all problems of a tree, or return when there are none.
 
+    `what` is the call or argument that is wrong. `option` is the option that all the problems are
+    about, if there is one.
 
-def refuse(what: str, problems: Sequence[str]) -> None:
-    """Raise one error for all problems of a tree, or return when there are none."""
+    >>> refuse("shard", ["w: is traced.", "b: is traced."])
+    Traceback (most recent call last):
+    ...
+    meshwright.errors.PartitionError: shard: 2 problems, nothing was placed.
+      w: is traced.
+      b: is traced.
+    """
     if problems:
-        lines = listing((f"\n  {problem}" for problem in problems), 6).replace(", \n", "\n")
-        count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
         assured = ", nothing was placed" if what in _PLACING else ""
-        raise PartitionError(f"{what}: {count}{assured}.{lines}")
+        count = f"{len(problems)} {plural_noun(len(problems), 'problem')}"
+        raise PartitionError(f"{what}: {count}{assured}.{problem_lines(problems)}", option=option)
 
 
-# Taking trees apart and putting them together; says which node cannot be.
+def problem_lines(problems: Sequence[str]) -> str:
+    """Return problems as indented lines, and how many more there are."""
+    return listing((f"\n  {problem}" for problem in problems), 6).replace(", \n", "\n")
 
+
+# JAX's own flatten and unflatten, with messages that name the node that cannot be flattened or
+# rebuilt. JAX says neither, and a user's node may raise anything.
 
 Paths = list[tuple[Any, Any]]  # every leaf with its path, as JAX writes it
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[Paths, Any]:
-    """`jax.tree_util.tree_flatten_with_path`, with words for trees that it cannot walk."""
+    """Call `jax.tree_util.tree_flatten_with_path`; explain trees that it cannot walk."""
     try:
         return jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    # JAX's C++ walker reports a spent stack as either of the two.
     except (RecursionError, SystemError) as error:
         raise PartitionError(
             "tree: nested too deeply, or inside itself, so it cannot be walked. Put the layers "
             "side by side, in a list or a dict."
         ) from error
     except (ValueError, TypeError) as error:
-        found = _unsorted(tree)
-        if found is None:
+        unsortable = _find_unsortable(tree)
+        if unsortable is None:
             raise
+        path, keys = unsortable
         raise PartitionError(
-            f"{found[0] or '(the tree)'}: a dict with keys that have no order, "
-            f"{short(found[1])}. Use keys of one kind, e.g. strings."
+            f"{path or '(the tree)'}: a dict with keys that have no order, "
+            f"{short(keys)}. Use keys of one kind, e.g. strings."
         ) from error
 
 
 def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:
-    """`jax.tree.unflatten`, with words for nodes that do not take these leaves."""
+    """Call `jax.tree.unflatten`; name the node that does not take these leaves."""
     try:
         return jax.tree.unflatten(treedef, leaves)
     except Exception as error:  # a node's own code raises whatever it likes
-        node, given = _refusing(treedef, list(leaves))
+        node, given = _find_refusing_node(treedef, list(leaves))
         kinds = sorted({type(leaf).__name__ for leaf in given})
         raise PartitionError(
             f"tree: a node of type {node} refuses leaves of type {short(', '.join(kinds))} "
@@ -174,8 +227,11 @@ def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:
         ) from error
 
 
-def _unsorted(tree: Any) -> tuple[str, list[Any]] | None:
-    """The first dict, in plain containers, whose keys cannot be sorted: its path and keys."""
+def _find_unsortable(tree: Any) -> tuple[str, list[Any]] | None:
+    """Return path and keys of the first dict, in plain containers, that cannot be sorted.
+
+    JAX flattens a dict in the order of its sorted keys.
+    """
     waiting = [("", tree)]
     while waiting:
         path, node = waiting.pop()
@@ -184,15 +240,16 @@ def _unsorted(tree: Any) -> tuple[str, list[Any]] | None:
                 sorted(node)
             except TypeError:
                 return path, list(node)
-            inner = list(node.items())
+            children = list(node.items())
         else:
-            inner = list(enumerate(node)) if isinstance(node, (list, tuple)) else []
-        waiting += [(f"{path}/{key}".lstrip("/"), value) for key, value in reversed(inner)]
+            children = list(enumerate(node)) if isinstance(node, (list, tuple)) else []
+        # Reversed, because the last is popped first: the tree is walked from left to right.
+        waiting += [(f"{path}/{key}".lstrip("/"), value) for key, value in reversed(children)]
     return None
 
 
-def _refusing(treedef: Any, leaves: list[Any]) -> tuple[str, list[Any]]:
-    """The type of the innermost node that cannot be put together, and the leaves it was given."""
+def _find_refusing_node(treedef: Any, leaves: list[Any]) -> tuple[str, list[Any]]:
+    """Return the type of the innermost node that cannot be rebuilt, and the leaves it was given."""
     start = 0
     for child in treedef.children():
         part = leaves[start : start + child.num_leaves]
@@ -200,31 +257,33 @@ def _refusing(treedef: Any, leaves: list[Any]) -> tuple[str, list[Any]]:
         try:
             jax.tree.unflatten(child, part)
         except Exception:
-            return _refusing(child, part)
+            return _find_refusing_node(child, part)
     data = treedef.node_data()
     return (data[0].__name__ if data else "?"), leaves
 
 
-# Flax NNX variables that a tree holds twice: rebuilding the tree would make two of one.
+# Flax NNX variables that a tree holds twice (tied weights). A pytree has no references, so the
+# rebuilt tree would hold two variables where the model had one. Flax is never imported here: if
+# `flax.nnx` is not loaded, the tree cannot hold any of its variables.
 
 
 def tie_problems(tree: Any) -> list[str]:
-    """Every variable of NNX that stands at two places. Nothing of Flax is imported."""
+    """Return a problem for every NNX variable that stands at two places of a tree."""
     if "flax.nnx" not in sys.modules:
         return []
     flat, _ = flatten(tree, _is_variable)
-    first: dict[int, str] = {}
-    wrong = []
+    first_path: dict[int, str] = {}
+    problems = []
     for path, value in flat:
         if _is_variable(value):
-            here = shown(path_text(path))
-            there = first.setdefault(id(value), here)
+            here = shown_path(path_text(path))
+            there = first_path.setdefault(id(value), here)
             if there != here:
-                wrong.append(
+                problems.append(
                     f"{here}: the same variable as {there}, and two would come back. Pass "
                     "nnx.state(model), which holds it once, then nnx.update(model, state)."
                 )
-    return wrong
+    return problems
 
 
 def _is_variable(node: Any) -> bool:
