@@ -478,9 +478,9 @@ def test_a_topology_is_plain_data_as_json():
 
 def test_a_topology_draws_itself_in_a_notebook():
     assert mw.topology("cpu:4x2")._repr_html_() == (
-        "<div><b>cpu:4x2: 8 devices on 2 hosts</b><ul>"
-        "<li>2 hosts over the slow network, 1 GB/s a device</li>"
-        "<li>cpu 4, 10 GB/s a device</li></ul></div>"
+        '<div style="font-family:system-ui,sans-serif"><b>cpu:4x2: 8 devices on 2 hosts</b>'
+        "<p>  2 hosts over the slow network, 1 GB/s a device<br>"
+        "  cpu 4, 10 GB/s a device</p></div>"
     )
 
 

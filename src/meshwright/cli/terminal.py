@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from meshwright.errors import MeshwrightError, near, short
-from meshwright.hardware.topology import Topology, as_text
+from meshwright.hardware.topology import Topology
 from meshwright.placement.placement import Placement, drawing
 
 _COLOURS = ("red", "green", "yellow", "blue", "magenta", "cyan")
@@ -24,7 +24,7 @@ _COLOURS = ("red", "green", "yellow", "blue", "magenta", "cyan")
 
 def show_topology(topology: Topology) -> None:
     console = _console()
-    first, *rest = as_text(topology).splitlines()
+    first, *rest = str(topology).splitlines()
     _print(console, Text(first, style="bold"))
     for line in rest:
         _print(console, Text(line))

@@ -95,7 +95,7 @@ def abstract_mesh(
 
 def prepare(asked: MeshSpec, hardware: Topology, dcn: Any = None) -> tuple[MeshSpec, Topology]:
     """The request with every size known, and the part of the hardware it fills."""
-    asked = asked.with_slow(dcn, hardware.num_slices)
+    asked = asked.with_dcn(dcn, hardware.num_slices)
     size = asked.size
     if size is not None and size < hardware.num_devices:
         slow = [axis.slow for axis in asked.axes]

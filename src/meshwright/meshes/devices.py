@@ -13,7 +13,7 @@ import jax
 from meshwright import _compat
 from meshwright._checks import check_list
 from meshwright.errors import MeshError
-from meshwright.hardware.chips import target_config
+from meshwright.hardware.chips import gpu_target_config
 from meshwright.hardware.live import check_devices
 from meshwright.hardware.named import check_count
 from meshwright.hardware.topology import Topology
@@ -166,6 +166,6 @@ def _gpu(topology: Topology) -> list[Any]:
     return _compat.compile_only_devices(
         "cuda",
         "topology",
-        target_config=target_config(topology.chip),
+        target_config=gpu_target_config(topology.chip),
         topology=f"{domains}x{hosts}x{per_host}",
     )

@@ -65,7 +65,7 @@ def together(name: str) -> str:
 
 
 def _cuts(name: str) -> bool:
-    return role(name).cuts_weights and role(name).name != "pipeline"
+    return role(name).shards_weights and role(name).name != "pipeline"
 
 
 @functools.lru_cache(maxsize=65536)

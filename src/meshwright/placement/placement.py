@@ -12,7 +12,6 @@ import numpy as np
 from meshwright._html import html_table
 from meshwright._text import duration, number, plural, table
 from meshwright.hardware.topology import Topology
-from meshwright.hardware.topology import as_json as topology_json
 from meshwright.placement.cost_model import AxisCost, Parts
 from meshwright.spec.mesh_spec import MeshSpec
 
@@ -178,7 +177,7 @@ def made_of(topology: Topology, axis: AxisPlan) -> str:
 def as_json(placement: Placement) -> dict[str, Any]:
     return {
         "spec": str(placement.spec),
-        "topology": topology_json(placement.topology),
+        "topology": placement.topology.to_json(),
         "cost_s": placement.cost,
         "runner_up_cost_s": placement.runner_up_cost,
         "axes": [_axis_json(placement.topology, axis) for axis in placement.axes],

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from meshwright.axes import weights
+from meshwright.axes import axis_weights
 from meshwright.errors import PlacementError, short
 from meshwright.hardware.topology import Topology
 from meshwright.hardware.topology import topology as read_topology
@@ -56,7 +56,7 @@ def place(
         raise PlacementError(f"allow_split: {short(allow_split)} is not True or False.")
     if not isinstance(order, str) or order not in ("auto", "ring", "grid"):
         raise PlacementError(f"order: {short(order)} is not one of auto, ring, grid.")
-    weight = weights(asked.names, asked.sizes, intensity)
+    weight = axis_weights(asked.names, asked.sizes, intensity)
     slow = tuple(axis.slow for axis in asked.axes)
     found = search(topology, asked.sizes, weight, slow, allow_split)
     if not found:
@@ -175,7 +175,9 @@ def measure(
     axes = tuple(
         _measured_axis_plan(topology, np.moveaxis(points, dim, -1).reshape(-1, size), name, weight)
         for dim, (name, size, weight) in enumerate(
-            zip(spec.names, spec.sizes, weights(spec.names, spec.sizes, intensity), strict=True)
+            zip(
+                spec.names, spec.sizes, axis_weights(spec.names, spec.sizes, intensity), strict=True
+            )
         )
     )
     return Placement(spec, topology, positions, axes)
