@@ -17,7 +17,7 @@ from rich.text import Text
 
 from meshwright.errors import MeshwrightError, near, short
 from meshwright.hardware.topology import Topology
-from meshwright.placement.placement import Placement, drawing
+from meshwright.placement.placement import Placement, draw_groups
 
 _COLOURS = ("red", "green", "yellow", "blue", "magenta", "cyan")
 
@@ -47,7 +47,7 @@ def show_placement(placement: Placement) -> None:
     _print(console, Text(heading, style="dim"))
     for line in rest:
         _print(console, Text(line))
-    title, *lines = drawing(placement).splitlines()
+    title, *lines = draw_groups(placement).splitlines()
     _print(console, Text(title, style="dim"))
     for line in lines:
         _print(console, _coloured(line))

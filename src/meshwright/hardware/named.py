@@ -150,8 +150,8 @@ def _tpu_topology(
     check_shape(chip, shape)
     if twisted and not can_twist(chip, shape):
         raise TopologyError(
-            f"{chip.name}:{shape_text(shape)} cannot be twisted: only n x n x 2n and n x 2n x 2n of "
-            "whole 4x4x4 cubes can.",
+            f"{chip.name}:{shape_text(shape)} cannot be twisted: only n x n x 2n and n x 2n x 2n "
+            "of whole 4x4x4 cubes can.",
             option="twisted",
         )
     host_shape = _host_shape(chip, shape, chips_per_host)
