@@ -186,7 +186,7 @@ def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
     ("spec", "message"),
     [
         ("dp:16", "Not enough devices: 'dp:16' needs 16, there are 8. Make the sizes"),
-        ("dp:3, tp:-1", "multiply to 3, which does not divide 8 devices, so 'tp' has nothing"),
+        ("dp:3, tp:-1", "multiply to 3, which does not divide 8 devices, so -1 for 'tp' cannot"),
         ("dp:16, tp:-1", "multiply to 16, which does not divide 8 devices"),
         ("dp:-1, tp:-1", "-1 appears 2 times"),
         ("dp:-2, tp:4", "axis 'dp': size -2 is not allowed"),
