@@ -241,3 +241,29 @@ def test_json_of_a_scattered_mesh_is_plain_too():
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert data["axes"][0]["made_of"] == []
     assert data["runner_up"] == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "on", "shown"),
+    [
+        (
+            "fsdp:-1, tp:8",
+            "v5p:8x8x8",
+            "<Placement fsdp:64, tp:8 on v5p:8x8x8 (512 devices, 128 hosts)>",
+        ),
+        ("dp:-1", "cpu:1", "<Placement dp:1 on cpu:1 (1 device, 1 host)>"),
+    ],
+)
+def test_repr_of_a_placement_is_its_headline(spec, on, shown):
+    assert repr(mw.place(spec, on)) == shown
+
+
+def test_repr_of_a_placement_and_its_axes_fits_in_200_characters_however_many_there_are():
+    names = [f"an_axis_with_quite_a_long_name_{i}" for i in range(31)]
+    placed = mw.place([("tp", 512), *((name, 1) for name in names)], "v5p:8x8x8")
+    assert len(repr(placed)) == 200
+    assert repr(placed.axes[0]).startswith("<AxisPlan tp:512, grid, all-gather ")
+    assert all(len(repr(axis)) <= 200 for axis in placed.axes)
+    assert all(
+        len(repr(value)) <= 200 for axis in placed.axes for value in (axis.cost, *axis.parts)
+    )

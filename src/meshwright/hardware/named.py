@@ -185,19 +185,21 @@ def _without_devices(
     )
 
 
-def _host_shape(chip: Chip, shape: tuple[int, ...], asked: Sequence[int] | None) -> tuple[int, ...]:
-    if asked is None:
+def _host_shape(
+    chip: Chip, shape: tuple[int, ...], chips_per_host: Sequence[int] | None
+) -> tuple[int, ...]:
+    if chips_per_host is None:
         # cloud docs: slices of up to 8 chips of the planar kinds are one machine.
         if chip.torus == 2 and math.prod(shape) <= 8:
             return shape
         return tuple(min(side, per_host) for side, per_host in zip(shape, chip.host, strict=True))
-    if isinstance(asked, str) or not isinstance(asked, (list, tuple)):
+    if isinstance(chips_per_host, str) or not isinstance(chips_per_host, (list, tuple)):
         raise TopologyError(
-            f"chips_per_host: {short(asked)} is not a list such as (2, 2, 1).",
+            f"chips_per_host: {short(chips_per_host)} is not a list such as (2, 2, 1).",
             option="chips_per_host",
         )
     # The TPU compiler's own option names three sides, also for planar chips: trailing 1s are free.
-    sides = tuple(check_count("chips_per_host", side) for side in asked)
+    sides = tuple(check_count("chips_per_host", side) for side in chips_per_host)
     sides += (1,) * (len(shape) - len(sides))
     if len(sides) != len(shape) and set(sides[len(shape) :]) == {1}:
         sides = sides[: len(shape)]
@@ -250,6 +252,7 @@ def _switched_topology(chip: Chip, shape: tuple[int, ...], slices: int) -> Topol
             f"{chip.name}: {inside} GPUs do not fill hosts of {per_host}. Use one of "
             f"{listing(range(per_host, chip.domain + 1, per_host), 20)}."
         )
+    # A domain within one host is that host; a larger one (GB200) has several.
     word = "domain" if inside > per_host else "host"
     local = PhysicalAxis("gpu" if chip.family == "gpu" else "cpu", inside, "switch", chip.link)
     axes: tuple[PhysicalAxis, ...] = (local,)

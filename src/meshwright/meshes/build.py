@@ -72,6 +72,7 @@ def mesh(
     >>> print(mw.mesh("dp:2, tp:-1"))
     Mesh('dp': 2, 'tp': 4, axis_types=(Auto, Auto))
     """
+    # The request is checked before any device is looked at: that may start a backend.
     parsed = MeshSpec.parse(spec, names).with_types(axis_types)
     hardware = target_topology(on, devices, slices)
     placed = placement_of(parsed, hardware, dcn, intensity, allow_split, order)
@@ -178,6 +179,7 @@ def build_mesh(placed: Placement) -> Mesh:
     devices[:] = placed.topology.devices
     types = tuple(AXIS_TYPES[kind] for kind in placed.spec.types)
     built = Mesh(devices[placed.positions], placed.spec.names, axis_types=types)
+    # The principle of the library: what was asked for is what is built, or nothing is.
     shape = tuple(built.shape.items())
     if shape != tuple(zip(placed.spec.names, placed.spec.sizes, strict=True)):
         raise MeshError(f"asked for '{placed.spec}', got {shape}: please report this.")
@@ -215,6 +217,7 @@ _placements = weakref.WeakKeyDictionary()
 
 def _remember(mesh: AbstractMesh, placement: Placement) -> None:
     hardware = placement.topology
+    # The same layout on the same hardware counts once, however often it is built.
     layout = tuple((axis.weight, axis.parts, axis.order) for axis in placement.axes)
     _placements.setdefault(mesh, {})[hardware.name, hardware.axes, layout] = placement
 
@@ -299,7 +302,7 @@ def _explain_live(
         raise MeshError("the mesh is empty: it has no devices.")
     devices = list(mesh.devices.flat)
     hardware = read_topology(devices)
-    if on is not None:
+    if on is not None:  # the caller knows the wiring better than the devices do, e.g. a twist
         hardware = attach(read_topology(on, slices=slices), devices)
     spec = MeshSpec.parse(list(mesh.devices.shape), names=_printable(mesh.axis_names))
     positions = np.arange(mesh.size).reshape(mesh.devices.shape)

@@ -35,10 +35,12 @@ def split_axis(mesh: AnyMesh, axis: str, into: SpecLike) -> AnyMesh:
     index = _index(mesh, axis)
     names, sizes, types = _axes(mesh)
     parts = MeshSpec.parse(into)
+    # A slow factor asks for a placement, and a view moves nothing.
     if any(part.slow is not None for part in parts.axes):
         raise MeshError(
             f"'{parts}': a view keeps the devices where they are; leave slow* out.", option="into"
         )
+    # Checked here, because `resolve` would speak of devices where an axis is meant.
     known = math.prod(size for size in parts.sizes if size != -1)
     size = sizes[index]
     if size % known or (parts.size is not None and parts.size != size):
@@ -96,7 +98,7 @@ def rename_axes(mesh: AnyMesh, names: Mapping[str, str]) -> AnyMesh:
             f"names: {short(names)} is not a dict such as {{'dp': 'data'}}.", option="names"
         )
     for old in names:
-        _index(mesh, old)
+        _index(mesh, old)  # refuses unknown names, and what is no mesh
     old_names, sizes, types = _axes(mesh)
     return _view(mesh, [names.get(name, name) for name in old_names], sizes, types)
 
@@ -123,6 +125,7 @@ def check_same_order(
     left, right = list(first.devices.flat), list(second.devices.flat)
     if left == right:
         return True
+    # Other devices need a transfer, another order a reshuffle: the message says which.
     if set(left) != set(right):
         problem = (
             f"the meshes hold different devices: {len(set(left) - set(right))} only in the "

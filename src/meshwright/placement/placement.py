@@ -245,6 +245,7 @@ def _plane(topology: Topology, labels: np.ndarray, axis: AxisPlan) -> tuple[np.n
     torus = [d for d in directions if topology.axes[d].kind == "torus"]
     keep = sorted(sorted(torus or directions, key=lambda d: (d not in used, d))[:2]) or [0]
     at = tuple(slice(None) if d in keep else 0 for d in range(len(topology.shape)))
+    # What is not shown is said, so that a plane is not taken for the machine.
     fixed = [f"{topology.axes[d].name} = 0" for d in directions if d not in keep]
     where = f", {' down, '.join(topology.axes[d].name for d in keep)} across"
     return np.atleast_2d(labels[at]), where + (f", at {', '.join(fixed)}" if fixed else "")
@@ -278,6 +279,7 @@ def _axis_svg(placement: Placement, axis_index: int) -> str:
         for (i, j), point in np.ndenumerate(points):
             if point < 0:
                 continue
+            # Up to magenta: a full circle would end in the red it began with.
             hue = 300 * int(along[point]) // max(1, size - 1)
             edge = ' stroke="#000" stroke-width="2"' if first_group[point] else ""
             x, y = column + j * _CELL + 1, row + i * _CELL + 1
@@ -309,6 +311,7 @@ def _panels(topology: Topology) -> tuple[list[np.ndarray], int]:
     """Grid points in planes: two torus directions, or rows of a host or domain; -1 is empty."""
     points = np.arange(topology.num_devices)
     torus = [d for d, axis in enumerate(topology.axes) if axis.kind == "torus"]
+    # Planes of the first two torus directions, one per value of all others (z, slice, core).
     if len(torus) >= 2:
         grid = np.moveaxis(points.reshape(topology.shape), torus[:2], (-2, -1))
         planes = grid.reshape(-1, *grid.shape[-2:])

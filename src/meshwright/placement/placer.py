@@ -69,6 +69,8 @@ def place(
         )
     weights = axis_weights(resolved.names, resolved.sizes, intensity)
     slow = tuple(axis.slow for axis in resolved.axes)
+    # From here on no device is looked at: the layout depends on the shapes alone, so every process
+    # finds the same one.
     choices = search(topology, resolved.sizes, weights, slow, allow_split)
     if not choices:
         raise PlacementError(_no_layout(resolved, topology, allow_split))
@@ -136,6 +138,7 @@ def _no_layout(spec: MeshSpec, topology: Topology, allow_split: bool) -> str:
         rest = "" if None in network else f" (they must multiply to {topology.num_slices})"
         where = f"'{spec}' does not fit {topology.name}: its slow parts multiply to {fixed}"
         where += f", the slow network joins {topology.num_slices} parts{rest}."
+        # With the right product and splitting forbidden, the torus is to blame: fall through.
         if fixed != topology.num_slices or allow_split:
             return f"{where} Change dcn, or leave it out to have it worked out."
     near = near_shapes(topology, spec.sizes)
@@ -203,6 +206,7 @@ def _measured_axis_plan(
     parts = _common_parts(coords)
     size = groups.shape[1]
     if parts is None:
+        # Not a box: follow the ring link by link, in the order the mesh has.
         cost = scattered_cost(topology, coords)
         spans = max(
             (np.unique(group).size for group in coords[:, :, network].reshape(len(groups), -1)),
@@ -211,6 +215,7 @@ def _measured_axis_plan(
         return AxisPlan(name, size, weight, None, "scattered", cost, spans if network else 1)
     slow = total_factor(parts_of_kind(topology, parts, "network"))
     order = _order_of(topology, groups, parts, name)
+    # An order of somebody else's has no formula: count hops within each slice.
     inside = size // slow
     hops = (
         longest_hop(topology, coords.reshape(-1, inside, coords.shape[-1]))
@@ -255,6 +260,8 @@ def _common_parts(coords: np.ndarray) -> Parts | None:
 
 def _order_of(topology: Topology, groups: np.ndarray, parts: Parts, name: str) -> str:
     """Which of our orders the devices stand in, or `other`."""
+    # Without two torus directions there is nothing to string together; ring and grid are then
+    # only other words for it.
     is_line = choose_order(topology, parts, name, "auto") == "line"
     from_first = groups - groups[:, :1]
     for order in ("line", "ring", "grid") if is_line else ("ring", "grid"):

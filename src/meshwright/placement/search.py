@@ -87,7 +87,7 @@ def _search_nesting(
         _options(topology, machine, pieces, size, weight, part, place / max(1, len(sizes) - 1))
         for place, (size, weight, part) in enumerate(zip(sizes, weights, slow, strict=True))
     ]
-    if not all(options):
+    if not all(options):  # an axis that fits nowhere, e.g. a prime the machine does not have
         return
     # The axis with the most at stake first: its cheap options then bound all that follows.
     axes = sorted(range(len(sizes)), key=lambda i: (-options[i][-1].cost, len(options[i]), i))
@@ -98,7 +98,7 @@ def _search_nesting(
 
     def descend(level: int, left: int, cost: float) -> None:
         if level == len(axes):
-            if left == 0:
+            if left == 0:  # only a layout that uses every device counts
                 placed = dict(zip(axes, (option.parts for option in chosen), strict=True))
                 _keep_two_best(best, Choice(cost, tuple(placed[i] for i in range(len(axes)))))
             return
@@ -157,6 +157,7 @@ class _PackedMachine:
             if self._topology.axes[part.direction].kind == "torus":
                 stride = 1
                 for place, prime in enumerate(self._nesting[part.direction]):
+                    # This prime spans the strides from `stride` on; is it inside the part?
                     if part.stride <= stride < part.stride * part.factor:
                         total += 1 << self._fields[part.direction, place]
                     stride *= prime
@@ -199,6 +200,7 @@ def _options(
 
 def _improves(before: list[float], cost: float) -> bool:
     """Whether `cost` is among the two lowest so far and unlike them; notes it if so."""
+    # Equal cost and equal remainder: whatever follows was seen already.
     if any(abs(cost - other) <= _TOLERANCE * other for other in before):
         return False
     if len(before) == 2 and cost > before[1]:
@@ -255,7 +257,7 @@ def prime_nestings(topology: Topology) -> Iterator[tuple[tuple[int, ...], ...]]:
 def torus_pieces(direction: int, order: tuple[int, ...], whole: bool) -> list[Part | None]:
     """Return the pieces of a torus direction that one mesh axis may take: none, or a run of primes.
 
-    One run is enough. Two torus_pieces with a gap are never better: moving the lower one up to the
+    One run is enough. Two runs with a gap are never better: moving the lower one up to the
     upper leaves the largest stride of the axis as it was, and lets those in the gap move down
     to shorter strides.
     """

@@ -155,6 +155,7 @@ class MeshSpec:
         """
         if types is None:
             return self
+        # A list is one type per axis; a single type may be any value that `check_type` knows.
         if isinstance(types, Mapping):
             self._check_known("axis_types", types)
             per_axis = [types.get(axis.name, axis.type) for axis in self.axes]
@@ -189,7 +190,7 @@ class MeshSpec:
                 raise SpecError(
                     f"dcn: {short(dcn)} says more than name:size, e.g. 'dp:2'.", option="dcn"
                 )
-            dcn = {axis.name: axis.size for axis in parsed.axes}
+            dcn = {axis.name: axis.size for axis in parsed.axes}  # a string is a short dict
         if isinstance(dcn, Mapping):
             self._check_known("dcn", dcn)
             parts = [dcn.get(axis.name, 1) for axis in self.axes]
@@ -296,7 +297,7 @@ def _split_over_dcn(axis: AxisSpec, slow: int) -> AxisSpec:
         )
     if axis.slow is not None:
         return axis
-    if axis.fast == -1:
+    if axis.fast == -1:  # open inside: the slow part is known all the same
         return dataclasses.replace(axis, slow=slow)
     if slow == -1:
         raise SpecError(
