@@ -47,7 +47,7 @@ def repeated(call: Callable[[], Any], times: int = 2000) -> float:
 def forget() -> None:
     mesh_creation._meshes.clear()
     build._placed.cache_clear()
-    build.from_placement.cache_clear()
+    build.build_mesh.cache_clear()
     devices._live.cache_clear()
 
 

@@ -26,7 +26,7 @@ from jax.experimental import mesh_utils
 
 import meshwright as mw
 from meshwright._text import duration, table
-from meshwright.meshes.devices import target
+from meshwright.meshes.devices import target_topology
 from meshwright.placement.placer import measure
 
 # Hardware, slices, requests. Those that mesh_utils is known to fail on are among them.
@@ -78,7 +78,7 @@ def main() -> int:
         return 0
     rows = []
     for name, slices, requests in PAIRS:
-        hardware = target(name, None, slices)
+        hardware = target_topology(name, None, slices)
         for request in requests:
             spec = mw.MeshSpec.parse(request)
             rows.append((name, slices, spec, ours(spec, hardware), jax_best(spec, hardware)))
@@ -218,7 +218,7 @@ def report_eformer(rows) -> None:
         return
     pairs = []
     for name, slices, spec, mine, _ in rows:
-        pairs.append((name, spec, mine, eformer_layout(spec, target(name, None, slices))))
+        pairs.append((name, spec, mine, eformer_layout(spec, target_topology(name, None, slices))))
     ratios = [theirs.cost / mine.cost for *_, mine, theirs in pairs if theirs.cost]
     failures = Counter(theirs.why for *_, theirs in pairs if theirs.cost is None)
     print(

@@ -1,4 +1,8 @@
-"""The vocabulary. In: an axis name. Out: its `Role`: what the axis moves, and how much."""
+"""What every mesh axis name means: its `Role`, and how much the axis communicates in a step.
+
+Placement asks here which axis deserves the fastest links, partitioning which axes shard
+parameters. No devices and no JAX: a name comes in, plain data go out.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +14,23 @@ from typing import Literal
 
 from meshwright.errors import SpecError, near, short
 
-# What each axis is for, and how hard it works the wires.
-
 
 @dataclasses.dataclass(frozen=True)
 class Role:
     """What an axis does, and how much it communicates compared with the others.
 
     `intensity` is relative: how often a payload of a given size crosses the axis in a step.
-    `moves` says what the payload is: weights shrink as more axes cut them, activations do
-    not, because the batch grows with the machine. `cuts_weights`: the axis cuts parameters.
+    `moves` says what the payload is: weights shrink as more axes shard them, activations do
+    not, because the batch grows with the machine. `shards_weights`: the axis shards parameters.
     `neighbours`: the traffic goes from each device to the next (pipelines, ring attention).
     """
 
     name: str
     intensity: float
     moves: Literal["weights", "activations"]
-    cuts_weights: bool
+    shards_weights: bool
     neighbours: bool
-    says: str
+    description: str
 
 
 # Relative intensities, by passes over the payload in a training step: data parallelism
@@ -58,73 +60,84 @@ ROLES: Mapping[str, Role] = {name: role for role, names in _NAMES.items() for na
 
 
 def role(name: str) -> Role:
-    """The role of an axis name; names of your own are `custom`.
+    """Return the role of an axis name; a name that is not in `ROLES` is `custom`.
 
-    >>> role("tp").says, role("tp").intensity
+    >>> role("tp").description, role("tp").intensity
     ('tensors split', 12.0)
     >>> role("banana").name
     'custom'
     """
+    # JAX allows any hashable value as an axis name, so this is not only ever given strings.
     return ROLES.get(name, CUSTOM) if isinstance(name, str) else CUSTOM
 
 
 def intensities(
     names: Sequence[str], overrides: Mapping[str, float] | None = None
 ) -> tuple[float, ...]:
-    """How intense each axis is. Unknown names double from left to right, as JAX assumes.
+    """Return how intensely each axis communicates; `overrides` replaces values by axis name.
+
+    Unknown names double from left to right, as JAX assumes.
 
     >>> intensities(["dp", "tp"], {"dp": 5})
     (5.0, 12.0)
     >>> intensities(["a", "b", "c"])
     (1.0, 2.0, 4.0)
     """
-    if overrides is not None and not isinstance(overrides, Mapping):
-        raise SpecError(f"intensity: {short(overrides)} is not a dict such as {{'tp': 12}}.")
-    overrides = overrides or {}
-    for name, value in overrides.items():
-        if name not in names:
-            raise SpecError(
-                f"intensity: no axis {short(name)} in {', '.join(names)}.{near(str(name), names)}"
-            )
-        _check_intensity(name, value)
-    result, custom = [], 0
+    overrides = _check_overrides(names, overrides)
+    result = []
+    custom_axes = 0
     for name in names:
         value = role(name).intensity
         if role(name) is CUSTOM:
-            value *= 2.0 ** min(custom, 8)
-            custom += 1
+            # Capped, so that the last of very many custom axes does not outweigh everything.
+            value *= 2.0 ** min(custom_axes, 8)
+            custom_axes += 1
         result.append(float(overrides.get(name, value)))
     return tuple(result)
 
 
-def weights(
+def axis_weights(
     names: Sequence[str], sizes: Sequence[int], overrides: Mapping[str, float] | None = None
 ) -> tuple[float, ...]:
-    """The weight of each axis in a placement's cost: intensity times relative payload.
+    """Return the weight of each axis in a placement's cost: intensity times relative payload.
 
-    An axis that moves weights (`dp`, `fsdp`) moves only what the other axes have left of
-    them: gradients of a model cut 8 ways are an eighth as large.
+    An axis that moves model weights (`dp`, `fsdp`) moves only what the other axes have left of
+    them: gradients of a model sharded 8 ways are an eighth as large.
 
-    >>> weights(["dp", "fsdp", "tp"], [2, 8, 4])
+    >>> axis_weights(["dp", "fsdp", "tp"], [2, 8, 4])
     (0.03125, 0.75, 12.0)
     """
+    shards = {
+        name: size for name, size in zip(names, sizes, strict=True) if role(name).shards_weights
+    }
     result = []
-    for i, (name, intensity) in enumerate(zip(names, intensities(names, overrides), strict=True)):
-        cut = 1
-        if role(name).moves == "weights":
-            cut = math.prod(
-                size
-                for j, (other, size) in enumerate(zip(names, sizes, strict=True))
-                if j != i and role(other).cuts_weights
-            )
-        result.append(intensity / cut)
+    for name, intensity in zip(names, intensities(names, overrides), strict=True):
+        shrinks = role(name).moves == "weights"
+        ways = math.prod(size for other, size in shards.items() if shrinks and other != name)
+        result.append(intensity / ways)
     return tuple(result)
 
 
-def _check_intensity(name: str, value: object) -> None:
-    ok = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not ok or not 0 <= value < 1e30:  # type: ignore[operator]
+def _check_overrides(
+    names: Sequence[str], overrides: Mapping[str, float] | None
+) -> Mapping[str, float]:
+    if overrides is None:
+        return {}
+    if not isinstance(overrides, Mapping):
         raise SpecError(
-            f"intensity of axis {name!r}: {short(value)} is not a finite number >= 0. "
-            "Use e.g. 12 for tensor parallelism, 1 for data parallelism."
+            f"intensity: {short(overrides)} is not a dict such as {{'tp': 12}}.", option="intensity"
         )
+    for name, value in overrides.items():
+        if name not in names:
+            raise SpecError(
+                f"intensity: no axis {short(name)} in {', '.join(names)}.{near(str(name), names)}",
+                option="intensity",
+            )
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < 1e30:  # a comparison with NaN is false: refused too
+            raise SpecError(
+                f"intensity of axis {name!r}: {short(value)} is not a finite number >= 0. "
+                "Use e.g. 12 for tensor parallelism, 1 for data parallelism.",
+                option="intensity",
+            )
+    return overrides

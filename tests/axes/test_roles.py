@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import meshwright as mw
-from meshwright.axes import ROLES, intensities, role, weights
+from meshwright.axes import ROLES, axis_weights, intensities, role
 
 
 def test_the_five_contract_names_have_their_roles() -> None:
-    said = {name: role(name).says for name in ("dp", "fsdp", "ep", "tp", "sp")}
+    said = {name: role(name).description for name in ("dp", "fsdp", "ep", "tp", "sp")}
     assert said == {
         "dp": "model replicated, data split",
         "fsdp": "model and data both split",
@@ -94,16 +94,18 @@ def test_an_intensity_for_an_unknown_axis_names_the_near_one() -> None:
 
 
 def test_gradients_shrink_with_the_axes_that_cut_weights() -> None:
-    assert weights(["dp", "fsdp", "tp"], [2, 8, 4]) == (1 / 32, 3 / 4, 12.0)
+    assert axis_weights(["dp", "fsdp", "tp"], [2, 8, 4]) == (1 / 32, 3 / 4, 12.0)
 
 
 def test_activations_do_not_shrink() -> None:
-    assert weights(["tp", "fsdp"], [4, 1])[0] == weights(["tp", "fsdp"], [4, 64])[0] == 12.0
+    assert (
+        axis_weights(["tp", "fsdp"], [4, 1])[0] == axis_weights(["tp", "fsdp"], [4, 64])[0] == 12.0
+    )
 
 
 def test_an_axis_does_not_cut_its_own_weights() -> None:
-    assert weights(["fsdp"], [64]) == (3.0,)
+    assert axis_weights(["fsdp"], [64]) == (3.0,)
 
 
 def test_sequence_axes_do_not_cut_weights() -> None:
-    assert weights(["dp", "sp"], [2, 64])[0] == weights(["dp"], [2])[0]
+    assert axis_weights(["dp", "sp"], [2, 64])[0] == axis_weights(["dp"], [2])[0]

@@ -92,8 +92,8 @@ def laid_out_by_hand(topology: Topology, layout: list[tuple[int, int, int]]) -> 
 
 def main() -> None:
     """Our bandwidth beside the compiler's choice, for every layout."""
-    from meshwright.meshes.build import from_placement
-    from meshwright.meshes.devices import target
+    from meshwright.meshes.build import build_mesh
+    from meshwright.meshes.devices import target_topology
     from meshwright.placement.placement import made_of
 
     print(
@@ -102,8 +102,8 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for name, layouts in LAYOUTS:
         for layout in layouts:
-            placed = laid_out_by_hand(target(name, None, 1), layout)
-            mesh, axis = from_placement(placed), placed.axes[0]
+            placed = laid_out_by_hand(target_topology(name, None, 1), layout)
+            mesh, axis = build_mesh(placed), placed.axes[0]
             _, reduce, _ = strategy(mesh, "axis", "all_reduce")
             gather, _, _ = strategy(mesh, "axis", "all_gather")
             made = made_of(placed.topology, axis)

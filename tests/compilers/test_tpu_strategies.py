@@ -6,15 +6,15 @@ import pytest
 from strategies import LAYOUTS, X, Y, Z, gathered_directions, laid_out_by_hand, lanes, strategy
 
 import meshwright as mw
-from meshwright.meshes.build import from_placement
-from meshwright.meshes.devices import target
+from meshwright.meshes.build import build_mesh
+from meshwright.meshes.devices import target_topology
 
 pytestmark = pytest.mark.compilers
 
 
 def _mesh(name, layout):
-    placed = laid_out_by_hand(target(name, None, 1), layout)
-    return placed, from_placement(placed)
+    placed = laid_out_by_hand(target_topology(name, None, 1), layout)
+    return placed, build_mesh(placed)
 
 
 @pytest.mark.parametrize(("name", "layouts"), LAYOUTS)

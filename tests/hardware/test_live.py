@@ -312,3 +312,10 @@ def test_messages_stay_short_with_many_devices():
     ) as error:
         mw.topology(many)
     assert len(str(error.value)) < 300
+
+
+def test_repr_of_a_topology_does_not_grow_with_its_devices():
+    pod = mw.topology("v5p:8x8x8")
+    live = dataclasses.replace(pod, devices=tuple("a device with a long name" for _ in range(512)))
+    assert repr(live) == repr(pod)
+    assert len(repr(dataclasses.replace(pod, name="x" * 1000))) == 200

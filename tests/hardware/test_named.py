@@ -478,9 +478,9 @@ def test_a_topology_is_plain_data_as_json():
 
 def test_a_topology_draws_itself_in_a_notebook():
     assert mw.topology("cpu:4x2")._repr_html_() == (
-        "<div><b>cpu:4x2: 8 devices on 2 hosts</b><ul>"
-        "<li>2 hosts over the slow network, 1 GB/s a device</li>"
-        "<li>cpu 4, 10 GB/s a device</li></ul></div>"
+        '<div style="font-family:system-ui,sans-serif"><b>cpu:4x2: 8 devices on 2 hosts</b>'
+        "<p>  2 hosts over the slow network, 1 GB/s a device<br>"
+        "  cpu 4, 10 GB/s a device</p></div>"
     )
 
 
@@ -488,3 +488,26 @@ def test_coordinates_run_in_grid_order():
     pod = mw.topology("v5e:2x4")
     assert pod.coords.shape == (8, 2)
     assert pod.coords[5].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "slices", "shown"),
+    [
+        ("v5p:8x8x8", 1, "<Topology v5p:8x8x8: 512 devices on 128 hosts>"),
+        (
+            "tpu7x:4x4x4",
+            2,
+            "<Topology tpu7x:4x4x4 x 2 slices: 256 devices = 128 chips on 32 hosts>",
+        ),
+        ("cpu:1", 1, "<Topology cpu:1: 1 device on 1 host>"),
+    ],
+)
+def test_repr_of_a_topology_is_its_headline(name, slices, shown):
+    assert repr(mw.topology(name, slices=slices)) == shown
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=str)
+def test_repr_of_a_chip_or_direction_fits_in_a_line(chip):
+    assert repr(chip).startswith(f"<Chip {chip.name}: ")
+    assert len(repr(chip)) <= 100
+    assert len(repr(mw.topology("v5p:4x4x8_twisted").axes[0])) <= 200

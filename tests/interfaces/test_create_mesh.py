@@ -164,7 +164,7 @@ def test_known_fault_explicit_dcn_mesh_dims_gave_another_shape(
     sizes: tuple[int, int], dcn: tuple[int, int]
 ) -> None:
     two = mw.topology("v5e:4x4", slices=2)
-    spec = MeshSpec.parse(sizes, names=("dp", "tp")).with_slow(dcn, two.num_slices)
+    spec = MeshSpec.parse(sizes, names=("dp", "tp")).with_dcn(dcn, two.num_slices)
     placed = mw.place(spec, two)
     assert placed.positions.shape == sizes
     assert sorted(placed.positions.ravel()) == list(range(32))

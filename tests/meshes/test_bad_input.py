@@ -186,7 +186,7 @@ def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
     ("spec", "message"),
     [
         ("dp:16", "Not enough devices: 'dp:16' needs 16, there are 8. Make the sizes"),
-        ("dp:3, tp:-1", "multiply to 3, which does not divide 8 devices, so 'tp' has nothing"),
+        ("dp:3, tp:-1", "multiply to 3, which does not divide 8 devices, so -1 for 'tp' cannot"),
         ("dp:16, tp:-1", "multiply to 16, which does not divide 8 devices"),
         ("dp:-1, tp:-1", "-1 appears 2 times"),
         ("dp:-2, tp:4", "axis 'dp': size -2 is not allowed"),
@@ -414,3 +414,28 @@ def test_an_idle_warning_fits_on_a_line_at_a_hundred_thousand_devices() -> None:
         "'dp:1000' uses 1000 of 100000 devices; 99000 stay idle, 990 whole hosts among them. "
         "Put -1 on an axis to use all."
     ]
+
+
+@pytest.mark.parametrize(
+    ("call", "option"),
+    [
+        (lambda: mw.mesh("dp:8", dcn={"tp": 2}), "dcn"),
+        (lambda: mw.mesh("dp:8", dcn=(3,)), "dcn"),
+        (lambda: mw.mesh("dp:8", axis_types=("auto", "auto")), "axis_types"),
+        (lambda: mw.mesh("dp:8", intensity={"tp": 2}), "intensity"),
+        (lambda: mw.mesh("dp:8", order="snake"), "order"),
+        (lambda: mw.mesh("dp:8", slices=2), "slices"),
+        (lambda: mw.mesh("dp:8", on="cpu:8", devices=[]), "devices"),
+        (lambda: mw.mesh("dp:8", names=("dp",)), "names"),
+        (lambda: mw.abstract_mesh("dp:-1"), "on"),
+        (lambda: mw.topology("v5p:4x4x4", speeds={"links": 1}), "speeds"),
+        (lambda: mw.topology("v5p:4x4x4", chips_per_host=(3,)), "chips_per_host"),
+        (lambda: mw.topology("v5e:4x4", twisted=True), "twisted"),
+        (lambda: mw.create_mesh(backend="npu"), "backend"),
+        (lambda: mw.mesh("dp:16"), None),
+    ],
+)
+def test_an_error_carries_the_option_it_speaks_of(call: Any, option: str | None) -> None:
+    with pytest.raises(mw.errors.MeshwrightError, match=option or "Not enough devices") as error:
+        call()
+    assert error.value.option == option

@@ -153,7 +153,7 @@ def test_row_major_layouts_are_read_off(name, sizes, made_of, shapes, orders):
     spec = mw.MeshSpec.parse(sizes, names=("fsdp", "tp"))
     seen = measure(spec, pod, np.arange(pod.num_devices).reshape(sizes))
     assert [
-        [(pod.axes[p.dim].name, p.factor, p.stride) for p in axis.parts] for axis in seen.axes
+        [(pod.axes[p.direction].name, p.factor, p.stride) for p in axis.parts] for axis in seen.axes
     ] == made_of
     assert [axis.cost.shape for axis in seen.axes] == shapes
     assert [axis.order for axis in seen.axes] == orders

@@ -226,7 +226,7 @@ def groups(placement, dim):
 
 
 def within_slices(topology, axis):
-    kinds = {topology.axes[part.dim].kind for part in axis.parts}
+    kinds = {topology.axes[part.direction].kind for part in axis.parts}
     return "torus" in kinds and kinds <= {"torus", "core"}
 
 
@@ -252,7 +252,7 @@ def test_a_modelled_ring_gets_its_bandwidth_link_by_link(placement):
 def test_a_modelled_line_gets_its_bandwidth_link_by_link(placement):
     pod = placement.topology
     for dim, axis in enumerate(placement.axes):
-        torus = [p for p in axis.parts if pod.axes[p.dim].kind == "torus"]
+        torus = [p for p in axis.parts if pod.axes[p.direction].kind == "torus"]
         if axis.cost.shape == "line" and within_slices(pod, axis) and len(torus) == 1:
             assert simulated(pod, groups(placement, dim)) >= axis.cost.bandwidth * (1 - 1e-9)
 
@@ -267,7 +267,7 @@ def test_neighbours_on_a_ring_are_a_stride_apart_and_the_ring_closes(placement):
         coords = groups(placement, dim)
         strides = [0] * len(pod.axes)
         for part in axis.parts:
-            strides[part.dim] = part.stride
+            strides[part.direction] = part.stride
         for d, physical in enumerate(pod.axes):
             step = np.abs(np.roll(coords[..., d], -1, axis=1) - coords[..., d])
             if physical.wraps:

@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshwright as mw
-from meshwright.placement.cost_model import Part, choose_order, grid, offsets, ring, snake
+from meshwright.placement.cost_model import (
+    Part,
+    choose_order,
+    grid_path,
+    offsets,
+    ring_path,
+    snake_path,
+)
 
 checked = settings(derandomize=True, deadline=None, max_examples=100)
 boxes = st.lists(st.integers(1, 6), min_size=1, max_size=4)
@@ -27,7 +34,7 @@ def visits_all_once(path, sizes):
 @checked
 @given(boxes)
 def test_a_snake_steps_to_neighbours_and_visits_all_once(sizes):
-    path = snake(sizes)
+    path = snake_path(sizes)
     assert visits_all_once(path, sizes)
     assert (step_lengths(path)[:-1] == 1).all()
 
@@ -35,7 +42,7 @@ def test_a_snake_steps_to_neighbours_and_visits_all_once(sizes):
 @checked
 @given(boxes)
 def test_a_ring_steps_to_neighbours_and_visits_all_once(sizes):
-    path = ring(sizes)
+    path = ring_path(sizes)
     assert path[0].tolist() == [0] * len(sizes)
     assert visits_all_once(path, sizes)
     assert (step_lengths(path)[:-1] == 1).all()
@@ -45,7 +52,7 @@ def test_a_ring_steps_to_neighbours_and_visits_all_once(sizes):
 @given(boxes)
 def test_a_ring_closes_exactly_when_a_box_has_one(sizes):
     real = [side for side in sizes if side > 1]
-    home = step_lengths(ring(sizes))[-1]
+    home = step_lengths(ring_path(sizes))[-1]
     if len(real) >= 2 and math.prod(real) % 2 == 0:
         assert home == 1
     elif real not in ([], [2]):  # a pair is its own way home
@@ -55,14 +62,14 @@ def test_a_ring_closes_exactly_when_a_box_has_one(sizes):
 @checked
 @given(boxes)
 def test_a_grid_counts_like_digits(sizes):
-    path = grid(sizes)
+    path = grid_path(sizes)
     assert visits_all_once(path, sizes)
     codes = np.ravel_multi_index(tuple(path.T), tuple(sizes))
     assert (np.diff(codes) == 1).all()
 
 
 def test_nothing_is_one_position_with_no_digits():
-    assert grid([]).shape == snake([]).shape == ring([]).shape == (1, 0)
+    assert grid_path([]).shape == snake_path([]).shape == ring_path([]).shape == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -74,11 +81,11 @@ def test_nothing_is_one_position_with_no_digits():
     ],
 )
 def test_rings_by_hand(sizes, path):
-    assert ring(sizes).tolist() == path
+    assert ring_path(sizes).tolist() == path
 
 
 def test_an_odd_box_gets_the_open_path():
-    assert ring([3, 3]).tolist() == snake([3, 3]).tolist()
+    assert ring_path([3, 3]).tolist() == snake_path([3, 3]).tolist()
 
 
 @pytest.mark.parametrize(

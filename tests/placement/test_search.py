@@ -53,7 +53,9 @@ def requests(draw):
 
 
 def parts_of(placement):
-    return {a.name: tuple((p.dim, p.factor, p.stride) for p in a.parts) for a in placement.axes}
+    return {
+        a.name: tuple((p.direction, p.factor, p.stride) for p in a.parts) for a in placement.axes
+    }
 
 
 def slices_along(placement, name):
@@ -103,7 +105,7 @@ def test_the_parts_of_all_axes_make_up_the_machine(request_):
     taken = [1] * len(pod.axes)
     for axis in mw.place(spec, pod).axes:
         for part in axis.parts:
-            taken[part.dim] *= part.factor
+            taken[part.direction] *= part.factor
     assert tuple(taken) == pod.shape
 
 
@@ -152,7 +154,7 @@ def every_layout(pod, sizes, gaps):
             if any(math.prod(c[2] for c in h) != s for h, s in zip(hands, sizes, strict=True)):
                 continue
             layout = tuple(in_runs(pod, hand) for hand in hands)
-            if gaps or all(len({p.dim for p in parts}) == len(parts) for parts in layout):
+            if gaps or all(len({p.direction for p in parts}) == len(parts) for parts in layout):
                 found.add(layout)
     return found
 
@@ -161,7 +163,7 @@ def in_runs(pod, hand):
     """One axis' primes as parts: neighbours joined, all of a switch or network in one."""
     parts = []
     for dim, stride, prime in hand:
-        last = parts[-1] if parts and parts[-1].dim == dim else None
+        last = parts[-1] if parts and parts[-1].direction == dim else None
         torus = pod.axes[dim].kind == "torus"
         if last and (not torus or last.factor * last.stride == stride):
             parts[-1] = Part(dim, last.factor * prime, last.stride)
@@ -304,8 +306,8 @@ def test_without_splitting_torus_directions_stay_whole_or_the_near_shapes_work(r
         return
     for axis in placed.axes:
         for part in axis.parts:
-            if pod.axes[part.dim].kind == "torus":
-                assert part.factor == pod.axes[part.dim].size
+            if pod.axes[part.direction].kind == "torus":
+                assert part.factor == pod.axes[part.direction].size
 
 
 def suggested(error):

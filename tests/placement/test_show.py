@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import meshwright as mw
-from meshwright.placement.placement import drawing
+from meshwright.placement.placement import draw_groups
 from meshwright.placement.placer import measure
 
 
@@ -82,7 +82,7 @@ def test_a_mesh_that_could_be_better_says_which_layout_is():
 
 
 def test_blocks_as_letters():
-    assert drawing(mw.place("dp:4, tp:4", "v5e:4x4")).splitlines() == [
+    assert draw_groups(mw.place("dp:4, tp:4", "v5e:4x4")).splitlines() == [
         "groups of 'tp', a letter each, x down, y across:",
         "  a a b b",
         "  a a b b",
@@ -92,7 +92,7 @@ def test_blocks_as_letters():
 
 
 def test_hosts_as_letters():
-    assert drawing(mw.place("dp:-1, tp:4", "h100:8x2")).splitlines() == [
+    assert draw_groups(mw.place("dp:-1, tp:4", "h100:8x2")).splitlines() == [
         "groups of 'tp', a letter each, host down, gpu across:",
         "  a a a a b b b b",
         "  c c c c d d d d",
@@ -100,28 +100,28 @@ def test_hosts_as_letters():
 
 
 def test_one_host_is_one_row_of_letters():
-    assert drawing(mw.place("dp:2, tp:3", "cpu:6")).splitlines() == [
+    assert draw_groups(mw.place("dp:2, tp:3", "cpu:6")).splitlines() == [
         "groups of 'tp', a letter each, cpu across:",
         "  a a a b b b",
     ]
 
 
 def test_a_large_machine_shows_its_corner():
-    drawn = drawing(mw.place("dp:-1, tp:8", "gb200:72x36")).splitlines()
+    drawn = draw_groups(mw.place("dp:-1, tp:8", "gb200:72x36")).splitlines()
     assert drawn[0] == "groups of 'tp', a letter each, domain down, gpu across (its corner):"
     assert len(drawn) == 1 + 16
     assert {len(line.split()) for line in drawn[1:]} == {32}
 
 
 def test_a_drawing_says_where_the_plane_lies():
-    drawn = drawing(mw.place("fsdp:-1, tp:8", mw.topology("tpu7x:4x4x4", slices=2)))
+    drawn = draw_groups(mw.place("fsdp:-1, tp:8", mw.topology("tpu7x:4x4x4", slices=2)))
     assert drawn.splitlines()[0].endswith("at slice = 0, y = 0, core = 0:")
 
 
 def test_a_scattered_mesh_can_be_drawn():
     pod, spec = mw.topology("v5e:4x4"), mw.MeshSpec.parse("dp:4, tp:4")
     mixed = np.random.default_rng(0).permutation(16).reshape(4, 4)
-    drawn = drawing(measure(spec, pod, mixed)).split()[-16:]
+    drawn = draw_groups(measure(spec, pod, mixed)).split()[-16:]
     assert sorted(drawn) == sorted("abcd" * 4)
 
 
@@ -241,3 +241,29 @@ def test_json_of_a_scattered_mesh_is_plain_too():
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert data["axes"][0]["made_of"] == []
     assert data["runner_up"] == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "on", "shown"),
+    [
+        (
+            "fsdp:-1, tp:8",
+            "v5p:8x8x8",
+            "<Placement fsdp:64, tp:8 on v5p:8x8x8 (512 devices, 128 hosts)>",
+        ),
+        ("dp:-1", "cpu:1", "<Placement dp:1 on cpu:1 (1 device, 1 host)>"),
+    ],
+)
+def test_repr_of_a_placement_is_its_headline(spec, on, shown):
+    assert repr(mw.place(spec, on)) == shown
+
+
+def test_repr_of_a_placement_and_its_axes_fits_in_200_characters_however_many_there_are():
+    names = [f"an_axis_with_quite_a_long_name_{i}" for i in range(31)]
+    placed = mw.place([("tp", 512), *((name, 1) for name in names)], "v5p:8x8x8")
+    assert len(repr(placed)) == 200
+    assert repr(placed.axes[0]).startswith("<AxisPlan tp:512, grid, all-gather ")
+    assert all(len(repr(axis)) <= 200 for axis in placed.axes)
+    assert all(
+        len(repr(value)) <= 200 for axis in placed.axes for value in (axis.cost, *axis.parts)
+    )

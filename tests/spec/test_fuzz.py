@@ -135,8 +135,8 @@ def test_nothing_but_our_own_error_comes_out_of_types_dcn_and_sizes() -> None:
     for _ in range(5_000):
         for what, call in (
             ("types", lambda: spec.with_types(nested(rng))),
-            ("dcn", lambda: spec.with_slow(nested(rng), scalar(rng))),
-            ("dcn text", lambda: spec.with_slow(mutated(rng))),
+            ("dcn", lambda: spec.with_dcn(nested(rng), scalar(rng))),
+            ("dcn text", lambda: spec.with_dcn(mutated(rng))),
             ("resolve", lambda: spec.resolve(scalar(rng), scalar(rng))),
         ):
             try:

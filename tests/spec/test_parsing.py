@@ -293,3 +293,11 @@ def test_types_by_name_leave_the_others_alone() -> None:
 def test_bad_types_are_named(bad: Any, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         parse("dp:2, tp:4").with_types(bad)
+
+
+def test_repr_says_the_spec_and_fits_in_200_characters() -> None:
+    assert repr(MeshSpec.parse("dp:2,fsdp=-1")) == "<MeshSpec dp:2, fsdp:-1>"
+    assert repr(AxisSpec("tp", 4, slow=2, type="manual")) == "<AxisSpec tp:2*4:manual>"
+    longest = MeshSpec.parse({f"{i:\\>100}": 1 for i in range(32)})
+    assert len(repr(longest)) == 200
+    assert all(len(repr(axis)) <= 200 for axis in longest.axes)

@@ -76,7 +76,7 @@ def test_the_resolved_sizes_always_multiply_to_the_devices(
             8,
             None,
             "'dp:3, tp:-1': the sizes given multiply to 3, which does not divide 8 devices, "
-            "so 'tp' has nothing whole to take",
+            "so -1 for 'tp' cannot be inferred",
         ),
         ("dp:16, tp:-1", 8, None, "multiply to 16, which does not divide 8 devices"),
         ("dp:-1", 8, 3, "8 devices do not form 3 equal slices"),
@@ -105,40 +105,40 @@ def test_what_does_not_fit_says_by_how_much(
         parse(spec).resolve(devices, slices)
 
 
-def test_with_slow_keeps_every_size() -> None:
+def test_with_dcn_keeps_every_size() -> None:
     spec = parse("dp:4, fsdp:16, tp:2")
     for dcn in ((2, 4, 1), [2, 4, 1], {"dp": 2, "fsdp": 4}, "dp:2, fsdp:4", "fsdp=4,dp=2"):
-        spread = spec.with_slow(dcn)
+        spread = spec.with_dcn(dcn)
         assert spread.sizes == spec.sizes
         assert [axis.slow for axis in spread.axes] == [2, 4, 1]
-    assert str(spec.with_slow("dp:2, fsdp:4")) == "dp:2*2, fsdp:4*4, tp:1*2"
+    assert str(spec.with_dcn("dp:2, fsdp:4")) == "dp:2*2, fsdp:4*4, tp:1*2"
 
 
-def test_with_slow_none_leaves_the_split_free() -> None:
+def test_with_dcn_none_leaves_the_split_free() -> None:
     spec = parse("dp:4")
-    assert spec.with_slow(None) is spec
+    assert spec.with_dcn(None) is spec
 
 
-def test_with_slow_minus_one_takes_what_is_left_of_the_slices() -> None:
-    assert str(parse("dp:2, fsdp:16").with_slow((2, -1), slices=8)) == "dp:2*1, fsdp:4*4"
-    assert str(parse("dp:2, fsdp:16").with_slow({"fsdp": -1}, slices=2)) == "dp:1*2, fsdp:2*8"
+def test_with_dcn_minus_one_takes_what_is_left_of_the_slices() -> None:
+    assert str(parse("dp:2, fsdp:16").with_dcn((2, -1), slices=8)) == "dp:2*1, fsdp:4*4"
+    assert str(parse("dp:2, fsdp:16").with_dcn({"fsdp": -1}, slices=2)) == "dp:1*2, fsdp:2*8"
 
 
-def test_with_slow_on_an_open_axis_fixes_the_slow_part_alone() -> None:
-    spread = parse("dp:-1, tp:4").with_slow({"dp": 2})
+def test_with_dcn_on_an_open_axis_fixes_the_slow_part_alone() -> None:
+    spread = parse("dp:-1, tp:4").with_dcn({"dp": 2})
     assert str(spread) == "dp:2*-1, tp:1*4"
     assert spread.resolve(64, slices=2).sizes == (16, 4)
 
 
-def test_with_slow_agrees_with_what_the_spec_says() -> None:
+def test_with_dcn_agrees_with_what_the_spec_says() -> None:
     spec = parse("dp:2*4")
-    assert spec.with_slow({"dp": 2}) == spec
+    assert spec.with_dcn({"dp": 2}) == spec
     with pytest.raises(SpecError, match="'dp': the spec says 2 over the slow network, dcn says 4"):
-        spec.with_slow({"dp": 4})
+        spec.with_dcn({"dp": 4})
 
 
-def test_with_slow_keeps_the_types() -> None:
-    assert parse("dp:4:explicit").with_slow((2,)).types == ("explicit",)
+def test_with_dcn_keeps_the_types() -> None:
+    assert parse("dp:4:explicit").with_dcn((2,)).types == ("explicit",)
 
 
 @pytest.mark.parametrize(
@@ -169,15 +169,15 @@ def test_with_slow_keeps_the_types() -> None:
 )
 def test_a_dcn_that_does_not_fit_is_refused(dcn: Any, slices: Any, message: str) -> None:
     with pytest.raises(SpecError, match=message):
-        parse("dp:4, tp:4").with_slow(dcn, slices)
+        parse("dp:4, tp:4").with_dcn(dcn, slices)
 
 
 @given(
     st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=5),
 )
-def test_with_slow_splits_any_size_its_parts_divide(parts: list[tuple[int, int]]) -> None:
+def test_with_dcn_splits_any_size_its_parts_divide(parts: list[tuple[int, int]]) -> None:
     names = [f"a{i}" for i in range(len(parts))]
     spec = parse([slow * fast for slow, fast in parts], names=names)
-    spread = spec.with_slow([slow for slow, _ in parts])
+    spread = spec.with_dcn([slow for slow, _ in parts])
     assert [(axis.slow, axis.fast) for axis in spread.axes] == parts
     assert spread.sizes == spec.sizes

@@ -24,7 +24,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.hardware.topology import Topology
 from meshwright.hardware.topology import topology as read_topology
 from meshwright.meshes.build import placement_of, warn_idle
-from meshwright.meshes.devices import target
+from meshwright.meshes.devices import target_topology
 from meshwright.spec.mesh_spec import MeshSpec
 
 
@@ -136,4 +136,4 @@ class MeshCommand:
 
 
 def _hardware(on: str | None, slices: int) -> Topology:
-    return target(None, None, slices) if on is None else read_topology(on, slices=slices)
+    return target_topology(None, None, slices) if on is None else read_topology(on, slices=slices)

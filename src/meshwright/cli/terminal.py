@@ -17,15 +17,15 @@ from rich.console import Console
 from rich.text import Text
 
 from meshwright.errors import MeshwrightError, near, short
-from meshwright.hardware.topology import Topology, as_text
-from meshwright.placement.placement import Placement, drawing
+from meshwright.hardware.topology import Topology
+from meshwright.placement.placement import Placement, draw_groups
 
 _COLOURS = ("red", "green", "yellow", "blue", "magenta", "cyan")
 
 
 def show_topology(topology: Topology) -> None:
     console = _console()
-    first, *rest = as_text(topology).splitlines()
+    first, *rest = str(topology).splitlines()
     _print(console, Text(first, style="bold"))
     for line in rest:
         _print(console, Text(line))
@@ -48,7 +48,7 @@ def show_placement(placement: Placement) -> None:
     _print(console, Text(heading, style="dim"))
     for line in rest:
         _print(console, Text(line))
-    title, *lines = drawing(placement).splitlines()
+    title, *lines = draw_groups(placement).splitlines()
     _print(console, Text(title, style="dim"))
     for line in lines:
         _print(console, _coloured(line))

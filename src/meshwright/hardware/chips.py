@@ -1,4 +1,6 @@
-"""The chips we know, with their speeds. Numbers are nominal and one-way unless said.
+"""Table of the known chips: speeds, memory, host shapes, and what the GPU compiler is told of them.
+
+Numbers are nominal and one-way unless said.
 
 Sources: "cloud docs" are the vendor's public pages for each TPU version (per-chip tables);
 "datasheet" is the vendor's product sheet of the GPU. A caller who measured better numbers
@@ -11,14 +13,23 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
+from meshwright._show import short_repr
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Chip:
     """One kind of accelerator. GB/s are 1e9 bytes a second, one way.
 
-    `link`: per torus link of a TPU; per device into its NVLink switch on a GPU.
-    `network`: per chip out of its slice, NVLink domain or host. `core`: between the devices
-    that share a chip. `torus`: how many dimensions the interconnect has (0: a switch).
+    - `kinds`: the values of JAX's `device_kind` that mean this chip.
+    - `tflops`: bf16 peak; `memory_gb`, `memory_tbps`: size and bandwidth of its memory.
+    - `link`: GB/s per torus link of a TPU; per device into its NVLink switch on a GPU.
+    - `network`: GB/s per chip out of its slice, NVLink domain or host.
+    - `torus`: how many dimensions the interconnect has (0: a switch).
+    - `cores`: how many JAX devices share a chip; `core`: GB/s between them.
+    - `host`: the box of chips that one host holds. `domain`: the most GPUs of one NVLink domain.
+      `pod`: the most chips of one slice.
+    - `gathers_planes`: whether its compiler gathers over several whole wrapped directions at once
+      (docs/model.md has the evidence).
     """
 
     name: str
@@ -36,6 +47,9 @@ class Chip:
     domain: int = 0
     pod: int = 0
     gathers_planes: bool = False
+
+    def __repr__(self) -> str:
+        return short_repr(self, f"{self.name}: {self.tflops:g} TFLOP/s, {self.memory_gb:g} GB")
 
 
 CHIPS: Mapping[str, Chip] = {
@@ -186,7 +200,7 @@ CHIPS: Mapping[str, Chip] = {
 
 
 def chip_of_kind(kind: str, platform: str) -> Chip | None:
-    """The chip behind a JAX `device_kind`, or `None`.
+    """Return the chip that a JAX `device_kind` names, or `None` if the table has no such chip.
 
     >>> chip_of_kind("TPU v5 lite", "tpu").name
     'v5e'
@@ -196,20 +210,19 @@ def chip_of_kind(kind: str, platform: str) -> Chip | None:
     for chip in CHIPS.values():
         if kind in chip.kinds:
             return chip
+    # GPU drivers append form factor and memory, so a prefix must do. Not for TPUs: "TPU v5" is
+    # v5p, and "TPU v5 lite" is v5e.
     for chip in CHIPS.values():
         if chip.family == "gpu" and any(kind.startswith(known) for known in chip.kinds):
             return chip
     return CHIPS["cpu"] if platform == "cpu" else None
 
 
-# What the GPU compiler must know about a GPU that is not there.
-
-
-# Per chip: the name its driver reports, compute capability, streaming multiprocessors, FP32
-# lanes in each, shared memory per multiprocessor and per block (bytes), L2 cache (bytes),
-# clock (GHz). From the vendor's architecture white papers and the compute capability tables of
-# the programming guide.
-_FACTS: dict[str, tuple[str, tuple[int, int], int, int, int, int, int, float]] = {
+# What the GPU compiler must know about a GPU that is not there. Per chip: the name its driver
+# reports, compute capability, streaming multiprocessors, FP32 lanes in each, shared memory per
+# multiprocessor and per block (bytes), L2 cache (bytes), clock (GHz). From the vendor's
+# architecture white papers and the compute capability tables of the programming guide.
+_GPU_FACTS: dict[str, tuple[str, tuple[int, int], int, int, int, int, int, float]] = {
     "a100": ("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 167936, 166912, 41943040, 1.41),
     "h100": ("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 233472, 232448, 52428800, 1.98),
     "h200": ("NVIDIA H200", (9, 0), 132, 128, 233472, 232448, 62914560, 1.98),
@@ -218,9 +231,9 @@ _FACTS: dict[str, tuple[str, tuple[int, int], int, int, int, int, int, float]] =
 }
 
 
-def target_config(chip: Chip) -> str:
-    """The compiler's description of the chip, as a text proto."""
-    name, (major, minor), cores, lanes, shared, shared_block, cache, clock = _FACTS[chip.name]
+def gpu_target_config(chip: Chip) -> str:
+    """Describe a GPU to XLA: its `GpuTargetConfigProto` in text form."""
+    name, (major, minor), cores, lanes, shared, shared_block, cache, clock = _GPU_FACTS[chip.name]
     return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024

@@ -1,4 +1,9 @@
-"""From a name to a `Topology`, by tables of our own."""
+"""Read hardware names such as `v5p:8x8x8`, `h100:8x4` or `cpu:8` into a `Topology`.
+
+Done by tables of our own, without the vendor's compiler: `tests/compilers` compares the two.
+The last part of the file says which shapes a TPU comes in, which of their dimensions wrap
+around, and which may be wired as twisted tori.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +21,17 @@ from meshwright.hardware.chips import CHIPS, Chip
 from meshwright.hardware.topology import PhysicalAxis, Topology
 
 _NAME = re.compile(r"([a-z0-9]+):([0-9]+(?:x[0-9]+)*)(_twisted|_untwisted)?", re.ASCII)
-_ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "v6lite": "v6e", "v7x": "tpu7x", "v7": "tpu7x"}
-_ALIASES |= {"tpu7": "tpu7x", "ironwood": "tpu7x", "trillium": "v6e"}
+# What the vendor's own tools and pages call the same chips.
+_ALIASES = {
+    "v5litepod": "v5e",
+    "v5lite": "v5e",
+    "v6lite": "v6e",
+    "trillium": "v6e",
+    "v7x": "tpu7x",
+    "v7": "tpu7x",
+    "tpu7": "tpu7x",
+    "ironwood": "tpu7x",
+}
 # Enough for any machine; every device costs a few bytes here.
 LARGEST = 2**22
 
@@ -29,22 +43,27 @@ def from_name(
     twisted: bool | None = None,
     speeds: Mapping[str, float] | None = None,
 ) -> Topology:
-    """See `topology`."""
+    """Build the topology of a name; the options are those of `topology`."""
     chip, shape, says_twisted = parse_name(name)
     chip = with_speeds(chip, speeds)
     slices = check_count("slices", slices)
     if says_twisted is not None and twisted not in (None, says_twisted):
-        raise TopologyError(f"{short(name)} and twisted={twisted} contradict each other.")
+        raise TopologyError(
+            f"{short(name)} and twisted={twisted} contradict each other.", option="twisted"
+        )
     twisted = bool(says_twisted or twisted)
     if chip.family == "tpu":
-        return _tpu(chip, shape, slices, chips_per_host, twisted)
+        return _tpu_topology(chip, shape, slices, chips_per_host, twisted)
     if twisted or chips_per_host is not None:
-        raise TopologyError(f"{short(name)}: twisted and chips_per_host are for TPUs.")
-    return _switched(chip, shape, slices)
+        raise TopologyError(
+            f"{short(name)}: twisted and chips_per_host are for TPUs.",
+            option="twisted" if twisted else "chips_per_host",
+        )
+    return _switched_topology(chip, shape, slices)
 
 
 def parse_name(name: str) -> tuple[Chip, tuple[int, ...], bool | None]:
-    """The parts of a name; suggests the near one when it is misspelt."""
+    """Split a name into chip, shape and whether it says `_twisted`; suggest near chip names."""
     cleaned = name.strip().lower()
     match = _NAME.fullmatch(cleaned)
     word = _ALIASES.get(cleaned.split(":")[0], cleaned.split(":")[0])
@@ -59,7 +78,7 @@ def parse_name(name: str) -> tuple[Chip, tuple[int, ...], bool | None]:
         raise TopologyError(
             f"{short(name)} is not a chip and a shape. Write e.g. '{chip.name}:{example}'."
         )
-    if len(match[2]) > 40:
+    if len(match[2]) > 40:  # before `int`, which refuses thousands of digits in words of its own
         raise TopologyError(f"{short(name)}: the shape is far too long.")
     shape = tuple(int(side) for side in match[2].split("x"))
     if 0 in shape or math.prod(shape) > LARGEST:
@@ -68,16 +87,22 @@ def parse_name(name: str) -> tuple[Chip, tuple[int, ...], bool | None]:
 
 
 def with_speeds(chip: Chip, speeds: Mapping[str, float] | None) -> Chip:
-    """The chip with speeds of the caller's own."""
+    """Return the chip with the caller's own speeds in place of the table's."""
     if speeds is not None and not isinstance(speeds, Mapping):
-        raise TopologyError(f"speeds: {short(speeds)} is not a dict such as {{'link': 90}}.")
+        raise TopologyError(
+            f"speeds: {short(speeds)} is not a dict such as {{'link': 90}}.", option="speeds"
+        )
     known = ("link", "network", "core", "tflops", "memory_gb", "memory_tbps")
     for key, value in (speeds or {}).items():
         if key not in known:
-            raise TopologyError(f"speeds: no {short(key)}.{near(str(key), known)} Known: {known}.")
-        bad = isinstance(value, bool) or not isinstance(value, numbers.Real)
-        if bad or not 0 < value < 1e30:
-            raise TopologyError(f"speeds: {key} = {short(value)} is not a number above 0.")
+            raise TopologyError(
+                f"speeds: no {short(key)}.{near(str(key), known)} Known: {known}.", option="speeds"
+            )
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not is_number or not 0 < value < 1e30:
+            raise TopologyError(
+                f"speeds: {key} = {short(value)} is not a number above 0.", option="speeds"
+            )
     floats = {key: float(value) for key, value in (speeds or {}).items()}
     return dataclasses.replace(chip, **floats)  # type: ignore[arg-type]
 
@@ -95,7 +120,7 @@ def check_total(name: str, devices: int) -> None:
 def torus_axes(
     chip: Chip, shape: Sequence[int], wraps: Sequence[bool], twisted: bool = False
 ) -> tuple[PhysicalAxis, ...]:
-    """Directions x, y, z of a slice. Twisted: every side but the longest ones is."""
+    """The directions x, y, z of a slice. In a twisted one, every side but the longest is."""
     longest = max(shape)
     return tuple(
         PhysicalAxis(
@@ -106,10 +131,11 @@ def torus_axes(
 
 
 def network_axis(chip: Chip, slices: int, name: str) -> PhysicalAxis:
+    # The table says what leaves a chip; the devices on it share that.
     return PhysicalAxis(name, slices, "network", chip.network / chip.cores)
 
 
-def _tpu(
+def _tpu_topology(
     chip: Chip,
     shape: tuple[int, ...],
     slices: int,
@@ -118,14 +144,15 @@ def _tpu(
 ) -> Topology:
     if len(shape) != chip.torus:
         raise TopologyError(
-            f"{chip.name}:{text(shape)} has {len(shape)} sides; {chip.name} shapes have "
+            f"{chip.name}:{shape_text(shape)} has {len(shape)} sides; {chip.name} shapes have "
             f"{chip.torus}, e.g. {chip.name}:{'x'.join('4' * chip.torus)}."
         )
     check_shape(chip, shape)
-    if twisted and not may_twist(chip, shape):
+    if twisted and not can_twist(chip, shape):
         raise TopologyError(
-            f"{chip.name}:{text(shape)} cannot be twisted: only n x n x 2n and n x 2n x 2n of "
-            "whole 4x4x4 cubes can."
+            f"{chip.name}:{shape_text(shape)} cannot be twisted: only n x n x 2n and n x 2n x 2n "
+            "of whole 4x4x4 cubes can.",
+            option="twisted",
         )
     host_shape = _host_shape(chip, shape, chips_per_host)
     axes = torus_axes(chip, shape, wraparound(chip, shape), twisted)
@@ -133,23 +160,21 @@ def _tpu(
         axes = (network_axis(chip, slices, "slice"), *axes)
     if chip.cores > 1:
         axes = (*axes, PhysicalAxis("core", chip.cores, "core", chip.core))
-    name = f"{chip.name}:{text(shape)}" + ("_twisted" if twisted else "")
+    name = f"{chip.name}:{shape_text(shape)}" + ("_twisted" if twisted else "")
     check_total(name, math.prod(axis.size for axis in axes))
-    host = _hosts(shape, host_shape)
-    per_slice = int(host.max()) + 1
-    host = (
-        host[None]
-        + per_slice
-        * np.arange(slices, dtype=np.int32).reshape(-1, 1, 1, 1)[(...,) + (0,) * (3 - len(shape))]
+    host = _host_numbers(shape, host_shape)
+    # Hosts are numbered on from slice to slice, and the cores of a chip share one.
+    first_hosts = (int(host.max()) + 1) * np.arange(slices, dtype=np.int32)
+    host = np.add.outer(first_hosts, host)
+    host = np.repeat(host[..., None], chip.cores, axis=-1).reshape(
+        tuple(axis.size for axis in axes)
     )
-    host = np.repeat(host[..., None], chip.cores, axis=-1).reshape(tuple(a.size for a in axes))
-    return build(name, chip, axes, host, slices)
+    return _without_devices(name, chip, axes, host, slices)
 
 
-def build(
+def _without_devices(
     name: str, chip: Chip, axes: tuple[PhysicalAxis, ...], host: np.ndarray, slices: int = 1
 ) -> Topology:
-    """A topology without devices."""
     devices = math.prod(axis.size for axis in axes)
     return Topology(
         name=name + (f" x {slices} slices" if slices > 1 and chip.family == "tpu" else ""),
@@ -160,28 +185,35 @@ def build(
     )
 
 
-def _host_shape(chip: Chip, shape: tuple[int, ...], asked: Sequence[int] | None) -> tuple[int, ...]:
-    if asked is None:
+def _host_shape(
+    chip: Chip, shape: tuple[int, ...], chips_per_host: Sequence[int] | None
+) -> tuple[int, ...]:
+    if chips_per_host is None:
         # cloud docs: slices of up to 8 chips of the planar kinds are one machine.
         if chip.torus == 2 and math.prod(shape) <= 8:
             return shape
         return tuple(min(side, per_host) for side, per_host in zip(shape, chip.host, strict=True))
-    if isinstance(asked, str) or not isinstance(asked, (list, tuple)):
-        raise TopologyError(f"chips_per_host: {short(asked)} is not a list such as (2, 2, 1).")
-    sides = tuple(check_count("chips_per_host", side) for side in asked)
+    if isinstance(chips_per_host, str) or not isinstance(chips_per_host, (list, tuple)):
+        raise TopologyError(
+            f"chips_per_host: {short(chips_per_host)} is not a list such as (2, 2, 1).",
+            option="chips_per_host",
+        )
+    # The TPU compiler's own option names three sides, also for planar chips: trailing 1s are free.
+    sides = tuple(check_count("chips_per_host", side) for side in chips_per_host)
     sides += (1,) * (len(shape) - len(sides))
     if len(sides) != len(shape) and set(sides[len(shape) :]) == {1}:
         sides = sides[: len(shape)]
     if len(sides) != len(shape) or any(s % h for s, h in zip(shape, sides, strict=True)):
         raise TopologyError(
-            f"chips_per_host {text(sides)} does not divide the slice {text(shape)}. "
-            f"Default: {text(chip.host)}."
+            f"chips_per_host {shape_text(sides)} does not divide the slice {shape_text(shape)}. "
+            f"Default: {shape_text(chip.host)}.",
+            option="chips_per_host",
         )
     return sides
 
 
-def _hosts(shape: tuple[int, ...], host_shape: tuple[int, ...]) -> np.ndarray:
-    """Hosts are boxes, numbered with x running fastest, as the vendor's runtime does."""
+def _host_numbers(shape: tuple[int, ...], host_shape: tuple[int, ...]) -> np.ndarray:
+    """The host of every chip: hosts are boxes, x running fastest, as the vendor's runtime does."""
     counts = [side // per_host for side, per_host in zip(shape, host_shape, strict=True)]
     steps = np.cumprod([1, *counts[:-1]])
     host = np.zeros(shape, np.int32)
@@ -191,19 +223,23 @@ def _hosts(shape: tuple[int, ...], host_shape: tuple[int, ...]) -> np.ndarray:
     return host
 
 
-def _switched(chip: Chip, shape: tuple[int, ...], slices: int) -> Topology:
-    """GPUs and CPUs: `per domain x domains`."""
+def _switched_topology(chip: Chip, shape: tuple[int, ...], slices: int) -> Topology:
+    """GPUs and CPUs: `devices per domain x domains`, a switch inside each domain."""
     if len(shape) > 2:
         raise TopologyError(
-            f"{chip.name}:{text(shape)} has {len(shape)} sides; write devices per "
+            f"{chip.name}:{shape_text(shape)} has {len(shape)} sides; write devices per "
             f"{'NVLink domain' if chip.family == 'gpu' else 'host'} x how many, "
             f"e.g. {chip.name}:{chip.domain or 8}x4."
         )
     inside, domains = (*shape, 1)[:2]
     if slices > 1 and len(shape) == 2:
-        raise TopologyError(f"{chip.name}:{text(shape)} already says {domains}; leave slices out.")
+        raise TopologyError(
+            f"{chip.name}:{shape_text(shape)} already says {domains}; leave slices out.",
+            option="slices",
+        )
     domains = max(domains, slices)
     if chip.domain and inside > chip.domain:
+        # Most likely all GPUs were meant: show how they divide over full domains.
         per_domain = next(d for d in range(chip.domain, 0, -1) if inside % d == 0)
         several = f"{chip.name}:{per_domain}x{inside // per_domain * domains}"
         raise TopologyError(
@@ -216,6 +252,7 @@ def _switched(chip: Chip, shape: tuple[int, ...], slices: int) -> Topology:
             f"{chip.name}: {inside} GPUs do not fill hosts of {per_host}. Use one of "
             f"{listing(range(per_host, chip.domain + 1, per_host), 20)}."
         )
+    # A domain within one host is that host; a larger one (GB200) has several.
     word = "domain" if inside > per_host else "host"
     local = PhysicalAxis("gpu" if chip.family == "gpu" else "cpu", inside, "switch", chip.link)
     axes: tuple[PhysicalAxis, ...] = (local,)
@@ -224,68 +261,61 @@ def _switched(chip: Chip, shape: tuple[int, ...], slices: int) -> Topology:
     check_total(chip.name, inside * domains)
     host = np.arange(inside * domains, dtype=np.int32) // min(per_host, inside)
     name = f"{chip.name}:{inside}" + (f"x{domains}" if domains > 1 else "")
-    return build(name, chip, axes, host.reshape(tuple(a.size for a in axes)))
+    return _without_devices(name, chip, axes, host.reshape(tuple(axis.size for axis in axes)))
 
 
-# Which shapes a TPU comes in, which of their dimensions wrap around, which may be twisted.
-
-
-# cloud docs: every slice shape of the two-dimensional chips.
+# Which shapes a TPU comes in. From the cloud docs: every slice shape of the two-dimensional chips.
 PLANAR = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-# cloud docs: the shapes below one cube of 4x4x4; v5p and TPU7x lack a few, all are buildable.
+# And the shapes below one cube of 4x4x4; v5p and TPU7x lack a few, all are buildable.
 BELOW_CUBE = ((1, 1, 1), (1, 2, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
 
 def check_shape(chip: Chip, shape: tuple[int, ...]) -> None:
     """Refuse a shape that this chip does not come in, and name the near ones."""
     if chip.torus == 2:
-        known = {
-            *PLANAR,
-            *(s[::-1] for s in PLANAR),
-        }
-        if shape not in known:
+        if shape not in PLANAR and shape[::-1] not in PLANAR:
             raise TopologyError(
-                f"{chip.name} does not come in {text(shape)}. Its shapes: "
-                f"{listing((text(s) for s in PLANAR), 10)}."
+                f"{chip.name} does not come in {shape_text(shape)}. Its shapes: "
+                f"{listing((shape_text(s) for s in PLANAR), 10)}."
             )
         return
     chips = math.prod(shape)
-    if len(shape) == 3 and (shape in BELOW_CUBE or is_cubes(shape)) and chips <= chip.pod:
+    if len(shape) == 3 and (shape in BELOW_CUBE or is_whole_cubes(shape)) and chips <= chip.pod:
         return
     if chips > chip.pod:
         why = f"it has {chips} chips and a pod has {chip.pod}"
     else:
-        why = f"beyond {text(BELOW_CUBE[-1])} every side is a multiple of 4"
+        why = f"beyond {shape_text(BELOW_CUBE[-1])} every side is a multiple of 4"
     rounded = tuple(max(4, 4 * round(side / 4)) for side in (*shape, 1, 1)[:3])
-    near = f" Near: {text(rounded)}." if math.prod(rounded) <= chip.pod else ""
+    nearest = f" Near: {shape_text(rounded)}." if math.prod(rounded) <= chip.pod else ""
     raise TopologyError(
-        f"{chip.name} does not come in {text(shape)}: {why}. Smaller shapes: "
-        f"{listing(text(s) for s in BELOW_CUBE)}.{near}"
+        f"{chip.name} does not come in {shape_text(shape)}: {why}. Smaller shapes: "
+        f"{listing(shape_text(s) for s in BELOW_CUBE)}.{nearest}"
     )
 
 
 def wraparound(chip: Chip, shape: Sequence[int]) -> tuple[bool, ...]:
-    """Which dimensions close to a ring.
+    """Return which dimensions of a slice close to a ring.
 
     v5e and v6e: only a whole side of 16. v4, v5p, TPU7x: all, once the slice is made of
-    whole 4x4x4 cubes.
+    whole 4x4x4 cubes, because optical switches join the faces of the cubes.
     """
     if chip.torus == 2:
         return tuple(side == 16 for side in shape)
-    return (is_cubes(shape),) * len(shape)
+    return (is_whole_cubes(shape),) * len(shape)
 
 
-def may_twist(chip: Chip, shape: Sequence[int]) -> bool:
-    """n x n x 2n and n x 2n x 2n, made of whole cubes, can be wired as twisted tori."""
-    if chip.torus != 3 or not is_cubes(shape):
+def can_twist(chip: Chip, shape: Sequence[int]) -> bool:
+    """Whether a slice can be a twisted torus: n x n x 2n or n x 2n x 2n, made of whole cubes."""
+    if chip.torus != 3 or not is_whole_cubes(shape):
         return False
     a, b, c = sorted(shape)
     return c == 2 * a and b in (a, c)
 
 
-def is_cubes(shape: Sequence[int]) -> bool:
+def is_whole_cubes(shape: Sequence[int]) -> bool:
     return all(side % 4 == 0 for side in shape)
 
 
-def text(shape: Sequence[int]) -> str:
+def shape_text(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape))

@@ -1,9 +1,13 @@
-"""`Topology`: every device at a point of a physical grid, and what each direction is."""
+"""`Topology`: every device at a point of a physical grid, and `topology()`, which makes one.
+
+A grid point is what JAX calls a device (a core of a TPU7x chip, a whole chip elsewhere). Each
+direction of the grid is a `PhysicalAxis`: a torus dimension, a switch, the cores of a chip, or
+the slow network that joins slices, NVLink domains or hosts.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import html
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from meshwright._text import plural
+from meshwright._show import Sheet, Shown
+from meshwright._text import plural, plural_noun
 from meshwright.errors import TopologyError, short
 from meshwright.hardware.chips import Chip
 
@@ -36,23 +41,29 @@ class PhysicalAxis:
 
     def __str__(self) -> str:
         if self.kind == "network":
-            return f"{self.size} {self.name}{'s' if self.size > 1 else ''} over the slow network"
+            return f"{self.size} {plural_noun(self.size, self.name)} over the slow network"
         ends = " twisted" if self.twisted else (" wraps" if self.wraps else "")
         return f"{self.name} {self.size}{ends}"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Topology:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Topology(Shown):
     """Where the devices are: pure data, made without touching any of them.
 
     `axes` run from the slowest network to the fastest; `shape` is their sizes. `host` gives
     the host of every grid point. `index` gives, for every grid point, the place of its
-    device in `devices` (or in the hardware's own order when there are no devices).
+    device in `devices` (or in the hardware's own order when there are no devices). `scattered`:
+    the devices fill no box of the torus, so their links are unknown.
+
+    Topologies compare by identity (`eq=False`): they are keys of caches, and comparing or hashing
+    the arrays of a large one would cost more than what is cached.
 
     >>> import meshwright as mw
     >>> pod = mw.topology("v5p:4x4x8", slices=2)
     >>> pod.num_devices, pod.num_hosts, pod.num_slices, pod.shape
     (256, 64, 2, (2, 4, 4, 8))
+    >>> pod
+    <Topology v5p:4x4x8 x 2 slices: 256 devices on 64 hosts>
     """
 
     name: str
@@ -100,20 +111,47 @@ class Topology:
         return np.stack(np.unravel_index(np.arange(self.num_devices), self.shape), axis=-1)
 
     def size_of(self, kind: Kind) -> int:
+        """The number of devices along all directions of one kind, 1 if there is none."""
         return math.prod(axis.size for axis in self.axes if axis.kind == kind)
 
-    def __str__(self) -> str:
-        return as_text(self)
-
-    def _repr_html_(self) -> str:
-        return as_html(self)
+    def _sheet(self) -> Sheet:
+        devices = plural(self.num_devices, "device")
+        if self.num_chips != self.num_devices:
+            devices += f" = {plural(self.num_chips, 'chip')}"
+        headline = f"{self.name}: {devices} on {plural(self.num_hosts, 'host')}"
+        lines = [f"  {axis}, {axis.speed:.4g} GB/s {_PER[axis.kind]}" for axis in self.axes]
+        if self.scattered:
+            lines.append("  scattered: these devices fill no box, their links are unknown")
+        return Sheet(headline, ["\n".join(lines)])
 
     def to_json(self) -> dict[str, Any]:
-        """Everything a script needs, as plain data."""
-        return as_json(self)
+        """Return everything a script needs, as plain data."""
+        return {
+            "name": self.name,
+            "chip": self.chip.name,
+            "devices": self.num_devices,
+            "chips": self.num_chips,
+            "hosts": self.num_hosts,
+            "slices": self.num_slices,
+            "scattered": self.scattered,
+            "axes": [
+                {
+                    "name": axis.name,
+                    "size": axis.size,
+                    "kind": axis.kind,
+                    "gb_per_s": axis.speed,
+                    "wraps": axis.wraps,
+                    "twisted": axis.twisted,
+                }
+                for axis in self.axes
+            ],
+            "memory_gb": self.chip.memory_gb,
+            "bf16_tflops": self.chip.tflops,
+        }
 
 
-# `topology(...)`: one door for names, device lists and ready topologies.
+# What the speed of a direction is counted per.
+_PER = {"torus": "a link", "switch": "a device", "network": "a device", "core": "between cores"}
 
 
 def topology(
@@ -125,14 +163,15 @@ def topology(
     speeds: Mapping[str, float] | None = None,
     sort_slices: bool = True,
 ) -> Topology:
-    """The hardware behind a name such as `v5p:8x8x8`, or behind JAX devices.
+    """Describe the hardware that a name such as `v5p:8x8x8` means, or a list of JAX devices.
 
     Names: `v4: v5e: v5p: v6e: tpu7x:` with a shape (`v5p:4x4x8_twisted` for a twisted torus),
     `a100: h100: h200: b200: gb200:` with GPUs per NVLink domain and domains (`h100:8x4` is 4
     hosts of 8), `cpu:` with devices and hosts. `slices` joins several by the slow network.
     `chips_per_host` overrides how a TPU slice is cut into hosts, `speeds` any of `link`,
-    `network`, `core` in GB/s. Device lists: `sort_slices=False` keeps slices in the order
-    in which they appear.
+    `network`, `core` in GB/s (or `tflops`, `memory_gb`, `memory_tbps`). Device lists:
+    `sort_slices=False` keeps slices in the order in which they appear. A `Topology` is returned
+    as it is. Raises `TopologyError` for hardware that is unknown or cannot exist.
 
     >>> print(topology("v5e:16x16"))
     v5e:16x16: 256 devices on 64 hosts
@@ -140,7 +179,9 @@ def topology(
       y 16 wraps, 50 GB/s a link
     """
     if twisted is not None and not isinstance(twisted, bool):
-        raise TopologyError(f"twisted: {short(twisted)} is not True, False or None.")
+        raise TopologyError(
+            f"twisted: {short(twisted)} is not True, False or None.", option="twisted"
+        )
     if isinstance(source, Topology):
         if slices != 1 or chips_per_host is not None or twisted is not None or speeds:
             raise TopologyError(
@@ -148,6 +189,7 @@ def topology(
                 "Pass them where it is made, topology(name, slices=...)."
             )
         return source
+    # `named` and `live` both build `Topology`s, so they import this module and not it them.
     if isinstance(source, str):
         from meshwright.hardware.named import from_name
 
@@ -164,63 +206,8 @@ def topology(
     return from_devices(list(source), twisted, speeds, sort_slices)
 
 
-# A topology as text, HTML and JSON.
-
-
-def headline(topology: Topology) -> str:
-    parts = [plural(topology.num_devices, "device")]
-    if topology.num_chips != topology.num_devices:
-        parts.append(plural(topology.num_chips, "chip"))
-    return f"{topology.name}: {' = '.join(parts)} on {plural(topology.num_hosts, 'host')}"
-
-
-def lines(topology: Topology) -> list[str]:
-    unit = {"torus": "a link", "switch": "a device", "network": "a device", "core": "between cores"}
-    return [f"{axis}, {axis.speed:.4g} GB/s {unit[axis.kind]}" for axis in topology.axes]
-
-
-def as_text(topology: Topology) -> str:
-    note = ["scattered: these devices fill no box, their links are unknown"]
-    shown = lines(topology) + (note if topology.scattered else [])
-    return "\n  ".join([headline(topology), *shown])
-
-
-def as_html(topology: Topology) -> str:
-    rows = "".join(f"<li>{html.escape(line)}</li>" for line in lines(topology))
-    return f"<div><b>{html.escape(headline(topology))}</b><ul>{rows}</ul></div>"
-
-
-def as_json(topology: Topology) -> dict[str, Any]:
-    chip = topology.chip
-    return {
-        "name": topology.name,
-        "chip": chip.name,
-        "devices": topology.num_devices,
-        "chips": topology.num_chips,
-        "hosts": topology.num_hosts,
-        "slices": topology.num_slices,
-        "scattered": topology.scattered,
-        "axes": [
-            {
-                "name": axis.name,
-                "size": axis.size,
-                "kind": axis.kind,
-                "gb_per_s": axis.speed,
-                "wraps": axis.wraps,
-                "twisted": axis.twisted,
-            }
-            for axis in topology.axes
-        ],
-        "memory_gb": chip.memory_gb,
-        "bf16_tflops": chip.tflops,
-    }
-
-
-# A compact, host-aligned part of a topology.
-
-
 def compact_part(topology: Topology, devices: int, slices: int | None = None) -> Topology:
-    """The part with `devices` devices that touches the fewest slices, then the fewest hosts.
+    """Return the part with `devices` devices on the fewest slices, then the fewest hosts.
 
     Among those, the box with the shortest sides; where every box is spread over too many
     hosts, simply host after host. `slices` asks for a number of slices. A ring stays one only
@@ -242,19 +229,22 @@ def compact_part(topology: Topology, devices: int, slices: int | None = None) ->
         (
             box
             for box in _boxes(topology.shape, devices)
-            if slices in (None, _slices(topology, box))
+            if slices in (None, _slices_in(topology, box))
         ),
-        key=lambda box: _badness(topology, box),
+        key=lambda box: _spread(topology, box),
         default=None,
     )
     if slices in (None, 1):
-        host_by_host = _first(topology, devices)
-        if best is None or _badness(topology, best)[1] > 1.5 * host_by_host.num_hosts:
+        # 7 chips of a v5e form a box only as a line through 4 hosts, but they fit on 2. Where a
+        # box wastes that many hosts, fewer hosts are worth more than links that are known.
+        host_by_host = _host_by_host(topology, devices)
+        if best is None or _spread(topology, best)[1] > 1.5 * host_by_host.num_hosts:
             return host_by_host
     elif best is None:
         raise TopologyError(
             f"no part of {topology.name} has {devices} devices in {slices} equal slices."
         )
+    # The box at the origin: elsewhere the links are the same, but hosts might be cut in two.
     where = tuple(slice(0, side) for side in best)
     axes = tuple(
         dataclasses.replace(
@@ -265,6 +255,8 @@ def compact_part(topology: Topology, devices: int, slices: int | None = None) ->
         )
         for axis, side in zip(topology.axes, best, strict=True)
     )
+    # Directions of one chip mean nothing, but a torus keeps its number of dimensions: 1x4 chips
+    # are still coordinates of a plane.
     keep = [d for d, axis in enumerate(axes) if axis.size > 1 or axis.kind == "torus"]
     keep = keep or [len(axes) - 1]
     shape = tuple(axes[d].size for d in keep)
@@ -278,7 +270,7 @@ def compact_part(topology: Topology, devices: int, slices: int | None = None) ->
 
 
 def _boxes(shape: tuple[int, ...], volume: int) -> Iterator[tuple[int, ...]]:
-    """Every box of this volume that fits."""
+    """Yield the sides of every box of this volume that fits."""
     sides = [[d for d in range(1, side + 1) if volume % d == 0] for side in shape[:-1]]
     for box in itertools.product(*sides):
         last, rest = divmod(volume, math.prod(box))
@@ -286,23 +278,25 @@ def _boxes(shape: tuple[int, ...], volume: int) -> Iterator[tuple[int, ...]]:
             yield (*box, last)
 
 
-def _slices(topology: Topology, box: tuple[int, ...]) -> int:
-    return math.prod(s for s, a in zip(box, topology.axes, strict=True) if a.kind == "network")
+def _slices_in(topology: Topology, box: tuple[int, ...]) -> int:
+    return math.prod(
+        side for side, axis in zip(box, topology.axes, strict=True) if axis.kind == "network"
+    )
 
 
-def _badness(topology: Topology, box: tuple[int, ...]) -> tuple[float, ...]:
-    slices = _slices(topology, box)
+def _spread(topology: Topology, box: tuple[int, ...]) -> tuple[float, ...]:
+    """How far a box is spread, to compare boxes: slices, hosts, length of its torus sides."""
     hosts = np.unique(topology.host[tuple(slice(0, side) for side in box)]).size
-    torus = [s for s, a in zip(box, topology.axes, strict=True) if a.kind == "torus"]
-    spread = sum(torus) if torus else 0
-    return (slices, hosts, spread, *box)
+    torus = sum(side for side, axis in zip(box, topology.axes, strict=True) if axis.kind == "torus")
+    # The sides themselves come last, so that ties break alike in every process.
+    return (_slices_in(topology, box), hosts, torus, *box)
 
 
-def _first(topology: Topology, devices: int) -> Topology:
-    """No box has this volume: take devices host by host."""
+def _host_by_host(topology: Topology, devices: int) -> Topology:
+    """The first devices in the order of their hosts, as one scattered switch."""
     order = np.argsort(topology.host.ravel(), kind="stable")[:devices]
     name = "chip" if topology.chip.family == "tpu" else topology.axes[-1].name
-    speed = min(axis.speed for axis in topology.axes)
+    speed = min(axis.speed for axis in topology.axes)  # links unknown: assume the slowest
     return dataclasses.replace(
         topology,
         name=f"{devices} of {topology.name}",

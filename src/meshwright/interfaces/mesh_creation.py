@@ -1,4 +1,8 @@
-"""`create_mesh` and `parse_mesh_from_string`: the interface of an older library, kept exactly."""
+"""`create_mesh`, CPU meshes, host shares and `DeviceMeshManager`: older libraries' interfaces.
+
+Names, signatures, defaults and error types are those of the older libraries, so that their users
+change an import and nothing else. The meshes are built by `meshwright.meshes`.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,23 @@ from jax.sharding import AbstractMesh, Mesh
 from meshwright import _compat
 from meshwright._checks import check_distinct, check_flag, check_integer, check_list, check_name
 from meshwright.errors import MeshError, SpecError, listing, near, short
-from meshwright.meshes.build import AXIS_TYPES, from_placement, placement_of, prepare, warn_idle
-from meshwright.meshes.devices import live_devices, target
+from meshwright.meshes.build import (
+    AXIS_TYPES,
+    AxisTypesLike,
+    build_mesh,
+    placement_of,
+    resolve_on,
+    warn_idle,
+)
+from meshwright.meshes.devices import live_devices, target_topology
 from meshwright.spec.mesh_spec import MeshSpec
 
 DEFAULT_DIMS = (1, -1, 1, 1, 1)
 DEFAULT_NAMES = ("dp", "fsdp", "ep", "tp", "sp")
 BACKENDS = ("cpu", "gpu", "tpu")
 
+# Meshes by request: the contract promises the same object for the same request on the same
+# devices. Cleared when full; JAX interns meshes, so the objects stay the same even then.
 _MOST_MESHES = 256
 _meshes: dict[Any, Mesh] = {}
 
@@ -33,13 +46,19 @@ def create_mesh(
     allow_split_physical_axes: bool = True,
     backend: str | None = None,
     use_jax: bool = False,
-    axis_types: Any = None,
+    axis_types: AxisTypesLike = None,
 ) -> Mesh:
-    """A mesh over all devices of a backend; the same request gives the same mesh object.
+    """Create a mesh over all devices of a backend; equal requests give the same mesh object.
 
-    -1 takes the devices that are left. `dcn_mesh_dims` says how each axis is spread over the
-    slow network (worked out when missing), `use_jax` builds the meshes of a single host with
-    `jax.make_mesh`. `mesh(...)` is the modern spelling.
+    - `axis_dims`: a size per axis; -1, at most once, takes the devices that are left.
+    - `dcn_mesh_dims`: how each axis is spread over the slow network; searched when missing.
+    - `should_sort_granules_by_key`: the same order of slices or hosts in every process.
+    - `allow_split_physical_axes`: one torus direction may serve several mesh axes.
+    - `backend`: `"cpu"`, `"gpu"`, `"tpu"`, or `None` for JAX's default.
+    - `use_jax`: build the meshes of a single host with `jax.make_mesh`.
+    - `axis_types`: a word (`"auto"`, `"explicit"`, `"manual"`), an `AxisType`, or one per axis.
+
+    `mesh(...)` says the same in one string.
 
     >>> import meshwright as mw
     >>> dict(mw.create_mesh((2, -1), ("dp", "tp")).shape)
@@ -51,9 +70,10 @@ def create_mesh(
     use_jax = check_flag("use_jax", use_jax)
     dims, names = check_list("axis_dims", axis_dims), check_list("axis_names", axis_names)
     dcn = None if dcn_mesh_dims is None else check_list("dcn_mesh_dims", dcn_mesh_dims)
+    key: tuple[Any, ...] | None
     try:
         key = (
-            _compat.client_of(backend),
+            _compat.client_of(backend),  # stands for the devices: new after a backend reset
             tuple(dims),
             tuple(names),
             None if dcn is None else tuple(dcn),
@@ -62,22 +82,22 @@ def create_mesh(
             use_jax,
             tuple(axis_types) if isinstance(axis_types, list) else axis_types,
         )
-        found = _meshes.get(key)
+        cached = _meshes.get(key)
     except (TypeError, RuntimeError, ValueError):  # unhashable or unknown: the checks below say
-        key, found = None, None
-    if found is not None and _exactly_ints(dims, dcn):
-        return found
+        key, cached = None, None
+    if cached is not None and _exactly_ints(dims, dcn):
+        return cached
     spec = MeshSpec.parse(dims, names=names).with_types(axis_types)
-    hardware = target(None, live_devices(backend), 1, sort_slices)
+    hardware = target_topology(None, live_devices(backend), 1, sort_slices)
     if use_jax and hardware.num_slices == 1 and hardware.num_hosts == 1:
-        resolved, part = prepare(spec, hardware, dcn)
+        resolved, part = resolve_on(spec, hardware, dcn)
         warn_idle(resolved, part, hardware)
         devices = hardware.devices or ()
         built = _with_jax(resolved, [devices[i] for i in sorted(part.index.flat)])
     else:
         placed = placement_of(spec, hardware, dcn, allow_split=allow_split)
         warn_idle(placed.spec, placed.topology, hardware)
-        built = from_placement(placed)
+        built = build_mesh(placed)
     if key is not None and built.size == hardware.num_devices:  # a part warns every time
         if len(_meshes) >= _MOST_MESHES:
             _meshes.clear()
@@ -86,14 +106,18 @@ def create_mesh(
 
 
 def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
-    """A mesh from `"dp:2,tp:4"` (named) or `"2,4"` (positional, in the order of `names`).
+    """Create a mesh from `"dp:2,tp:4"` (named) or `"2,4"` (positional, in the order of `names`).
+
+    Raises `SpecError`, a `ValueError`, when a name is unknown or missing, or the counts differ.
 
     >>> import meshwright as mw
     >>> mw.parse_mesh_from_string("2,4", ["data", "model"]).axis_names
     ('data', 'model')
     """
     if not isinstance(axis_dims, str):
-        raise SpecError(f"axis_dims: {short(axis_dims)} is not a string such as '2,4'.")
+        raise SpecError(
+            f"axis_dims: {short(axis_dims)} is not a string such as '2,4'.", option="axis_dims"
+        )
     names = [check_name(name) for name in check_list("names", names)]
     check_distinct(names)
     if ":" in axis_dims or "=" in axis_dims:
@@ -118,35 +142,36 @@ def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
 
 
 def _exactly_ints(*values: Sequence[Any] | None) -> bool:
-    """`True == 1 == 1.0` as a cache key; only integers may use it."""
+    """Whether a cache hit can be trusted: `True == 1 == 1.0`, but only integers are sizes."""
     return all(type(size) is int for sizes in values if sizes is not None for size in sizes)
 
 
 def _check_backend(backend: object) -> None:
     if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
         hint = near(backend, BACKENDS) if isinstance(backend, str) else ""
-        raise MeshError(f"backend: {short(backend)} is not one of {', '.join(BACKENDS)}.{hint}")
+        raise MeshError(
+            f"backend: {short(backend)} is not one of {', '.join(BACKENDS)}.{hint}",
+            option="backend",
+        )
 
 
 def _with_jax(spec: MeshSpec, devices: list[Any]) -> Mesh:
     types = tuple(AXIS_TYPES[kind] for kind in spec.types)
     try:
         return _compat.make_mesh(spec.sizes, spec.names, types, devices)
-    except Exception as error:
+    except Exception as error:  # ValueError or NotImplementedError, depending on the hardware
         reason = str(error).split("\n")[0][:200]
         raise MeshError(
             f"jax.make_mesh cannot build '{spec}' ({type(error).__name__}: {reason}). "
-            "Leave use_jax out to place it here."
+            "Leave use_jax out to place it here.",
+            option="use_jax",
         ) from error
-
-
-# Working on the CPU, whatever accelerator is present.
 
 
 def create_cpu_mesh(
     axis_dims: Sequence[int] = DEFAULT_DIMS, axis_names: Sequence[str] = DEFAULT_NAMES
 ) -> Mesh:
-    """A mesh over all CPU devices of this host.
+    """Create a mesh over all CPU devices of this host, whatever accelerator is present.
 
     >>> import meshwright as mw
     >>> mw.create_cpu_mesh().shape["fsdp"]
@@ -154,15 +179,15 @@ def create_cpu_mesh(
     """
     dims, names = check_list("axis_dims", axis_dims), check_list("axis_names", axis_names)
     spec = MeshSpec.parse(dims, names=names)
-    hardware = target(None, _cpu_devices(), 1)
+    hardware = target_topology(None, _cpu_devices(), 1)
     placed = placement_of(spec, hardware)
     warn_idle(placed.spec, placed.topology, hardware)
-    return from_placement(placed)
+    return build_mesh(placed)
 
 
 @contextlib.contextmanager
 def force_cpu() -> Iterator[Any]:
-    """Make the CPU the default device inside; yields it. Restored on exit, errors included.
+    """Make the CPU the default device inside the context; yields it. Errors restore it too.
 
     >>> import meshwright as mw
     >>> with mw.force_cpu() as device:
@@ -176,7 +201,7 @@ def force_cpu() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def cpu_context() -> Iterator[Mesh]:
-    """`force_cpu` with the CPU mesh as the current mesh; yields the mesh.
+    """Make the CPU the default device and a CPU mesh the current one; yields the mesh.
 
     Enter it around jitted calls: inside one, JAX no longer lets the mesh change.
 
@@ -188,6 +213,7 @@ def cpu_context() -> Iterator[Mesh]:
     """
     built = create_cpu_mesh()
     with force_cpu():
+        # Apart from the `with` below, so that a ValueError of the caller's code stays itself.
         try:
             current = jax.set_mesh(built)
         except ValueError as error:
@@ -209,17 +235,15 @@ def _cpu_devices() -> list[Any]:
         ) from error
 
 
-# This host's share of a global mesh.
-
-
 def calculate_host_mesh_shape(
     global_mesh_shape: Sequence[int],
     total_devices: int | None = None,
     num_processes: int | None = None,
 ) -> tuple[int, ...]:
-    """The part of a global mesh shape that one host holds; leading axes are split first.
+    """Compute the part of a global mesh shape that one host holds; leading axes are split first.
 
-    `total_devices` are the devices of this host, `num_processes` the number of hosts.
+    `total_devices` are the devices of this host, `num_processes` the number of hosts; JAX is asked
+    for those that are left out. Raises `ValueError` when the mesh does not match the two.
 
     >>> calculate_host_mesh_shape((2, 4), total_devices=4, num_processes=2)
     (1, 4)
@@ -233,16 +257,18 @@ def calculate_host_mesh_shape(
     local = check_integer("total_devices", local)
     processes = check_integer("num_processes", processes)
     if -1 in sizes:
-        raise MeshError(f"mesh {sizes}: sizes must be known here, not -1.")
+        raise MeshError(
+            f"mesh {sizes}: sizes must be known here, not -1.", option="global_mesh_shape"
+        )
     if math.prod(sizes) != local * processes:
         raise MeshError(
             f"mesh {sizes} has {math.prod(sizes)} devices, but {processes} processes with {local} "
-            f"local devices each have {local * processes}. Make the two equal."
+            f"local devices each have {local * processes}. Make the two equal.",
+            option="global_mesh_shape",
         )
+    # Leading axes take as many hosts as they can. The products match, so all hosts find a place.
     share, left = [], processes
-    for (
-        size
-    ) in sizes:  # leading axes take as many hosts as they can; the products match, so all fit
+    for size in sizes:
         hosts = math.gcd(size, left)
         share.append(size // hosts)
         left //= hosts
@@ -250,15 +276,13 @@ def calculate_host_mesh_shape(
 
 
 def _local_devices() -> int:
-    me = jax.process_index()
-    return sum(device.process_index == me for device in live_devices())
-
-
-# `DeviceMeshManager`: the interface of an older library, a thin door on the same core.
+    # As `jax.local_device_count()`, with an error of ours where JAX has no backend.
+    this_process = jax.process_index()
+    return sum(device.process_index == this_process for device in live_devices())
 
 
 class DeviceMeshManager:
-    """Meshes over a fixed set of devices.
+    """Meshes over a fixed set of devices, by default all of them.
 
     >>> import meshwright as mw
     >>> manager = mw.DeviceMeshManager()
@@ -267,9 +291,10 @@ class DeviceMeshManager:
     """
 
     def __init__(self, devices: Sequence[Any] | None = None):
-        given = live_devices() if devices is None else check_list("devices", devices)
-        self.devices: list[Any] = list(given)
-        target(None, self.devices, 1)  # refuse bad devices here, not at the first mesh
+        self.devices: list[Any] = (
+            live_devices() if devices is None else check_list("devices", devices)
+        )
+        target_topology(None, self.devices, 1)  # refuse bad devices here, not at the first mesh
 
     @property
     def num_devices(self) -> int:
@@ -280,34 +305,44 @@ class DeviceMeshManager:
         mesh_shape: Mapping[str, int] | Sequence[tuple[str, int]],
         devices: Sequence[Any] | None = None,
     ) -> Mesh:
-        """A mesh from `{"data": 2, "model": 1}` or pairs; fewer devices than there are is fine."""
+        """Create a mesh from `{"data": 2, "model": 1}` or pairs, on `devices` or its own.
+
+        Fewer devices than there are is fine: a compact, host-aligned part is used. Raises
+        `ValueError` ("Not enough devices ...") for more.
+        """
         if isinstance(mesh_shape, str) or not isinstance(mesh_shape, (Mapping, list, tuple)):
-            raise MeshError(f"mesh_shape: {short(mesh_shape)} is not a dict or a list of pairs.")
+            raise MeshError(
+                f"mesh_shape: {short(mesh_shape)} is not a dict or a list of pairs.",
+                option="mesh_shape",
+            )
         spec = MeshSpec.parse(mesh_shape)
         chosen = self.devices if devices is None else check_list("devices", devices)
-        hardware = target(None, chosen, 1)
+        hardware = target_topology(None, chosen, 1)
         if spec.size is not None and spec.size > hardware.num_devices:
             raise MeshError(
-                f"Not enough devices: '{spec}' needs {spec.size}, there are {hardware.num_devices}."
+                f"Not enough devices: '{spec}' needs {spec.size}, there are "
+                f"{hardware.num_devices}.",
+                option="mesh_shape",
             )
         known = math.prod(size for size in spec.sizes if size != -1)
         if spec.size is None and known > hardware.num_devices:
             raise MeshError(
                 f"Not enough devices: '{spec}' needs at least {known}, there are "
-                f"{hardware.num_devices}."
+                f"{hardware.num_devices}.",
+                option="mesh_shape",
             )
-        return from_placement(placement_of(spec, hardware))
+        return build_mesh(placement_of(spec, hardware))
 
     def create_data_parallel_mesh(
         self, num_devices: int | None = None, axis_name: str = "data"
     ) -> Mesh:
-        """One axis over `num_devices`, or all."""
+        """Create a mesh of one axis over `num_devices`, or all."""
         return self.create_device_mesh([(axis_name, -1 if num_devices is None else num_devices)])
 
     def create_model_parallel_mesh(
         self, num_devices: int | None = None, axis_name: str = "model"
     ) -> Mesh:
-        """One axis over `num_devices`, or all."""
+        """Create a mesh of one axis over `num_devices`, or all."""
         return self.create_device_mesh([(axis_name, -1 if num_devices is None else num_devices)])
 
     def create_hybrid_mesh(
@@ -317,13 +352,13 @@ class DeviceMeshManager:
         data_axis: str = "data",
         model_axis: str = "model",
     ) -> Mesh:
-        """Two axes, data outside and model inside."""
+        """Create a mesh of two axes, data outside and model inside."""
         return self.create_device_mesh(
             [(data_axis, data_parallel_size), (model_axis, model_parallel_size)]
         )
 
     def get_mesh_info(self, mesh: Mesh) -> dict[str, Any]:
-        """`{"total_devices": n, "axes": {name: size}}`."""
+        """Return `{"total_devices": n, "axes": {name: size}}`."""
         if not isinstance(mesh, (Mesh, AbstractMesh)):
             raise MeshError(f"{short(mesh)} is not a mesh.")
         return {"total_devices": mesh.size, "axes": dict(mesh.shape)}

@@ -1,7 +1,12 @@
-"""`MeshPartitionHelper`: the interface of an older library, a thin door on the same core."""
+"""`MeshPartitionHelper`: shard a tree by shapes alone, as an older library's interface has it.
+
+A method is a tuple of mesh axes that are used together on one dim, e.g. `("fsdp", "sp")`; a list
+of them, best first, says how to shard a shape. The decisions are those of `partitioning.by_shape`.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +22,14 @@ from meshwright.trees.walk import is_shape, refuse, tie_problems, walk
 Method = tuple[str, ...]
 
 
+# Axes that shard weights here, as `axis_group` groups them; best first for matrices.
+_METHODS = ("fsdp", "tensor", "expert")
+# Arrays of three dims and more are often stacked experts, whose own axis then comes first.
+_DEEP_METHODS = ("expert", "fsdp", "tensor")
+
+
 class MeshPartitionHelper:
-    """Specs by shape for one mesh.
+    """Partition specs by shape for one mesh.
 
     >>> import jax.numpy as jnp, meshwright as mw
     >>> helper = mw.MeshPartitionHelper(mw.mesh("fsdp:4, tp:2"))
@@ -34,50 +45,55 @@ class MeshPartitionHelper:
         self._suggested: dict[bool, list[Method]] = {}
 
     def analyze_pytree(self, pytree: Any) -> dict[tuple[int, ...], list[Method]]:
-        """The methods for every distinct array shape, best first."""
+        """Return the methods for every distinct array shape of a tree, best first."""
         shapes = dict.fromkeys(leaf.shape for leaf in walk(pytree).arrays)
         return {shape: self._suggest_methods(shape) for shape in shapes}
 
     def create_partition_spec(
         self, array_shape: Sequence[int], methods: Sequence[Method], min_shard_size: int = 1024
     ) -> PartitionSpec:
-        """The methods applied to the dims; `PartitionSpec()` for a scalar or when nothing fits."""
+        """Apply the methods to the dims of a shape.
+
+        Returns `PartitionSpec()` for a scalar, for fewer than `min_shard_size` elements, and when
+        nothing fits. Axes of size one never appear.
+        """
         shape = _read_shape(array_shape)
         axes = self._axes(methods)
         Options(min_shard_size=min_shard_size)  # checks it
-        size = 1
-        for side in shape:
-            size *= side
-        if not shape or size < min_shard_size:
+        if not shape or math.prod(shape) < min_shard_size:
             return make_spec()
         return choose_spec(shape, 32, axes, 0)
 
     def shard_array(self, array: Any, partition_spec: PartitionSpec) -> Any:
-        """The array placed with a `NamedSharding`."""
-        walked = walk(array)
-        if len(walked.arrays) != 1 or walked.arrays[0].value is not array:
+        """Place an array with a `NamedSharding` of the spec."""
+        arrays = walk(array).arrays
+        if len(arrays) != 1 or arrays[0].value is not array:
             raise PartitionError(f"{short(array)} is not one array.")
-        shape, spec = walked.arrays[0].shape, specs_on_mesh(partition_spec, self.mesh)
+        shape, spec = arrays[0].shape, specs_on_mesh(partition_spec, self.mesh)
         refuse("shard_array", list(spec_problems("", shape, spec, mesh_axes(self.mesh))))
-        check_values(walked.arrays, what="shard_array")
-        return put(walked.arrays, [NamedSharding(self.mesh, spec)], what="shard_array")[0]
+        check_values(arrays, what="shard_array")
+        return put(arrays, [NamedSharding(self.mesh, spec)], what="shard_array")[0]
 
     def auto_shard_pytree(self, pytree: Any, min_shard_size: int = 1024) -> Any:
-        """The same tree, every array placed by its best spec, in one transfer."""
-        mesh_axes(self.mesh)
-        walked = walk(pytree)
+        """Place every array of a tree by its best spec, in one transfer.
+
+        Arrays with fewer than `min_shard_size` elements stay whole; other leaves pass through.
+        """
+        mesh_axes(self.mesh)  # checks again: the backend may have been reset since
+        tree = walk(pytree)
         refuse("auto_shard_pytree", tie_problems(pytree))
-        seen: dict[Any, NamedSharding] = {}
-        for leaf in walked.arrays:
-            if leaf.shape not in seen:
+        by_shape: dict[Any, NamedSharding] = {}
+        for leaf in tree.arrays:
+            if leaf.shape not in by_shape:
                 methods = self._suggest_methods(leaf.shape)
                 spec = self.create_partition_spec(leaf.shape, methods, min_shard_size)
-                seen[leaf.shape] = NamedSharding(self.mesh, spec)
-        check_values(walked.arrays, what="auto_shard_pytree")
-        return walked.rebuild(put(walked.arrays, [seen[leaf.shape] for leaf in walked.arrays]))
+                by_shape[leaf.shape] = NamedSharding(self.mesh, spec)
+        check_values(tree.arrays, what="auto_shard_pytree")
+        # One batched call: leaf by leaf, 4,000 leaves took seven times as long.
+        return tree.rebuild(put(tree.arrays, [by_shape[leaf.shape] for leaf in tree.arrays]))
 
     def _suggest_methods(self, shape: Sequence[int]) -> list[Method]:
-        """Suggest the axes of one group as a method; experts first for three dims and more."""
+        """Return the methods for one shape, best first; older documentation names this method."""
         if not _read_shape(shape):
             return []
         deep = len(shape) > 2
@@ -87,27 +103,31 @@ class MeshPartitionHelper:
                 group = axis_group(name)
                 if size > 1 and group in _METHODS:
                     groups.setdefault(group, []).append(name)
-            order = ("expert", "fsdp", "tensor") if deep else _METHODS
-            self._suggested[deep] = [tuple(groups[g]) for g in order if g in groups]
+            order = _DEEP_METHODS if deep else _METHODS
+            self._suggested[deep] = [tuple(groups[group]) for group in order if group in groups]
         return list(self._suggested[deep])
 
     def _axes(self, methods: Sequence[Method]) -> tuple[Axis, ...]:
         if not isinstance(methods, (list, tuple)):
             raise PartitionError(
-                f"methods: {short(methods)} is not a list such as [('fsdp',), ('tp',)]."
+                f"methods: {short(methods)} is not a list such as [('fsdp',), ('tp',)].",
+                option="methods",
             )
         axes: list[Axis] = []
         for group, method in enumerate(methods):
             if not isinstance(method, (str, list, tuple)):
-                raise PartitionError(f"methods: {short(method)} is not a tuple of mesh axes.")
+                raise PartitionError(
+                    f"methods: {short(method)} is not a tuple of mesh axes.", option="methods"
+                )
             for name in (method,) if isinstance(method, str) else method:
                 if name not in self.axis_sizes:
                     raise PartitionError(
                         f"methods: no mesh axis {short(name)} in {listing(self.axis_sizes)}."
-                        f"{near(str(name), self.axis_sizes)}"
+                        f"{near(str(name), self.axis_sizes)}",
+                        option="methods",
                     )
                 if any(name == other for other, _, _ in axes):
-                    raise PartitionError(f"methods: axis {name!r} appears twice.")
+                    raise PartitionError(f"methods: axis {name!r} appears twice.", option="methods")
                 if self.axis_sizes[name] > 1:
                     axes.append((name, self.axis_sizes[name], group))
         return tuple(axes)
@@ -115,9 +135,7 @@ class MeshPartitionHelper:
 
 def _read_shape(shape: Any) -> tuple[int, ...]:
     if not is_shape(shape):
-        raise PartitionError(f"array_shape: {short(shape)} is not a shape, e.g. (1024, 4096).")
+        raise PartitionError(
+            f"array_shape: {short(shape)} is not a shape, e.g. (1024, 4096).", option="array_shape"
+        )
     return tuple(int(side) for side in shape)
-
-
-# Axes that cut weights here, as `axis_group` groups them.
-_METHODS = ("fsdp", "tensor", "expert")

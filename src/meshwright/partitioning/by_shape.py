@@ -67,7 +67,7 @@ def axis_group(name: str) -> str:
 
 def _cuts_weights(name: str) -> bool:
     # A pipeline axis cuts weights too, but by stage: no array is cut along it.
-    return role(name).cuts_weights and role(name).name != "pipeline"
+    return role(name).shards_weights and role(name).name != "pipeline"
 
 
 # Cached, since a model has few distinct shapes: the layers of a list all ask the same question.

@@ -1,4 +1,7 @@
-"""`Placement`: which device sits where, what each axis costs there, and the runner-up."""
+"""`Placement`: which device sits where in the mesh, what each axis costs there, and the runner-up.
+
+A placement prints itself as a table, draws itself in a notebook, and gives plain data for scripts.
+"""
 
 from __future__ import annotations
 
@@ -9,33 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from meshwright._html import html_table
-from meshwright._text import duration, number, plural, table
+from meshwright._html import Html
+from meshwright._show import Sheet, Shown, Table, short_repr
+from meshwright._text import duration, number, plural
 from meshwright.hardware.topology import Topology
-from meshwright.hardware.topology import as_json as topology_json
 from meshwright.placement.cost_model import AxisCost, Parts
 from meshwright.spec.mesh_spec import MeshSpec
 
 
-@dataclasses.dataclass(frozen=True)
-class AxisPlan:
-    """One mesh axis on the hardware. `parts` is `None` when the devices form no regular box."""
-
-    name: str
-    size: int
-    weight: float
-    parts: Parts | None
-    order: str
-    cost: AxisCost
-    slow: int
-
-    @property
-    def weighted(self) -> float:
-        return self.weight * self.cost.all_gather
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Placement:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Placement(Shown):
     """Which device sits at which mesh position, and why.
 
     `positions` has the mesh's shape and holds places in `topology.devices` (or in the
@@ -47,13 +33,15 @@ class Placement:
     >>> placed = mw.place("fsdp:-1, tp:4", mw.topology("v5e:16x16"))
     >>> placed.positions.shape
     (64, 4)
+    >>> placed
+    <Placement fsdp:64, tp:4 on v5e:16x16 (256 devices, 64 hosts)>
     """
 
     spec: MeshSpec
     topology: Topology
     positions: np.ndarray
     axes: tuple[AxisPlan, ...]
-    runner_up: tuple[AxisPlan, ...] | None = None
+    runner_up: tuple[AxisPlan, ...] | None = None  # plans of all axes, as in `axes`
 
     def __post_init__(self) -> None:
         self.positions.setflags(write=False)  # shared and cached, so nobody may write to it
@@ -66,18 +54,47 @@ class Placement:
     def runner_up_cost(self) -> float | None:
         return sum(axis.weighted for axis in self.runner_up) if self.runner_up else None
 
-    def __str__(self) -> str:
-        return as_text(self)
-
-    def _repr_html_(self) -> str:
-        return as_html(self)
+    def _sheet(self) -> Sheet:
+        axes = Table(PLACEMENT_HEADING, placement_rows(self), PLACEMENT_RIGHT)
+        return Sheet(placement_headline(self), [axes, footnote(self), Html(drawings(self))])
 
     def to_json(self) -> dict[str, Any]:
-        """The same facts as plain data."""
-        return as_json(self)
+        """Return what the table shows as plain data; times in seconds."""
+        return {
+            "spec": str(self.spec),
+            "topology": self.topology.to_json(),
+            "cost_s": self.cost,
+            "runner_up_cost_s": self.runner_up_cost,
+            "axes": [_axis_json(self.topology, axis) for axis in self.axes],
+            "runner_up": [_axis_json(self.topology, axis) for axis in self.runner_up or ()],
+        }
 
 
-# A placement as text and JSON.
+@dataclasses.dataclass(frozen=True, repr=False)
+class AxisPlan:
+    """One mesh axis on the hardware.
+
+    `weight` is how much the axis counts in the cost (`axes.axis_weights`). `parts` is `None` when
+    the devices form no regular box. `order` is `line`, `ring`, `grid`, or for meshes made
+    elsewhere `other` or `scattered`. `slow`: how many parts of the slow network the axis spans.
+    """
+
+    name: str
+    size: int
+    weight: float
+    parts: Parts | None
+    order: str
+    cost: AxisCost
+    slow: int
+
+    @property
+    def weighted(self) -> float:
+        """What the axis adds to the cost of its placement."""
+        return self.weight * self.cost.all_gather
+
+    def __repr__(self) -> str:
+        all_gather = duration(self.cost.all_gather)
+        return short_repr(self, f"{self.name}:{self.size}, {self.order}, all-gather {all_gather}")
 
 
 PLACEMENT_HEADING = (
@@ -96,21 +113,12 @@ PLACEMENT_HEADING = (
 PLACEMENT_RIGHT = (False, True, False, False, False, True, True, True, True, False, True)
 
 
-def as_text(placement: Placement) -> str:
-    return "\n".join(
-        [
-            placement_headline(placement),
-            table([PLACEMENT_HEADING, *placement_rows(placement)], PLACEMENT_RIGHT),
-            footnote(placement),
-        ]
-    )
-
-
 def placement_headline(placement: Placement) -> str:
+    """The request and the hardware in one line."""
     topology = placement.topology
     network = topology.axes[0]
     joined = ""
-    if network.kind == "network" and network.name != "host":
+    if network.kind == "network" and network.name != "host":  # hosts are counted anyway
         joined = f", {plural(network.size, network.name)}"
     return (
         f"{placement.spec} on {topology.name} ({plural(topology.num_devices, 'device')}, "
@@ -119,7 +127,7 @@ def placement_headline(placement: Placement) -> str:
 
 
 def footnote(placement: Placement) -> str:
-    """The cost, how it is made up, and the runner-up."""
+    """The cost, how it is made up, and the runner-up, in one or two lines."""
     text = f"cost {duration(placement.cost)}: all-gather of 1 GiB x weight, summed over the axes"
     if placement.runner_up is None or placement.runner_up_cost is None:
         return text
@@ -129,11 +137,12 @@ def footnote(placement: Placement) -> str:
         for axis in placement.runner_up
         if axis.size > 1
     )
-    other = "a better layout" if ratio < 1 else "runner-up"
-    return f"{text}\n{other} {duration(placement.runner_up_cost)} ({ratio:.3g}x): {layout}"
+    label = "a better layout" if ratio < 1 else "runner-up"
+    return f"{text}\n{label} {duration(placement.runner_up_cost)} ({ratio:.3g}x): {layout}"
 
 
 def placement_rows(placement: Placement) -> list[list[str]]:
+    """A row per mesh axis, under `PLACEMENT_HEADING`."""
     return [_row(placement.topology, axis) for axis in placement.axes]
 
 
@@ -141,7 +150,7 @@ def _row(topology: Topology, axis: AxisPlan) -> list[str]:
     if axis.size == 1:
         return [axis.name, "1", *["-"] * 8, number(axis.weight)]
     cost = axis.cost
-    inside = axis.slow < axis.size
+    inside = axis.slow < axis.size  # else every device is alone in its slice: no link inside
     return [
         axis.name,
         str(axis.size),
@@ -169,21 +178,10 @@ def made_of(topology: Topology, axis: AxisPlan) -> str:
     if axis.parts is None:
         return "scattered devices"
     return ", ".join(
-        f"{topology.axes[part.dim].name} {part.factor}"
+        f"{topology.axes[part.direction].name} {part.factor}"
         + (f" step {part.stride}" if part.stride > 1 else "")
         for part in axis.parts
     )
-
-
-def as_json(placement: Placement) -> dict[str, Any]:
-    return {
-        "spec": str(placement.spec),
-        "topology": topology_json(placement.topology),
-        "cost_s": placement.cost,
-        "runner_up_cost_s": placement.runner_up_cost,
-        "axes": [_axis_json(placement.topology, axis) for axis in placement.axes],
-        "runner_up": [_axis_json(placement.topology, axis) for axis in placement.runner_up or ()],
-    }
 
 
 def _axis_json(topology: Topology, axis: AxisPlan) -> dict[str, Any]:
@@ -192,8 +190,12 @@ def _axis_json(topology: Topology, axis: AxisPlan) -> dict[str, Any]:
         "size": axis.size,
         "weight": axis.weight,
         "made_of": [
-            {"direction": topology.axes[p.dim].name, "factor": p.factor, "stride": p.stride}
-            for p in axis.parts or ()
+            {
+                "direction": topology.axes[part.direction].name,
+                "factor": part.factor,
+                "stride": part.stride,
+            }
+            for part in axis.parts or ()
         ],
         "forms": axis.cost.shape,
         "order": axis.order,
@@ -206,35 +208,31 @@ def _axis_json(topology: Topology, axis: AxisPlan) -> dict[str, Any]:
     }
 
 
-def busiest(placement: Placement) -> int:
-    """The axis that works hardest, which is the one worth drawing."""
-    return max(
+def draw_groups(placement: Placement, columns: int = 32, rows: int = 16) -> str:
+    """Draw the chips as letters, one letter per group of the axis with the largest weight."""
+    axis_index = max(
         range(len(placement.axes)),
-        key=lambda d: (placement.axes[d].size > 1, placement.axes[d].weight, d),
+        key=lambda i: (placement.axes[i].size > 1, placement.axes[i].weight, i),
     )
-
-
-def drawing(placement: Placement, columns: int = 32, placement_rows: int = 16) -> str:
-    """The chips as letters, one letter per group of the busiest axis."""
-    dim = busiest(placement)
-    labels = group_of_point(placement, dim)
-    plane, where = _plane(placement.topology, labels, placement.axes[dim])
+    axis = placement.axes[axis_index]
+    plane, where = _plane(placement.topology, _group_numbers(placement, axis_index), axis)
     letters = string.ascii_letters + string.digits + "#$%&*+=?@!<>^~"
-    shown = plane[:placement_rows, :columns]
+    shown = plane[:rows, :columns]
     lines = [" ".join(letters[group % len(letters)] for group in row) for row in shown]
     cut = " (its corner)" if shown.size < plane.size else ""
-    title = f"groups of {placement.axes[dim].name!r}, a letter each{where}{cut}:"
+    title = f"groups of {axis.name!r}, a letter each{where}{cut}:"
     return "\n  ".join([title, *lines])
 
 
-def group_of_point(placement: Placement, dim: int) -> np.ndarray:
-    """For every grid point, the number of its group along mesh axis `dim`."""
-    groups = np.arange(placement.positions.size // placement.positions.shape[dim])
-    moved = np.moveaxis(placement.positions, dim, -1).reshape(groups.size, -1)
-    of_place = np.zeros(placement.topology.index.max() + 1, np.int64)
-    of_place[moved] = groups[:, None]
-    labels: np.ndarray = of_place[placement.topology.index]
-    return labels
+def _group_numbers(placement: Placement, axis_index: int) -> np.ndarray:
+    """For every grid point, the number of its group along a mesh axis."""
+    positions, index = placement.positions, placement.topology.index
+    groups = np.moveaxis(positions, axis_index, -1).reshape(-1, positions.shape[axis_index])
+    # Positions are places in the whole machine's device list, of which this may be a part.
+    group_of_place = np.zeros(index.max() + 1, np.int64)
+    group_of_place[groups] = np.arange(len(groups))[:, None]
+    numbers: np.ndarray = group_of_place[index]
+    return numbers
 
 
 def _plane(topology: Topology, labels: np.ndarray, axis: AxisPlan) -> tuple[np.ndarray, str]:
@@ -242,61 +240,46 @@ def _plane(topology: Topology, labels: np.ndarray, axis: AxisPlan) -> tuple[np.n
 
     The directions the axis runs along come first, so that its groups can be seen.
     """
-    used = {part.dim for part in axis.parts or ()}
-    dims = [d for d, size in enumerate(topology.shape) if size > 1]
-    torus = [d for d in dims if topology.axes[d].kind == "torus"]
-    keep = sorted(sorted(torus or dims, key=lambda d: (d not in used, d))[:2]) or [0]
+    used = {part.direction for part in axis.parts or ()}
+    directions = [d for d, size in enumerate(topology.shape) if size > 1]
+    torus = [d for d in directions if topology.axes[d].kind == "torus"]
+    keep = sorted(sorted(torus or directions, key=lambda d: (d not in used, d))[:2]) or [0]
     at = tuple(slice(None) if d in keep else 0 for d in range(len(topology.shape)))
-    fixed = [f"{topology.axes[d].name} = 0" for d in dims if d not in keep]
+    # What is not shown is said, so that a plane is not taken for the machine.
+    fixed = [f"{topology.axes[d].name} = 0" for d in directions if d not in keep]
     where = f", {' down, '.join(topology.axes[d].name for d in keep)} across"
     return np.atleast_2d(labels[at]), where + (f", at {', '.join(fixed)}" if fixed else "")
 
 
-# A placement as HTML: the table, and the machine drawn once per axis.
-
-
-MOST_CELLS = 1024
-_CELL, _GAP = 14, 10
-
-
-def as_html(placement: Placement) -> str:
-    """One self-contained block, no scripts and nothing fetched."""
-    notes = "<br>".join(html.escape(line) for line in footnote(placement).splitlines())
-    rows = html_table([PLACEMENT_HEADING, *placement_rows(placement)], PLACEMENT_RIGHT)
-    return (
-        '<div style="font-family:system-ui,sans-serif">'
-        f"<b>{html.escape(placement_headline(placement))}</b>"
-        f'<div style="overflow-x:auto">{rows}</div>'
-        f"<p>{notes}</p>"
-        f'<div style="display:flex;flex-wrap:wrap;gap:24px">{drawings(placement)}</div></div>'
-    )
+MOST_CELLS = 1024  # a notebook stays quick, and nobody counts more squares
+_CELL, _GAP = 14, 10  # pixels
 
 
 def drawings(placement: Placement) -> str:
-    """One picture per axis above size one: colour is the position along the axis."""
+    """One HTML figure per axis above size one: colour is the position along the axis."""
     return "".join(
         f"<figure style='margin:0'><figcaption>{html.escape(axis.name)}: "
         f"position 0 to {axis.size - 1}, first group outlined</figcaption>"
-        f"{picture(placement, dim)}</figure>"
-        for dim, axis in enumerate(placement.axes)
+        f"{_axis_svg(placement, axis_index)}</figure>"
+        for axis_index, axis in enumerate(placement.axes)
         if axis.size > 1
     )
 
 
-def picture(placement: Placement, dim: int) -> str:
-    """The devices as cells in planes of two directions, as an SVG."""
-    topology = placement.topology
-    along, first_group = _along(placement, dim)
-    panels, left_out = _panels(topology)
+def _axis_svg(placement: Placement, axis_index: int) -> str:
+    """The devices as cells in planes of two directions."""
+    along, first_group = _along(placement, axis_index)
+    panels, left_out = _panels(placement.topology)
     cells, width, height = [], 0, 0
-    size = placement.axes[dim].size
-    tall, wide = panels[0].shape  # the last ones may be cut
+    size = placement.axes[axis_index].size
+    tall, wide = panels[0].shape  # of the first, because the last ones may be cut
     for panel, points in enumerate(panels):
         column = panel % 4 * (wide * _CELL + _GAP)
         row = panel // 4 * (tall * _CELL + _GAP)
         for (i, j), point in np.ndenumerate(points):
             if point < 0:
                 continue
+            # Up to magenta: a full circle would end in the red it began with.
             hue = 300 * int(along[point]) // max(1, size - 1)
             edge = ' stroke="#000" stroke-width="2"' if first_group[point] else ""
             x, y = column + j * _CELL + 1, row + i * _CELL + 1
@@ -312,14 +295,14 @@ def picture(placement: Placement, dim: int) -> str:
     )
 
 
-def _along(placement: Placement, dim: int) -> tuple[np.ndarray, np.ndarray]:
+def _along(placement: Placement, axis_index: int) -> tuple[np.ndarray, np.ndarray]:
     """Per grid point: its position along the axis, and whether it is in the first group."""
     positions = placement.positions
-    size = int(placement.topology.index.max()) + 1
-    along, first = np.zeros(size, np.int64), np.zeros(size, bool)
-    steps = np.arange(positions.shape[dim])
-    along[np.moveaxis(positions, dim, -1)] = steps
-    first[np.moveaxis(positions, dim, 0).reshape(steps.size, -1)[:, 0]] = True
+    places = int(placement.topology.index.max()) + 1
+    along, first = np.zeros(places, np.int64), np.zeros(places, bool)
+    size = positions.shape[axis_index]
+    along[np.moveaxis(positions, axis_index, -1)] = np.arange(size)
+    first[np.moveaxis(positions, axis_index, 0).reshape(size, -1)[:, 0]] = True
     index = placement.topology.index.ravel()
     return along[index], first[index]
 
@@ -328,13 +311,14 @@ def _panels(topology: Topology) -> tuple[list[np.ndarray], int]:
     """Grid points in planes: two torus directions, or rows of a host or domain; -1 is empty."""
     points = np.arange(topology.num_devices)
     torus = [d for d, axis in enumerate(topology.axes) if axis.kind == "torus"]
+    # Planes of the first two torus directions, one per value of all others (z, slice, core).
     if len(torus) >= 2:
         grid = np.moveaxis(points.reshape(topology.shape), torus[:2], (-2, -1))
         planes = grid.reshape(-1, *grid.shape[-2:])
     else:
         wide = topology.shape[-1] if len(topology.shape) > 1 else min(16, topology.num_devices)
-        placement_rows = -(-points.size // wide)
-        planes = np.full((1, placement_rows, wide), -1)
+        rows = -(-points.size // wide)
+        planes = np.full((1, rows, wide), -1)
         planes.flat[: points.size] = points
     shown, used = [], 0
     for plane in planes:

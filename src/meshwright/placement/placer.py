@@ -1,4 +1,8 @@
-"""`place(spec, topology)`: search, then write down where every device goes."""
+"""`place(spec, topology)`: find the best layout and write down where every device goes.
+
+`measure` does the reverse: it reads the layout of a mesh that exists, ours or anybody's, off its
+devices, and costs it by the same model.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from meshwright.axes import weights
+from meshwright.axes import axis_weights
 from meshwright.errors import PlacementError, short
 from meshwright.hardware.topology import Topology
 from meshwright.hardware.topology import topology as read_topology
@@ -23,7 +27,9 @@ from meshwright.placement.cost_model import (
     longest_hop,
     neighbour_hops,
     offsets,
+    parts_of_kind,
     scattered_cost,
+    total_factor,
 )
 from meshwright.placement.placement import AxisPlan, Placement
 from meshwright.placement.search import search
@@ -41,43 +47,54 @@ def place(
     """Find the best layout of a mesh on the hardware, by search under a stated model.
 
     The search is complete over the ways to compose every axis from prime factors of the
-    physical directions.
+    physical directions. The mesh fills the whole topology.
 
-    `intensity` overrides how much an axis communicates. `allow_split=False` keeps every torus
-    direction in one piece. `order`: how an axis made of several directions is strung together,
-    `"ring"` (neighbours only), `"grid"` (digits), or `"auto"` for what the compiler does best.
+    `intensity` overrides how much an axis communicates, e.g. `{"tp": 20}`. `allow_split=False`
+    keeps every torus direction in one piece. `order`: how an axis made of several directions is
+    strung together, `"ring"` (neighbours only), `"grid"` (digits), or `"auto"` for what the
+    compiler does best. Raises `PlacementError` when no layout exists, with near shapes that do.
 
     >>> print(place("fsdp:64, tp:4", "v5e:16x16").axes[1].parts)
-    (Part(dim=0, factor=2, stride=1), Part(dim=1, factor=2, stride=1))
+    (Part(direction=0, factor=2, stride=1), Part(direction=1, factor=2, stride=1))
     """
     topology = read_topology(topology)
-    asked = MeshSpec.parse(spec).resolve(topology.num_devices, topology.num_slices)
+    resolved = MeshSpec.parse(spec).resolve(topology.num_devices, topology.num_slices)
     if not isinstance(allow_split, bool):
-        raise PlacementError(f"allow_split: {short(allow_split)} is not True or False.")
+        raise PlacementError(
+            f"allow_split: {short(allow_split)} is not True or False.", option="allow_split"
+        )
     if not isinstance(order, str) or order not in ("auto", "ring", "grid"):
-        raise PlacementError(f"order: {short(order)} is not one of auto, ring, grid.")
-    weight = weights(asked.names, asked.sizes, intensity)
-    slow = tuple(axis.slow for axis in asked.axes)
-    found = search(topology, asked.sizes, weight, slow, allow_split)
-    if not found:
-        raise PlacementError(_why_not(asked, topology, allow_split))
-    plans = [
+        raise PlacementError(
+            f"order: {short(order)} is not one of auto, ring, grid.", option="order"
+        )
+    weights = axis_weights(resolved.names, resolved.sizes, intensity)
+    slow = tuple(axis.slow for axis in resolved.axes)
+    # From here on no device is looked at: the layout depends on the shapes alone, so every process
+    # finds the same one.
+    choices = search(topology, resolved.sizes, weights, slow, allow_split)
+    if not choices:
+        raise PlacementError(_no_layout(resolved, topology, allow_split))
+    layouts = [
         tuple(
-            _axis_plan(topology, name, size, w, parts, order)
-            for name, size, w, parts in zip(
-                asked.names, asked.sizes, weight, _with_strides(topology, choice.parts), strict=True
+            _axis_plan(topology, name, size, weight, parts, order)
+            for name, size, weight, parts in zip(
+                resolved.names,
+                resolved.sizes,
+                weights,
+                _with_strides(topology, choice.parts),
+                strict=True,
             )
         )
-        for choice in found
+        for choice in choices
     ]
-    runner_up = plans[1] if len(plans) > 1 else None
-    return Placement(asked, topology, _positions(topology, plans[0]), plans[0], runner_up)
+    runner_up = layouts[1] if len(layouts) > 1 else None
+    return Placement(resolved, topology, _positions(topology, layouts[0]), layouts[0], runner_up)
 
 
 def _axis_plan(
     topology: Topology, name: str, size: int, weight: float, parts: Parts, order: Order
 ) -> AxisPlan:
-    slow = math.prod(p.factor for p in parts if topology.axes[p.dim].kind == "network")
+    slow = total_factor(parts_of_kind(topology, parts, "network"))
     chosen = choose_order(topology, parts, name, order)
     hops = neighbour_hops(topology, parts, chosen)
     cost = dataclasses.replace(axis_cost(topology, parts), hops=hops)
@@ -85,45 +102,49 @@ def _axis_plan(
 
 
 def _with_strides(topology: Topology, choice: tuple[Parts, ...]) -> tuple[Parts, ...]:
-    """Nest the shares of switches and networks: the last mesh axis innermost, as in a reshape."""
+    """Set the strides that the search left open: those of switches and networks.
+
+    They cost the same in any order; the last mesh axis goes innermost, as in a reshape.
+    """
     strides = [1] * len(topology.axes)
-    result: list[Parts] = []
+    layout: list[Parts] = []
     for parts in reversed(choice):
-        filled = []
+        with_strides = []
         for part in parts:
-            if topology.axes[part.dim].kind != "torus":
-                part, stride = dataclasses.replace(part, stride=strides[part.dim]), part.factor
-                strides[part.dim] *= stride
-            filled.append(part)
-        result.append(tuple(filled))
-    return tuple(reversed(result))
+            if topology.axes[part.direction].kind != "torus":
+                part = dataclasses.replace(part, stride=strides[part.direction])
+                strides[part.direction] *= part.factor
+            with_strides.append(part)
+        layout.append(tuple(with_strides))
+    return tuple(reversed(layout))
 
 
 def _positions(topology: Topology, axes: tuple[AxisPlan, ...]) -> np.ndarray:
-    """Grid points add up axis by axis, so a broadcast sum places any number of devices."""
-    along = [
-        offsets(topology, axis.parts or (), axis.order).reshape(
-            [-1 if d == dim else 1 for d in range(len(axes))]
-        )
-        for dim, axis in enumerate(axes)
-    ]
+    """The place in the device list of every mesh position.
+
+    Grid points add up axis by axis, so a broadcast sum (`np.ix_`) places any number of devices.
+    """
+    along = np.ix_(*(offsets(topology, axis.parts or (), axis.order) for axis in axes))
     points: np.ndarray = functools.reduce(np.add, along)
-    placed: np.ndarray = topology.index.ravel()[points]
-    return placed
+    positions: np.ndarray = topology.index.ravel()[points]
+    return positions
 
 
-def _why_not(spec: MeshSpec, topology: Topology, allow_split: bool) -> str:
+def _no_layout(spec: MeshSpec, topology: Topology, allow_split: bool) -> str:
+    """Say why no layout exists: slow parts that do not fit, or directions that must be split."""
     network = [axis.slow for axis in spec.axes]
     if any(part is not None for part in network):
         fixed = math.prod(part for part in network if part is not None)
         rest = "" if None in network else f" (they must multiply to {topology.num_slices})"
         where = f"'{spec}' does not fit {topology.name}: its slow parts multiply to {fixed}"
         where += f", the slow network joins {topology.num_slices} parts{rest}."
+        # With the right product and splitting forbidden, the torus is to blame: fall through.
         if fixed != topology.num_slices or allow_split:
             return f"{where} Change dcn, or leave it out to have it worked out."
     near = near_shapes(topology, spec.sizes)
     shapes = "; ".join(
-        ", ".join(f"{n}:{s}" for n, s in zip(spec.names, shape, strict=True)) for shape in near
+        ", ".join(f"{name}:{size}" for name, size in zip(spec.names, shape, strict=True))
+        for shape in near
     )
     fix = f"Near shapes that do: {shapes}. Or pass" if near else "Pass"
     return (
@@ -132,29 +153,24 @@ def _why_not(spec: MeshSpec, topology: Topology, allow_split: bool) -> str:
     )
 
 
-# Which shapes would work when directions must not be split.
-
-
 def near_shapes(topology: Topology, sizes: Sequence[int], most: int = 3) -> list[tuple[int, ...]]:
-    """Up to `most` shapes made of whole directions, the nearest to `sizes` first."""
-    dims = [axis.size for axis in topology.axes if axis.size > 1]
-    if len(sizes) ** len(dims) > 100_000:
+    """Return up to `most` mesh shapes made of whole directions, the nearest to `sizes` first."""
+    sides = [axis.size for axis in topology.axes if axis.size > 1]
+    if len(sizes) ** len(sides) > 100_000:  # a hint in a message must not take seconds
         return []
     shapes = set()
-    for owners in itertools.product(range(len(sizes)), repeat=len(dims)):
+    for owners in itertools.product(range(len(sizes)), repeat=len(sides)):
         shape = [1] * len(sizes)
-        for owner, dim in zip(owners, dims, strict=True):
-            shape[owner] *= dim
+        for owner, side in zip(owners, sides, strict=True):
+            shape[owner] *= side
         shapes.add(tuple(shape))
 
     def distance(shape: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
-        away = sum(abs(math.log(a / b)) for a, b in zip(shape, sizes, strict=True))
+        away = sum(abs(math.log(near / wanted)) for near, wanted in zip(shape, sizes, strict=True))
+        # Rounded, so that shapes at the same distance are ordered by themselves.
         return (round(away, 9), shape)
 
     return sorted(shapes, key=distance)[:most]
-
-
-# The cost of an arrangement that already exists, ours or anybody's.
 
 
 def measure(
@@ -168,15 +184,15 @@ def measure(
 
     `positions` holds places in the topology's device list, one per mesh position.
     """
-    # The index of a part of a topology points into the whole one's devices.
+    # Invert `index`: from a device's place to its grid point. The index of a part of a topology
+    # points into the whole one's devices, hence the size.
     point_of = np.empty(int(topology.index.max()) + 1, np.int64)
     point_of[topology.index.ravel()] = np.arange(topology.num_devices)
     points = point_of[positions]
+    weights = axis_weights(spec.names, spec.sizes, intensity)
     axes = tuple(
-        _measured_axis_plan(topology, np.moveaxis(points, dim, -1).reshape(-1, size), name, weight)
-        for dim, (name, size, weight) in enumerate(
-            zip(spec.names, spec.sizes, weights(spec.names, spec.sizes, intensity), strict=True)
-        )
+        _measured_axis_plan(topology, np.moveaxis(points, i, -1).reshape(-1, size), name, weight)
+        for i, (name, size, weight) in enumerate(zip(spec.names, spec.sizes, weights, strict=True))
     )
     return Placement(spec, topology, positions, axes)
 
@@ -184,20 +200,22 @@ def measure(
 def _measured_axis_plan(
     topology: Topology, groups: np.ndarray, name: str, weight: float
 ) -> AxisPlan:
-    """`groups`: one row of grid points per group of the axis, in mesh order."""
+    """Plan of an axis that exists; `groups` has a row of grid points per group, in mesh order."""
     coords = np.stack(np.unravel_index(groups, topology.shape), axis=-1)
     network = [d for d, axis in enumerate(topology.axes) if axis.kind == "network"]
-    parts = _as_box(topology, coords)
+    parts = _common_parts(coords)
     size = groups.shape[1]
     if parts is None:
+        # Not a box: follow the ring link by link, in the order the mesh has.
         cost = scattered_cost(topology, coords)
         spans = max(
             (np.unique(group).size for group in coords[:, :, network].reshape(len(groups), -1)),
             default=1,
         )
         return AxisPlan(name, size, weight, None, "scattered", cost, spans if network else 1)
-    slow = math.prod(p.factor for p in parts if p.dim in network)
-    order = _order(topology, groups, parts, name)
+    slow = total_factor(parts_of_kind(topology, parts, "network"))
+    order = _order_of(topology, groups, parts, name)
+    # An order of somebody else's has no formula: count hops within each slice.
     inside = size // slow
     hops = (
         longest_hop(topology, coords.reshape(-1, inside, coords.shape[-1]))
@@ -208,25 +226,29 @@ def _measured_axis_plan(
     return AxisPlan(name, size, weight, parts, order, cost, slow)
 
 
-def _as_box(topology: Topology, coords: np.ndarray) -> Parts | None:
-    """The pieces every group of an axis consists of, or `None` when they differ or have gaps."""
+def _common_parts(coords: np.ndarray) -> Parts | None:
+    """The parts every group of an axis consists of, or `None` when they differ or have gaps.
+
+    `coords` are grid coordinates `(groups, members, directions)`. The first group proposes the
+    parts; every group must then hold each point of such a box exactly once, in any order.
+    """
     first = coords[0]
     parts = []
-    for dim in range(first.shape[1]):
-        values = np.unique(first[:, dim])
+    for direction in range(first.shape[1]):
+        values = np.unique(first[:, direction])
         if values.size > 1:
             steps = np.diff(values)
             if (steps != steps[0]).any():
                 return None
-            parts.append(Part(dim, int(values.size), int(steps[0])))
-    if math.prod(p.factor for p in parts) != first.shape[0]:
+            parts.append(Part(direction, int(values.size), int(steps[0])))
+    if total_factor(tuple(parts)) != first.shape[0]:
         return None
+    # Number the points of the box: a group is one exactly if it has all numbers.
     code: np.ndarray = np.zeros(coords.shape[:2], np.int64)
-    for dim in range(first.shape[1]):
-        part = next((p for p in parts if p.dim == dim), Part(dim, 1, 1))
-        digit, rest = np.divmod(
-            coords[..., dim] - coords[..., dim].min(axis=1)[:, None], part.stride
-        )
+    for direction in range(first.shape[1]):
+        part = next((p for p in parts if p.direction == direction), Part(direction, 1, 1))
+        along = coords[..., direction]
+        digit, rest = np.divmod(along - along.min(axis=1)[:, None], part.stride)
         if rest.any() or (digit >= part.factor).any():
             return None
         code = code * part.factor + digit
@@ -236,13 +258,13 @@ def _as_box(topology: Topology, coords: np.ndarray) -> Parts | None:
     return tuple(parts)
 
 
-def _order(topology: Topology, groups: np.ndarray, parts: Parts, name: str) -> str:
-    """Which of our orders the devices stand in, if any."""
-    away = groups - groups[:, :1]
-    for order in ("line", "ring", "grid"):
-        ours = choose_order(topology, parts, name, "auto") if order == "line" else order
-        if order == "line" and ours != "line":
-            continue
-        if (away == offsets(topology, parts, ours)).all():
-            return ours
+def _order_of(topology: Topology, groups: np.ndarray, parts: Parts, name: str) -> str:
+    """Which of our orders the devices stand in, or `other`."""
+    # Without two torus directions there is nothing to string together; ring and grid are then
+    # only other words for it.
+    is_line = choose_order(topology, parts, name, "auto") == "line"
+    from_first = groups - groups[:, :1]
+    for order in ("line", "ring", "grid") if is_line else ("ring", "grid"):
+        if (from_first == offsets(topology, parts, order)).all():
+            return order
     return "other"

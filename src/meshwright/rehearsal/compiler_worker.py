@@ -100,9 +100,9 @@ def _devices(site: Site) -> list[Any]:
         count = int(site.positions.size)
         jax.config.update("jax_num_cpu_devices", count)  # type: ignore[no-untyped-call]
         return list(jax.devices("cpu"))
-    from meshwright.meshes.devices import target
+    from meshwright.meshes.devices import target_topology
 
-    found = target(site.topology, None, 1)
+    found = target_topology(site.topology, None, 1)
     devices = found.devices or ()
     # The compiler counts its devices in an order of its own; the points of the grid are the same.
     points = np.argsort(site.topology.index.ravel())[site.positions.ravel()]

@@ -17,7 +17,7 @@ from meshwright.errors import RehearsalError, near, short
 from meshwright.hardware.topology import Topology
 from meshwright.hardware.topology import topology as read_topology
 from meshwright.meshes.build import abstract_mesh, explain_mesh, placement_of, warn_idle
-from meshwright.meshes.devices import target
+from meshwright.meshes.devices import target_topology
 from meshwright.partitioning.decide import Options
 from meshwright.placement.placement import Placement
 from meshwright.rehearsal.compiler import PLATFORMS, Platform, default_folder
@@ -72,7 +72,7 @@ class Request:
             return self.on
         if isinstance(self.on, str):
             return read_topology(self.on, slices=self.slices)
-        return target(self.on, None, self.slices)
+        return target_topology(self.on, None, self.slices)
 
     def abstract(self, placed: Placement) -> AbstractMesh:
         """The mesh without its devices."""

@@ -82,14 +82,14 @@ def grid_coords(placement: Placement) -> np.ndarray:
 
 def _latency(topology: Topology, plan: AxisPlan) -> float:
     if plan.parts is not None:
-        return sum(LATENCY[topology.axes[p.dim].kind] * (p.factor - 1) for p in plan.parts)
+        return sum(LATENCY[topology.axes[p.direction].kind] * (p.factor - 1) for p in plan.parts)
     slowest = "network" if plan.slow > 1 else topology.axes[-1].kind
     return LATENCY[slowest] * (plan.size - 1)
 
 
 def _detour(topology: Topology, plan: AxisPlan) -> float:
     """How much longer an all-to-all takes than an all-gather that leaves as many bytes."""
-    ring = [p.factor for p in plan.parts or () if topology.axes[p.dim].kind == "torus"]
+    ring = [p.factor for p in plan.parts or () if topology.axes[p.direction].kind == "torus"]
     if not ring:
         return 1.0
     if covers_whole(topology, plan.parts or ()):
