@@ -64,6 +64,10 @@ class Comparison(Shown):
     def _sheet(self) -> Sheet:
         return Sheet(_headline(self), [Table(HEADING, [_cells(row) for row in self.rows], RIGHT)])
 
+    # Without the rows, whose figures are computed when they are asked for.
+    def __repr__(self) -> str:
+        return short_repr(self, _headline(self))
+
     def to_json(self) -> dict[str, Any]:
         """Convert to plain data: the request, and the figures of every schedule."""
         return {
