@@ -66,6 +66,7 @@ class Model(abc.ABC):
     def batch_spec(self, mesh: AnyMesh) -> PartitionSpec:
         """Return the spec of every array of a batch on this mesh."""
 
+    # Cached: sizes, shapes and rules all start from it, and it depends on the config alone.
     @functools.cached_property
     def _weights(self) -> Any:
         return self.weights()
@@ -100,6 +101,7 @@ class Model(abc.ABC):
 
     def shapes(self) -> dict[str, Any]:
         """Return the shapes of the state; nothing is computed."""
+        # Optax makes the state of its transformations, so the shapes come from tracing `state`.
         shapes: dict[str, Any] = jax.eval_shape(self.state, jax.random.key(0))
         return shapes
 

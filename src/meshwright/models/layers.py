@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from meshwright.models.weights import Weight, constant, constrain, matrix
 
-_SPLIT = ("batch", "seq", "heads", None)
+_SPLIT = ("batch", "seq", "heads", None)  # logical names of queries, keys and values
 
 
 def attention_weights(
@@ -65,6 +65,7 @@ def dot_product_attention(
     group of queries' heads. Where the sequence is sharded, queries stay so and every device gathers
     all keys and values.
     """
+    # Gathered over `seq` here, once, and not inside the products below.
     key = constrain(key, "batch", None, "heads", None)
     value = constrain(value, "batch", None, "heads", None)
     batch, length, heads, head = query.shape
@@ -74,6 +75,7 @@ def dot_product_attention(
     scores = jnp.einsum("bqhgk,bthk->bhgqt", grouped, key, preferred_element_type=jnp.float32)
     scores *= head**-0.5
     if causal:
+        # Every position sees itself, so no row of scores is all -inf.
         past = jnp.arange(length)[:, None] >= jnp.arange(length)
         scores = jnp.where(past, scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
@@ -182,6 +184,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     Array(1., dtype=float32)
     """
     logits = logits.astype(jnp.float32)
+    # Subtracting the largest logit keeps exp from overflowing; it cancels, so no gradient is lost.
     highest = jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
     total = jnp.log(jnp.sum(jnp.exp(logits - highest), axis=-1)) + highest[..., 0]
     is_label = jnp.arange(logits.shape[-1]) == labels[..., None]

@@ -150,6 +150,7 @@ class VisionTransformer(ImageModel):
         config = self.config
         patches = cast(params["patches"], config.compute)
         x = constrain(to_patches(images.astype(config.compute), config.patch), "batch", "seq", None)
+        # The axes that shard the kernel's `embed` dim also shard the batch: gather it, it is small.
         x = constrain(x @ constrain(patches["kernel"], None, None), "batch", "seq", "embed")
         x += patches["bias"] + constrain(patches["places"], "seq", None)
         x, _ = run_stages(self._block, params["stages"], x, remat=config.remat)
@@ -331,6 +332,7 @@ class ConvNet(ImageModel):
 
 def _level_products(level: Level) -> int:
     """Count the multiplications of one image in a forward pass through a level."""
+    # The first block's 1x1 convolution still sees the pixels of the level before.
     before, after = (level.side * level.stride) ** 2, level.side**2
     inside = 9 * level.width**2 + level.width * level.outputs
     first = before * level.inputs * level.width + after * (inside + level.inputs * level.outputs)

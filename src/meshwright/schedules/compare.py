@@ -59,7 +59,7 @@ class Comparison(Shown):
     @property
     def best(self) -> Timeline | None:
         """The fastest one that fits, if any does."""
-        return self.rows[0].timeline if self.rows[0].fits else None
+        return self.rows[0].timeline if self.rows[0].fits else None  # rows are sorted by `_rank`
 
     def _sheet(self) -> Sheet:
         return Sheet(_headline(self), [Table(HEADING, [_cells(row) for row in self.rows], RIGHT)])
@@ -207,6 +207,7 @@ def _cells(row: Row) -> list[str]:
     if row.timeline is None:
         return [row.name, *["-"] * 5, note]
     timeline = row.timeline
+    # The row of `auto` says how its schedule was made.
     if not note and timeline.schedule.name != row.name:
         note = timeline.schedule.name.removeprefix("auto: ")
     return [

@@ -261,14 +261,14 @@ def _from_json(text: str, path: Path) -> Schedule:
     """Read what `Schedule.to_json` returns."""
     try:
         data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (json.JSONDecodeError, RecursionError) as error:  # lists nested too deep recurse
         raise ScheduleError(f"{path}: not JSON ({error}).") from error
     if not isinstance(data, dict):
         raise ScheduleError(f"{path}: a schedule is an object with {', '.join(_KEYS)}.")
     for key in data:
         if key not in _KEYS:
             raise ScheduleError(f"{path}: {short(key)} is not one of {_KEYS}.{near(key, _KEYS)}")
-    for key in _KEYS[:-1]:
+    for key in _KEYS[:-1]:  # `overlapped` may be left out
         if key not in data:
             raise ScheduleError(f"{path}: {key!r} is missing.")
     for key, depth in (("group_of", 1), ("tasks", 2), ("overlapped", 2)):

@@ -10,6 +10,7 @@ weight gradients; DualPipeV also overlaps forwards with backwards.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -195,7 +196,7 @@ def _rounds(microbatches: int, groups: int) -> list[range]:
     """
     count = max(1, microbatches // groups)
     sizes = [microbatches // count + (r < microbatches % count) for r in range(count)]
-    ends = [sum(sizes[: r + 1]) for r in range(count)]
+    ends = itertools.accumulate(sizes)
     return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
@@ -275,6 +276,7 @@ def zb_v(groups: int, microbatches: int) -> Schedule:
 
 def _zb_v_row(row: _Row, groups: int) -> _Row:
     group, down, up = row.down, row.down, row.up
+    # Fill: forwards only, until the first microbatch is back at this group's second stage.
     for _ in range(2 * (groups - group) - 1):
         row.f(down)
     for _ in range(group):
@@ -282,9 +284,11 @@ def _zb_v_row(row: _Row, groups: int) -> _Row:
         row.f(down)
     for _ in range(groups - group):
         _f_b_w(row, up)
+    # Steady state: every task of both stages in turn, nothing waits.
     while row.left("F", up):
         _f_b_w(row, down)
         _f_b_w(row, up)
+    # Drain: gradients that others wait for first, delayed weight gradients where there is time.
     for _ in range(group):
         row.b(down)
         row.b(up)
@@ -317,6 +321,8 @@ def dualpipe_v(groups: int, microbatches: int) -> Schedule:
 
 
 def _dualpipe_v_row(row: _Row, groups: int, microbatches: int) -> _Row:
+    # The eight steps of DeepSeek's DualPipeV (github.com/deepseek-ai/DualPipe, dualpipev.py); its
+    # phases 0 and 1 are the stages on the way down and on the way up.
     group, down, up = row.down, row.down, row.up
     behind = groups - 1 - group
     for _ in range(2 * behind):
@@ -334,7 +340,7 @@ def _dualpipe_v_row(row: _Row, groups: int, microbatches: int) -> _Row:
     for _ in range(behind):
         row.bw(up)
         row.f_with_bw(up, down)
-    # The last backwards are whole at first, then in two parts, to end with weight gradients.
+    # Whole backwards at first, then in two parts, so that weight gradients are left for the end.
     for number in range(2 * (group + 1)):
         stage = down if number % 2 else up
         if number <= group:

@@ -150,6 +150,7 @@ def _group_line(layout: _Layout, group: int, name: str, label: Callable[[Task, i
     timeline = layout.timeline
     starts, ends = timeline.starts[group], timeline.ends[group]
     letters, kinds = [" "] * layout.width, [""] * layout.width
+    # Painted over each other: dots, then the tasks, then the break.
     if label is _kind:
         for first, last in layout.columns(starts[0], ends[-1]):
             letters[first:last] = "." * (last - first)
@@ -303,7 +304,7 @@ class Crop:
 
     def visible(self, start: float, end: float) -> Iterator[tuple[int, float, float]]:
         """The parts of a stretch that are drawn, each with the number of its window."""
-        edge = 1e-9 * self.end  # a touch is no overlap
+        edge = 1e-9 * self.end  # to touch a window is not to overlap it
         for number, (first, last) in enumerate(self.windows()):
             if start < last - edge and end > first + edge:
                 yield number, max(start, first), min(end, last)

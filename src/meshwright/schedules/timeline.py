@@ -167,6 +167,7 @@ def simulate(schedule: Schedule, costs: AnyCosts = "F=1,B=1,W=1", latency: float
         raise ScheduleError(f"simulate takes a Schedule, not a {type(schedule).__name__}.")
     stage_costs, latency = costs_per_stage(costs, schedule), check_time(latency, "latency")
     group_of = schedule.group_of
+    # `execution_order` yields a task after those it needs, so one pass knows all times.
     ends: list[list[float]] = [[] for _ in schedule.tasks]
     starts: list[list[float]] = [[] for _ in schedule.tasks]
     ready: dict[Key, float] = {}  # when each result is there, in the group that computes it

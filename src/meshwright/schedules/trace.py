@@ -50,6 +50,10 @@ def chrome_trace(timeline: Timeline, *, microseconds: float = 1000.0) -> dict[st
     }
 
 
+# Phases of the format: "M" is metadata, "X" a slice with a duration, "s" and "f" are the two ends of
+# an arrow, "C" is a counter. Times are in microseconds.
+
+
 def _threads(timeline: Timeline) -> Iterator[Event]:
     for group in range(timeline.schedule.groups):
         where = {"ph": "M", "pid": 0, "tid": group}
@@ -99,6 +103,7 @@ def _transfers(timeline: Timeline, unit: float) -> Iterator[Event]:
             for source, at in _awaited(task, schedule.stages, sent):
                 if source != group:
                     arrow = {"name": "transfer", "cat": "transfer", "id": number, "pid": 0}
+                    # "bp": "e" binds the end to the slice around it, not to the next one.
                     yield {**arrow, "ph": "s", "tid": source, "ts": at * unit}
                     yield {**arrow, "ph": "f", "bp": "e", "tid": group, "ts": start * unit}
                     number += 1

@@ -212,6 +212,7 @@ def _checked_tasks(row: Iterable[Any], where: str) -> Iterable[Task]:
     if not isinstance(row, Iterable):
         raise ScheduleError(f"{where}: its tasks are a list, not {short(row)}.")
     for position, item in enumerate(row):
+        # The builders make millions of `Task`s of sound numbers, so those are taken as they are.
         if type(item) is Task and item.kind in KINDS:
             yield item
             continue
