@@ -53,7 +53,7 @@ def test_what_does_not_fit_says_by_how_much():
 
 def test_what_is_not_defined_says_why():
     reasons = {row.name: row.reason for row in mw.schedules.compare_schedules(4, 6, stages=4).rows}
-    assert reasons["zb-v"] == "zb-v has 2 stage(s) per group: 4 groups make 8 stages, not 4"
+    assert reasons["zb-v"] == "zb-v has 2 stages per group: 4 groups make 8 stages, not 4"
     assert reasons["1f1b"] == ""
 
 
@@ -85,7 +85,7 @@ def test_schedules_of_ones_own_stand_beside():
     }
     assert rows["mine"].fits and rows["mine"].memory == 1
     rows = {row.name: row for row in mw.schedules.compare_schedules(2, 4, also=[own]).rows}
-    assert rows["mine"].reason == "is for 1 groups, 2 microbatches"
+    assert rows["mine"].reason == "is for 1 group, 2 microbatches"
 
 
 def test_text_html_and_json_say_the_same():

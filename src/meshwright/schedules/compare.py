@@ -189,7 +189,8 @@ def _own_row(
     memory: float | None,
 ) -> Row:
     if (own.groups, own.microbatches) != (groups, microbatches):
-        return Row(own.name, None, f"is for {own.groups} groups, {own.microbatches} microbatches")
+        sizes = f"{plural(own.groups, 'group')}, {plural(own.microbatches, 'microbatch')}"
+        return Row(own.name, None, f"is for {sizes}")
     timeline = simulate(own, costs, latency)
     return Row(own.name, timeline, memory_excess(timeline, memory))
 

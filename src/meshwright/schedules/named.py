@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshwright._checks import check_integer
+from meshwright._text import plural
 from meshwright.errors import ScheduleError, near, short
 from meshwright.schedules.types import Schedule, Task
 
@@ -88,7 +89,7 @@ def _check_stages(name: str, named: Named, groups: int, stages: int) -> None:
         others = [listed for listed in NAMED if fits(listed, groups, 10**9, stages)]
         hint = f" For {stages} stages: {', '.join(others)}." if others else ""
         raise ScheduleError(
-            f"{name} has {named.chunks} stage(s) per group: {groups} groups make "
+            f"{name} has {plural(named.chunks, 'stage')} per group: {groups} groups make "
             f"{named.chunks * groups} stages, not {stages}.{hint}",
             option="stages",
         )

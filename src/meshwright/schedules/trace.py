@@ -50,8 +50,8 @@ def chrome_trace(timeline: Timeline, *, microseconds: float = 1000.0) -> dict[st
     }
 
 
-# Phases of the format: "M" is metadata, "X" a slice with a duration, "s" and "f" are the two ends of
-# an arrow, "C" is a counter. Times are in microseconds.
+# Phases of the format: "M" is metadata, "X" a slice with a duration, "s" and "f" the two ends of
+# an arrow, "C" a counter. Times are in microseconds.
 
 
 def _threads(timeline: Timeline) -> Iterator[Event]:
