@@ -95,6 +95,7 @@ def swiglu_weights(embed: int, mlp: int) -> dict[str, Weight]:
 def swiglu(params: Any, x: jax.Array) -> jax.Array:
     """SwiGLU: (silu(x W_gate) * (x W_up)) W_down."""
     wide = jax.nn.silu(x @ params["gate"]) * (x @ params["up"])
+    # Sharded over `mlp`, the second product leaves partial sums: one all-reduce per layer.
     return jnp.dot(constrain(wide, "batch", "seq", "mlp"), params["down"])
 
 

@@ -13,7 +13,7 @@ import itertools
 import math
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -190,7 +190,7 @@ def _weight_axes(name: str, sizes: set[int], mesh: AnyMesh) -> Any:
 
 
 def _dividing_axes(
-    axis_sizes: Mapping[str, int], axes: Iterable[str], sizes: Iterable[int], shards: int = 1
+    axis_sizes: Mapping[str, int], axes: Iterable[str], sizes: Collection[int], shards: int = 1
 ) -> list[str]:
     """Of the axes, in order, those that divide all sizes, which `shards` splits already."""
     chosen = []

@@ -323,7 +323,8 @@ class Costs:
         return Costs(*(getattr(self, f.name) / parts for f in dataclasses.fields(self)))
 
 
-AnyCosts = Costs | str | Mapping[str, float] | Sequence[Any]
+# For all stages alike, or a list with one entry per stage.
+AnyCosts = Costs | str | Mapping[str, float] | Sequence[Costs | str | Mapping[str, float]]
 
 
 def costs_per_stage(costs: AnyCosts, schedule: Schedule) -> tuple[Costs, ...]:
