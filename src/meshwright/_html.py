@@ -83,13 +83,14 @@ def html_table(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
     return f"<table><thead>{line('th', rows[0])}</thead><tbody>{body}</tbody></table>"
 
 
-def page(title: str, body: str) -> str:
+def page(title: str, body: str, *, css: str = "body{margin:16px}", body_class: str = "") -> str:
     """A whole page around a value's HTML: works offline, readable on a phone."""
+    named = f' class="{html.escape(body_class)}"' if body_class else ""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)}</title></head>"
-        f'<body style="margin:16px">{body}</body></html>\n'
+        f"<title>{html.escape(title)}</title><style>{css}</style></head>"
+        f"<body{named}>{body}</body></html>\n"
     )
 
 

@@ -1,10 +1,15 @@
-"""The report. In: a rehearsal, and what ran. Out: one web page that needs nothing from outside."""
+"""`page`: a rehearsal, and what ran of it, as one web page that fetches nothing.
+
+The sections that every rehearsal has are drawn by `rehearsal.rendering`; here are the frame, the
+advice at its top, and what a page may also hold: a comparison, a pipeline's timeline, losses.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
 from meshwright._html import SERIES, Html, bars, join, style, tag, wide
+from meshwright._html import page as html_page
 from meshwright._text import amount, number
 from meshwright._version import __version__
 from meshwright.axes import role
@@ -18,10 +23,12 @@ from meshwright.rehearsal.request import EXTRAS
 from meshwright.rehearsal.result import Comparison, Rehearsal
 from meshwright.schedules.timeline import Timeline
 
-# `page(...)`: everything about a rehearsal on one page.
+AnyTimeline = Explanation | MeasuredTimeline | Timeline
 
-
+# Around the style sheet of every picture: what only a whole page has. `color-scheme` lets the
+# browser paint its own background dark, too.
 _FRAME = """\
+:root{color-scheme:light dark}
 body{margin:0}
 .mw.page{min-height:100vh}
 .mw.page>main,.mw.page>nav,.mw.page>footer{max-width:1080px;margin:0 auto;padding:0 20px}
@@ -42,11 +49,12 @@ def page(
     comparison: Comparison | None = None,
     title: str | None = None,
 ) -> str:
-    """A rehearsal as one HTML page: works offline, light and dark, on a phone, without scripts.
+    """Render a rehearsal as one HTML page that works offline, on a phone, and without scripts.
 
     `remedies` are drawn beside the memory they save. `pipeline` is what `step.explain(...)` or
-    `step.timeline(...)` gave, `training` the losses of a run, either also several by name, and
-    `comparison` what `result.compare(other)` gave.
+    `step.timeline(...)` returned, `training` the losses of a run, either also a dict of several by
+    name, and `comparison` what `result.compare(other)` returned. `title` is by default the name of
+    the step and of the hardware. Raises `RehearsalError` for losses that cannot be drawn.
 
     >>> import meshwright as mw
     >>> from meshwright.report import page
@@ -56,90 +64,102 @@ def page(
     """
     if not isinstance(result, Rehearsal):
         raise RehearsalError(f"page: {short(result)} is not what rehearse(...) returns.")
-    found = {
+    parts = {  # heading and content, by the name that links use
         "next": ("What to do next", advised(advice(result, remedies))),
         **sections(result, remedies),
     }
     if comparison is not None:
-        found["comparison"] = ("Side by side", beside(comparison))
+        parts["comparison"] = ("Side by side", draw_comparison(comparison))
     if pipeline is not None:
-        drawn = pipeline if isinstance(pipeline, Mapping) else {"": pipeline}
-        found["pipeline"] = ("The pipeline", timelines(drawn))
+        pipelines = pipeline if isinstance(pipeline, Mapping) else {"": pipeline}
+        parts["pipeline"] = ("The pipeline", draw_pipelines(pipelines))
     if training is not None:
         runs = training if isinstance(training, Mapping) else {"loss": training}
-        found["training"] = ("Training", curves(runs))
+        parts["training"] = ("Training", draw_losses(runs))
     body = join(
-        tag("section", tag("h2", heading), inside, id=name)
-        for name, (heading, inside) in found.items()
+        tag("section", tag("h2", heading), content, id=name)
+        for name, (heading, content) in parts.items()
     )
-    named = title or f"{result.name} on {result.placement.topology.name}"
-    return _document(named, tuple(found), join([verdict(result), body]))
+    title = title or f"{result.name} on {result.placement.topology.name}"
+    return _framed(title, tuple(parts), join([verdict(result), body]))
 
 
-def _document(title: str, names: Sequence[str], body: Html) -> str:
+def _framed(title: str, names: Sequence[str], body: Html) -> str:
+    """A page with links to its sections above, and who made it below."""
     links = (tag("a", name, href=f"#{name}") for name in names)
-    return (
-        "<!doctype html>\n"
-        + tag(
-            "html",
-            tag(
-                "head",
-                Html('<meta charset="utf-8">'),
-                Html('<meta name="viewport" content="width=device-width, initial-scale=1">'),
-                Html('<meta name="color-scheme" content="light dark">'),
-                tag("title", title),
-                tag("style", Html(style() + _FRAME)),
-            ),
-            tag(
-                "body",
-                tag("nav", tag("div", tag("b", title), *links), aria_label="Sections"),
-                tag("main", body),
-                tag(
-                    "footer", f"Made by meshwright {__version__}. Nothing on this page is fetched."
-                ),
-                class_="mw page",
-            ),
-            lang="en",
-        )
-        + "\n"
+    made_by = f"Made by meshwright {__version__}. Nothing on this page is fetched."
+    inside = join(
+        [
+            tag("nav", tag("div", tag("b", title), *links), aria_label="Sections"),
+            tag("main", body),
+            tag("footer", made_by),
+        ]
     )
+    return html_page(title, inside, css=style() + _FRAME, body_class="mw page")
 
 
-# Two rehearsals side by side: memory on one scale, and the table.
+# What a page may hold besides the rehearsal.
 
 
-def beside(comparison: Comparison) -> Html:
+def draw_comparison(comparison: Comparison) -> Html:
+    """Draw the memory of two rehearsals on one scale, and the table."""
     lanes = [
         lane(f"{each.name} as {each.placement.spec}", each.memory)
         for each in (comparison.one, comparison.other)
     ]
     limit = min(comparison.one.memory.limit, comparison.other.memory.limit)
-    drawn = bars(lanes, amount, limit=limit)
-    return join([drawn, wide("Comparison", Html(comparison._repr_html_()))])
+    return join(
+        [bars(lanes, amount, limit=limit), wide("Comparison", Html(comparison._repr_html_()))]
+    )
 
 
-# Losses of one or more runs as a small chart.
+def draw_pipelines(pipelines: Mapping[str, AnyTimeline]) -> Html:
+    """Draw when the tasks of pipelines run, in boxes that scroll.
+
+    A picture is not shrunk to the page: a task must stay wide enough to be told from the next.
+    """
+    return join(
+        join([tag("p", name) if name else "", _draw_pipeline(pipeline)])
+        for name, pipeline in pipelines.items()
+    )
 
 
+def _draw_pipeline(pipeline: AnyTimeline) -> Html:
+    if isinstance(pipeline, MeasuredTimeline):
+        note = (
+            f"Measured, in ms; predicted from the times of its tasks: {pipeline.ratio:.2f} of it."
+        )
+        return join([_picture("Measured timeline", pipeline.svg()), tag("p", note, class_="note")])
+    if isinstance(pipeline, Explanation):
+        return _picture("Stages and predicted timeline", pipeline._repr_html_())
+    return _picture("Timeline", pipeline.svg())
+
+
+def _picture(label: str, svg: str) -> Html:
+    return tag("div", wide(label, Html(svg)), class_="picture")
+
+
+# The chart of losses, in the units of its view box.
 _WIDE, _TALL, _LEFT, _BOTTOM, _EDGE = 440, 190, 52, 26, 12
 
 
-def curves(runs: Mapping[str, Sequence[float]]) -> Html:
-    """A line per run on common axes; where runs agree, later lines are dashed over earlier ones."""
+def draw_losses(runs: Mapping[str, Sequence[float]]) -> Html:
+    """Draw a line per run on common axes; later lines are dashed, to show where runs agree."""
     for name, values in runs.items():
         if len(values) < 2 or not all(abs(float(v)) < float("inf") for v in values):
             raise RehearsalError(
-                f"training: {name!r} needs two or more finite losses, not {short(list(values))}."
+                f"training: {name!r} needs two or more finite losses, not {short(list(values))}.",
+                option="training",
             )
     values = [float(v) for run in runs.values() for v in run]
     low, high = min(values), max(values)
     steps = max(map(len, runs.values())) - 1
-    scale = _Scale(low, high if high > low else low + 1.0, steps)
+    scale = _Scale(low, high if high > low else low + 1.0, steps)  # a flat line needs a height
     lines = (
         _line(scale, at, name, [float(v) for v in run])
         for at, (name, run) in enumerate(runs.items())
     )
-    said = ", ".join(f"{name} from {run[0]:.4f} to {run[-1]:.4f}" for name, run in runs.items())
+    words = ", ".join(f"{name} from {run[0]:.4f} to {run[-1]:.4f}" for name, run in runs.items())
     picture = tag(
         "svg",
         tag("title", "Loss"),
@@ -149,14 +169,14 @@ def curves(runs: Mapping[str, Sequence[float]]) -> Html:
         viewBox=f"0 0 {_WIDE} {_TALL}",
         style="width:100%;max-width:520px;height:auto",
         role="img",
-        aria_label=f"Loss by step: {said}",
+        aria_label=f"Loss by step: {words}",
         xmlns="http://www.w3.org/2000/svg",
     )
     return join([picture, _legend(runs)])
 
 
 class _Scale:
-    """Where a step and a loss stand in the picture."""
+    """How steps and losses become x and y of the chart."""
 
     def __init__(self, low: float, high: float, steps: int):
         self.low, self.high, self.steps = low, high, steps
@@ -170,16 +190,16 @@ class _Scale:
 
 
 def _axes(scale: _Scale) -> list[Html]:
-    drawn = []
+    elements = []
     for part in range(4):
         loss = scale.low + (scale.high - scale.low) * part / 3
         y = scale.y(loss)
-        drawn.append(tag("line", x1=_LEFT, x2=_WIDE - _EDGE, y1=y, y2=y, class_="axis"))
-        drawn.append(tag("text", number(loss), x=_LEFT - 8, y=y + 4, text_anchor="end"))
+        elements.append(tag("line", x1=_LEFT, x2=_WIDE - _EDGE, y1=y, y2=y, class_="axis"))
+        elements.append(tag("text", number(loss), x=_LEFT - 8, y=y + 4, text_anchor="end"))
     for step, anchor in ((0, "start"), (scale.steps, "end")):
-        word = f"step {step + 1}"
-        drawn.append(tag("text", word, x=scale.x(step), y=_TALL - 8, text_anchor=anchor))
-    return drawn
+        label = f"step {step + 1}"
+        elements.append(tag("text", label, x=scale.x(step), y=_TALL - 8, text_anchor=anchor))
+    return elements
 
 
 def _line(scale: _Scale, at: int, name: str, run: Sequence[float]) -> Html:
@@ -206,47 +226,21 @@ def _colour(at: int) -> str:
     return SERIES[at % len(SERIES)]
 
 
-# A pipeline on the page: its stages, and when its tasks run.
-
-
-AnyTimeline = Explanation | MeasuredTimeline | Timeline
-
-
-def timelines(pipelines: Mapping[str, AnyTimeline]) -> Html:
-    """Pictures in boxes that scroll: a task must stay wide enough to be told from the next."""
-    return join(
-        join([tag("p", name) if name else "", _drawn(pipeline)])
-        for name, pipeline in pipelines.items()
-    )
-
-
-def _drawn(pipeline: AnyTimeline) -> Html:
-    if isinstance(pipeline, MeasuredTimeline):
-        said = (
-            f"Measured, in ms; predicted from the times of its tasks: {pipeline.ratio:.2f} of it."
-        )
-        return join([_picture("Measured timeline", pipeline.svg()), tag("p", said, class_="note")])
-    if isinstance(pipeline, Explanation):
-        return _picture("Stages and predicted timeline", pipeline._repr_html_())
-    return _picture("Timeline", pipeline.svg())
-
-
-def _picture(label: str, drawn: str) -> Html:
-    return tag("div", wide(label, Html(drawn)), class_="picture")
-
-
-# What to do next, most important first: ways out, surprises, then what would be worth trying.
-
-
+# Fractions of the step's time, and of a device's memory, from which advice is given.
 _MUCH_WAITING, _MUCH_READING, _MUCH_ROOM = 0.25, 0.4, 0.4
 
 
 def advice(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> list[str]:
-    found = [f"{remedy}." for remedy in remedies]
+    """Say what to do next, most important first.
+
+    How to make it fit, collectives that nobody asked for, then what would be worth trying.
+    """
+    lines = [f"{remedy}." for remedy in remedies]
+    # `next_steps` lists the result's own remedies; where some are given, they are listed once.
     known = {str(remedy) for remedy in result.remedies()} if remedies else set()
-    found += [step for step in next_steps(result) if step not in known]
-    found += [*_waiting(result), *_room(result), *_stand_in(result)]
-    return found or ["It fits and nothing stands out: rent the machine and run it."]
+    lines += [step for step in next_steps(result) if step not in known]
+    lines += [*_waiting(result), *_room(result), *_stand_in(result)]
+    return lines or ["It fits and nothing stands out: rent the machine and run it."]
 
 
 def _waiting(result: Rehearsal) -> Iterator[str]:

@@ -9,15 +9,15 @@ import optax
 import pytest
 from model_helpers import fresh
 
-from meshwright.models.decoder import expert_weights, mixture, route
+from meshwright.models.decoder import expert_weights, mixture_of_experts, route
 from meshwright.models.layers import (
-    attend,
     attention_weights,
     cross_entropy,
+    dot_product_attention,
     group_norm,
     layer_norm,
     rms_norm,
-    rotate,
+    rotary_embedding,
     self_attention,
 )
 
@@ -55,12 +55,14 @@ def attended(query, key, value, causal):
 @pytest.mark.parametrize("theta", [500_000.0, 100.0])
 def test_rotation_turns_pairs_by_position(theta):
     x = normal(2, 9, 3, 8)
-    np.testing.assert_allclose(rotate(jnp.asarray(x), theta), rotated(x, theta), atol=1e-5)
+    np.testing.assert_allclose(
+        rotary_embedding(jnp.asarray(x), theta), rotated(x, theta), atol=1e-5
+    )
 
 
 def test_rotated_vectors_meet_by_their_distance_alone():
     x = jnp.broadcast_to(normal(1, 1, 1, 16), (1, 12, 1, 16))
-    turned = rotate(x, 1000.0)[0, :, 0]
+    turned = rotary_embedding(x, 1000.0)[0, :, 0]
     meets = turned @ turned.T
     np.testing.assert_allclose(meets[0, :6], meets[5, 5:11], rtol=1e-4)
     assert not np.allclose(meets[0, 0], meets[0, 5], rtol=1e-2)
@@ -71,7 +73,7 @@ def test_rotated_vectors_meet_by_their_distance_alone():
 def test_grouped_heads_share_keys_and_values(kv_heads, causal):
     query = normal(2, 7, 6, 4)
     key, value = normal(2, 7, kv_heads, 4, seed=1), normal(2, 7, kv_heads, 4, seed=2)
-    ours = attend(*map(jnp.asarray, (query, key, value)), causal=causal)
+    ours = dot_product_attention(*map(jnp.asarray, (query, key, value)), causal=causal)
     np.testing.assert_allclose(ours, attended(query, key, value, causal), atol=1e-5)
 
 
@@ -159,7 +161,9 @@ def experts_one_by_one(params, x, chosen, length):
 def test_tokens_go_to_their_best_experts_while_there_is_room(capacity, length, shared):
     params = fresh(expert_weights(8, 12, 4, shared))
     x = normal(3, 8, 8)
-    ours, notes = jax.jit(functools.partial(mixture, chosen=2, capacity=capacity))(params, x)
+    ours, notes = jax.jit(functools.partial(mixture_of_experts, chosen=2, capacity=capacity))(
+        params, x
+    )
     wanted = experts_one_by_one(jax.tree.map(np.asarray, params), x, 2, length)
     np.testing.assert_allclose(ours, wanted, atol=1e-5)
     assert (float(notes["dropped"]) > 0) == (capacity < 4)
@@ -177,7 +181,7 @@ def test_router_learns_from_balance_and_from_its_answers():
     x = jnp.asarray(normal(2, 8, 8))
 
     def pull(params, which):
-        out, notes = mixture(params, x, chosen=2, capacity=2.0)
+        out, notes = mixture_of_experts(params, x, chosen=2, capacity=2.0)
         return notes["balance"] if which == "balance" else jnp.sum(out**2)
 
     for which in ("balance", "answers"):

@@ -1,5 +1,7 @@
 """Models by name: published sizes, nothing computed, and what is refused."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,8 @@ import pytest
 
 import meshwright as mw
 from meshwright.models import training
-from meshwright.models.weights import count
+from meshwright.models.presets import ModelSettings
+from meshwright.models.weights import count_parameters
 
 PUBLISHED = {
     "llama3-8b": 8_030_261_248,
@@ -90,7 +93,7 @@ def test_matrices_alone_decay():
         if weight.decays
     }
     assert not any("norm" in path for path in decaying)
-    assert count(model.weights()) == model.parameters
+    assert count_parameters(model.weights()) == model.parameters
     assert "stages/0/mlp/up" in decaying
 
 
@@ -113,8 +116,8 @@ def test_matrices_alone_decay():
             {"layers": 4, "stages": 3},
             r"layers=4 is not divisible by stages=3.*Use stages of 1, 2, 4",
         ),
-        ("tiny", {"layers": 0}, r"layers: 0 is not a whole number of at least 1"),
-        ("tiny", {"layers": 2.0}, r"layers: 2\.0 is not a whole number"),
+        ("tiny", {"layers": 0}, r"layers: 0 is not a positive integer"),
+        ("tiny", {"layers": 2.0}, r"layers: 2\.0 is not a positive integer"),
         ("tiny", {"kv_heads": 3}, r"heads=4 is not divisible by kv_heads=3"),
         ("tiny", {"head": 15}, r"head=15 is odd"),
         (
@@ -124,12 +127,14 @@ def test_matrices_alone_decay():
         ),
         ("tiny", {"compute": "int8"}, r"compute: 'int8' is no dtype"),
         ("tiny", {"compute": "float23"}, r"compute: 'float23' is no dtype"),
-        ("tiny", {"params": 4}, r"params: 4 is not a word"),
+        ("tiny", {"params": 4}, r"params: 4 is not a string"),
         ("tiny", {"learning_rate": -1.0}, r"learning_rate: -1\.0 is not a finite number"),
         ("tiny", {"warmup": 2000}, r"warmup: 2000 steps of 1000 in all"),
         ("moe-tiny", {"chosen": 9}, r"chosen=9 of experts=8"),
         ("vit-b16", {"image": 225}, r"image=225 is not divisible by patch=16"),
-        ("conv-tiny", {"depths": (1, 0)}, r"depths: \(1, 0\) is not a tuple of whole numbers"),
+        ("conv-tiny", {"depths": (1, 0)}, r"depths\[1\]: 0 is not a positive integer"),
+        ("conv-tiny", {"depths": 2}, r"depths: 2 is not a tuple of integers"),
+        ("moe-tiny", {"shared": -1}, r"shared: -1 is not an integer of at least 0"),
         ("resnet50", {"stages": 3}, r"4 levels are not divisible by stages=3"),
     ],
 )
@@ -143,10 +148,10 @@ def test_bad_requests_are_refused(name, overrides, message):
     ("name", "sizes", "message"),
     [
         ("tiny", (4, 65), r"tiny: a sequence of 65 is longer than 64\. .*model\('tiny', seq=65\)"),
-        ("tiny", (0, 8), r"tiny: batch of 0 is not a whole number above 0"),
-        ("tiny", (4, 0), r"tiny: seq 0 is not a whole number above 0"),
+        ("tiny", (0, 8), r"tiny: batch: 0 is not a positive integer"),
+        ("tiny", (4, 0), r"tiny: seq: 0 is not a positive integer"),
         ("vit-tiny", (4, 16), r"vit-tiny: takes images, which have no seq"),
-        ("conv-tiny", (True,), r"conv-tiny: batch of True is not a whole number"),
+        ("conv-tiny", (True,), r"conv-tiny: batch: True is not a positive integer"),
     ],
 )
 def test_bad_batches_are_refused(name, sizes, message, ask):
@@ -175,3 +180,27 @@ def test_training_without_optax_says_what_to_install(monkeypatch):
     monkeypatch.setattr(training.importlib, "import_module", missing)
     with pytest.raises(mw.errors.ModelError, match=r'pip install "meshwright\[models\]"'):
         mw.models.model("tiny").optimizer()
+
+
+def test_every_setting_of_every_model_is_typed():
+    types = {}
+    for name in mw.models.names():
+        for field in dataclasses.fields(mw.models.model(name).config):
+            types.setdefault(field.name, field.type)
+    written = {key: kind.__forward_arg__ for key, kind in ModelSettings.__annotations__.items()}
+    assert written == types
+
+
+@pytest.mark.parametrize("name", mw.models.names())
+def test_reprs_fit_in_200_characters(name):
+    model = mw.models.model(name)
+    assert len(repr(model)) <= 200 and len(repr(model.config)) <= 200
+    assert name in repr(model)
+
+
+def test_reprs_say_what_the_value_is():
+    model = mw.models.model("tiny", layers=2)
+    assert repr(model) == f"<Decoder tiny, {model.parameters:,} parameters>"
+    assert repr(model.config).startswith("<DecoderConfig learning_rate=0.01, warmup=4, steps=1000")
+    assert "layers=2, embed=64" in repr(model.config)
+    assert "clip" not in repr(model.config)  # as it is by default

@@ -7,7 +7,7 @@ import pytest
 import meshwright as mw
 from meshwright.pipelines.profiling import Dispatch, predict
 from meshwright.schedules.types import Costs
-from meshwright.schedules.validation import walk
+from meshwright.schedules.validation import execution_order
 
 COSTS = (Costs(1.0, 1.0, 1.0, 2.0),) * 4
 PLAIN = mw.schedules.schedule("1f1b", groups=4, microbatches=8)
@@ -17,7 +17,7 @@ def handed(schedule, groups, before=0.0, call=0.0, waited=False):
     """What a process does that hands over the tasks of some groups."""
     return [
         Dispatch(task, before, call, waited)
-        for group, first, last in walk(schedule)
+        for group, first, last in execution_order(schedule)
         if group in groups
         for task in schedule.tasks[group][first:last]
     ]
@@ -67,7 +67,7 @@ def test_a_task_without_work_passes_on_what_it_would_wait_for():
     run = dataclasses.replace(split, tasks=rows, overlapped=())
     order = [
         Dispatch(task, 0.0, 0.0, False)
-        for group, first, last in walk(split)
+        for group, first, last in execution_order(split)
         for task in split.tasks[group][first:last]
         if (task.kind, task.stage) != ("B", 0)
     ]

@@ -16,9 +16,9 @@ TRAINING = {name for name, named in NAMED.items() if named.training}
 
 
 def test_every_training_schedule_and_auto_have_a_row():
-    found = mw.schedules.compare_schedules(4, 3, stages=12, memory=1)
-    assert {row.name for row in found.rows} == {*TRAINING, "auto"}
-    assert len(found.rows) == len(TRAINING) + 1
+    comparison = mw.schedules.compare_schedules(4, 3, stages=12, memory=1)
+    assert {row.name for row in comparison.rows} == {*TRAINING, "auto"}
+    assert len(comparison.rows) == len(TRAINING) + 1
 
 
 def test_fastest_first_then_smallest_then_what_does_not_fit():
@@ -32,17 +32,17 @@ def test_fastest_first_then_smallest_then_what_does_not_fit():
 
 
 def test_rows_are_what_simulate_says():
-    found = mw.schedules.compare_schedules(4, 8, costs="F=1,B=1.5,W=0.5", latency=0.25)
-    for row in found.rows:
+    comparison = mw.schedules.compare_schedules(4, 8, costs="F=1,B=1.5,W=0.5", latency=0.25)
+    for row in comparison.rows:
         if row.name in NAMED:
             alone = mw.schedules.schedule(row.name, groups=4, microbatches=8)
             assert row.timeline == mw.schedules.simulate(alone, "F=1,B=1.5,W=0.5", 0.25)
 
 
 def test_auto_is_never_slower_than_the_best():
-    found = mw.schedules.compare_schedules(3, 7, latency=0.3, memory=3)
-    assert found.rows[0].name == "auto"
-    assert found.best is found.rows[0].timeline
+    comparison = mw.schedules.compare_schedules(3, 7, latency=0.3, memory=3)
+    assert comparison.rows[0].name == "auto"
+    assert comparison.best is comparison.rows[0].timeline
 
 
 def test_what_does_not_fit_says_by_how_much():
@@ -53,21 +53,21 @@ def test_what_does_not_fit_says_by_how_much():
 
 def test_what_is_not_defined_says_why():
     reasons = {row.name: row.reason for row in mw.schedules.compare_schedules(4, 6, stages=4).rows}
-    assert reasons["zb-v"] == "zb-v has 2 stage(s) per group: 4 groups make 8 stages, not 4"
+    assert reasons["zb-v"] == "zb-v has 2 stages per group: 4 groups make 8 stages, not 4"
     assert reasons["1f1b"] == ""
 
 
 def test_nothing_may_fit_and_all_are_still_listed():
-    found = mw.schedules.compare_schedules(4, 16, memory=0.5)
-    assert found.best is None
-    assert all(row.reason for row in found.rows)
-    assert "dualpipe-v" in str(found) and "gpipe" in str(found)
+    comparison = mw.schedules.compare_schedules(4, 16, memory=0.5)
+    assert comparison.best is None
+    assert all(row.reason for row in comparison.rows)
+    assert "dualpipe-v" in str(comparison) and "gpipe" in str(comparison)
 
 
 def test_costs_per_stage_decide_the_number_of_stages():
-    found = mw.schedules.compare_schedules(2, 4, costs=["F=1", "F=2", "F=3", "F=4"], memory=9)
-    assert {row.timeline.schedule.stages for row in found.rows if row.timeline} == {4}
-    assert [row.name for row in found.rows if row.timeline is None] == [
+    comparison = mw.schedules.compare_schedules(2, 4, costs=["F=1", "F=2", "F=3", "F=4"], memory=9)
+    assert {row.timeline.schedule.stages for row in comparison.rows if row.timeline} == {4}
+    assert [row.name for row in comparison.rows if row.timeline is None] == [
         "gpipe",
         "1f1b",
         "eager-1f1b",
@@ -85,18 +85,22 @@ def test_schedules_of_ones_own_stand_beside():
     }
     assert rows["mine"].fits and rows["mine"].memory == 1
     rows = {row.name: row for row in mw.schedules.compare_schedules(2, 4, also=[own]).rows}
-    assert rows["mine"].reason == "is for 1 groups, 2 microbatches"
+    assert rows["mine"].reason == "is for 1 group, 2 microbatches"
 
 
 def test_text_html_and_json_say_the_same():
-    found = mw.schedules.compare_schedules(4, 6, latency=0.5, memory=4)
-    text, page, data = str(found), found._repr_html_(), json.loads(json.dumps(found.to_json()))
+    comparison = mw.schedules.compare_schedules(4, 6, latency=0.5, memory=4)
+    text, page, data = (
+        str(comparison),
+        comparison._repr_html_(),
+        json.loads(json.dumps(comparison.to_json())),
+    )
     assert text.splitlines()[0] == (
         "4 groups, 6 microbatches; F=1, B=1, W=1 per group, latency 0.5; "
         "at most 4 microbatches held"
     )
-    assert [line.split()[0] for line in text.splitlines()[2:]] == [r.name for r in found.rows]
-    assert page.count("<tr>") == 1 + len(found.rows)
+    assert [line.split()[0] for line in text.splitlines()[2:]] == [r.name for r in comparison.rows]
+    assert page.count("<tr>") == 1 + len(comparison.rows)
     by_name = {row["name"]: row for row in data["schedules"]}
     assert by_name["dualpipe-v"]["makespan"] is None and not by_name["dualpipe-v"]["fits"]
     assert by_name["1f1b"]["memory"] == [4, 3, 2, 1] and by_name["1f1b"]["reason"] is None

@@ -8,10 +8,13 @@ import pytest
 
 import meshwright as mw
 from meshwright._html import contrast, ink
+from meshwright.schedules.compare import Comparison, Row
 from meshwright.schedules.named import NAMED
 from meshwright.schedules.svg_plot import MOST_BOXES, fill
+from meshwright.schedules.timeline import Timeline
 from meshwright.schedules.trace import chrome_trace
-from meshwright.schedules.types import KINDS
+from meshwright.schedules.types import KINDS, TaskKind
+from meshwright.schedules.validation import Channel
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -191,3 +194,56 @@ def test_a_trace_in_seconds():
     for wrong in (0, -1, float("inf"), True, "ms"):
         with pytest.raises(mw.errors.ScheduleError, match="microseconds is"):
             chrome_trace(timeline, microseconds=wrong)
+
+
+def test_reprs_fit_in_200_characters_however_large_the_value():
+    tasks = tuple(
+        tuple(mw.schedules.Task("F", group, i) for i in range(1024)) for group in range(512)
+    )
+    name = "long " * 100
+    large = mw.schedules.Schedule(name, 1024, tuple(range(512)), tasks)
+    costs = (mw.schedules.Costs(F=1 / 3, B=2 / 3, W=1e-300),) * 512
+    rows = tuple((0.0,) * 1024 for _ in range(512))
+    timeline = Timeline(large, costs, 1 / 3, rows, rows)
+    channels = tuple(Channel(group, group + 1, 1024, True) for group in range(511))
+    comparison = Comparison(512, 1024, 1 / 3, 1 / 3, (Row(name, timeline, name),) * 12)
+    for value in (
+        large,
+        timeline,
+        mw.schedules.Proof(large, (), channels, (1,) * 512),
+        comparison,
+        comparison.rows[0],
+        mw.schedules.Auto(costs=[costs[0]] * 512, latency=1 / 3, memory=1e300 / 3),
+        costs[0],
+        tasks[-1][-1],
+    ):
+        assert len(repr(value)) <= 200, type(value)
+        assert "\n" not in repr(value)
+
+
+def test_reprs_say_what_the_value_is():
+    zb = mw.schedules.schedule("zb-h1", groups=2, microbatches=4)
+    assert repr(mw.schedules.simulate(zb)) == (
+        "<Timeline zb-h1: 2 groups, 2 stages, 4 microbatches; F=1, B=1, W=1 per group>"
+    )
+    assert repr(mw.schedules.check(zb)) == (
+        "<Proof Schedule('zb-h1', groups=2, stages=2, microbatches=4, tasks=24) is sound: every "
+        "task runs once, after what it needs.>"
+    )
+    comparison = mw.schedules.compare_schedules(2, 4, memory=2)
+    assert repr(comparison) == (
+        "<Comparison 2 groups, 4 microbatches; F=1, B=1, W=1 per group; "
+        "at most 2 microbatches held>"
+    )
+    assert repr(comparison.rows[0]) == "<Row auto: fits>"
+
+
+def test_a_task_may_be_written_with_its_kind():
+    kind = TaskKind.BACKWARD
+    assert mw.schedules.Task(kind, 2, 5) == mw.schedules.Task("BW", 2, 5)
+    assert hash(mw.schedules.Task(kind, 2, 5)) == hash(("BW", 2, 5))
+    assert str(mw.schedules.Task(kind, 2, 5)) == "2BW5"
+    written = mw.schedules.Schedule("mine", 1, (0,), [[(TaskKind.FORWARD, 0, 0), (kind, 0, 0)]])
+    plain = mw.schedules.Schedule("mine", 1, (0,), [[("F", 0, 0), ("BW", 0, 0)]])
+    assert written == plain and str(written) == str(plain)
+    assert written._repr_html_() == plain._repr_html_()

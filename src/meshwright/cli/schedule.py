@@ -15,10 +15,11 @@ from meshwright._html import ink, page
 from meshwright._text import tidy
 from meshwright.errors import ScheduleError
 from meshwright.schedules.auto import Auto
-from meshwright.schedules.compare import Comparison, compare_schedules, memory_limit, over
+from meshwright.schedules.compare import Comparison, compare_schedules, memory_excess, memory_limit
 from meshwright.schedules.files import read_schedule, write_schedule, write_text
 from meshwright.schedules.named import NAMED, schedule
-from meshwright.schedules.svg_plot import as_lines, fill
+from meshwright.schedules.svg_plot import fill
+from meshwright.schedules.text_plot import draw_lines
 from meshwright.schedules.timeline import Timeline, simulate
 from meshwright.schedules.types import KINDS, Schedule
 
@@ -75,7 +76,7 @@ class ScheduleCommand:
 
     def _show_one(self, chosen: Schedule) -> None:
         timeline = simulate(chosen, self.costs, self.latency)
-        if excess := over(timeline, memory_limit(self.memory)):
+        if excess := memory_excess(timeline, memory_limit(self.memory)):
             raise ScheduleError(f"{chosen.name}: {excess}. {self._fitting(chosen)}")
         self._write(timeline)
         if self.html is not None:
@@ -168,7 +169,7 @@ _STYLES = {kind: f"{ink(fill(kind))} on {fill(kind)}" for kind in KINDS}
 
 def show_timeline(timeline: Timeline) -> None:
     lines = []
-    for line in as_lines(timeline):
+    for line in draw_lines(timeline):
         text = Text()
         for piece, kind in line:
             text.append(piece, style=_STYLES.get(kind, "bold" if kind else ""))

@@ -1,4 +1,4 @@
-"""What every model offers; the families fill in the rest."""
+"""`Model`: what every model offers; the families fill in weights, loss and data."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from meshwright.errors import ModelError, short
+from meshwright._checks import check_integer
+from meshwright._show import short_repr
+from meshwright.errors import ModelError
 from meshwright.models.training import Config, make_optimizer, make_state, train_step
-from meshwright.models.weights import count, draw, logical_table, rules
+from meshwright.models.weights import count_parameters, draw, logical_rules, sharding_rules
 from meshwright.trees.specs import AnyMesh
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Model(abc.ABC):
-    """A model to train, shard, cut into stages or only to look at: no array until you ask.
+    """A model to train, to shard, to cut into stages or only to look at.
 
-    Parameters are a tree of dicts; the layers of a stage are stacked, for a scan to run over.
+    Holds sizes and no arrays: `init`, `state` and `example` make them, everything else computes
+    with shapes. Parameters are a tree of dicts; the layers of a stage are stacked, for a scan to
+    run over.
 
     >>> import jax, meshwright as mw
     >>> tiny = mw.models.model("tiny")
@@ -36,81 +40,85 @@ class Model(abc.ABC):
 
     @abc.abstractmethod
     def weights(self) -> Any:
-        """The parameters as a tree of `Weight`s: shapes, logical names, how they begin."""
+        """Describe the parameters as a tree of `Weight`s: shapes, logical names, initial values."""
 
     @abc.abstractmethod
     def loss(self, params: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The mean loss over a batch, and numbers to watch."""
+        """Return the mean loss over a batch, and metrics."""
 
     @abc.abstractmethod
     def batch(self, size: int, seq: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes of a batch."""
+        """Return the shapes of a batch: `size` rows, of `seq` tokens each or of one image."""
 
     @abc.abstractmethod
     def example(self, size: int, seq: int | None = None, *, seed: int = 0) -> dict[str, np.ndarray]:
-        """A batch of made-up data with something in it to learn, the same in every batch."""
+        """Make a batch of synthetic data, by a rule to learn that is the same for every seed."""
 
     @abc.abstractmethod
     def flops(self, size: int, seq: int | None = None) -> int:
-        """The useful floating-point operations of a train step, counted by hand.
+        """Count the useful floating-point operations of a train step, by a formula.
 
-        Three times those of the forward pass: what is computed again (`remat`) and what the
+        Three times those of the forward pass; what is computed again (`remat`) and what the
         optimizer does are not counted.
         """
 
     @abc.abstractmethod
     def batch_spec(self, mesh: AnyMesh) -> PartitionSpec:
-        """How every array of a batch is split over this mesh."""
+        """Return the spec of every array of a batch on this mesh."""
 
+    # Cached: sizes, shapes and rules all start from it, and it depends on the config alone.
     @functools.cached_property
     def _weights(self) -> Any:
         return self.weights()
 
     @property
     def parameters(self) -> int:
-        """How many parameters there are."""
-        return count(self._weights)
+        """The number of parameters."""
+        return count_parameters(self._weights)
 
     @property
     def active_parameters(self) -> int:
-        """How many of them work on one token; fewer where experts are chosen."""
+        """The number of parameters that one token meets; fewer where experts are chosen."""
         return self.parameters
 
     def init(self, key: jax.Array) -> Any:
-        """Fresh parameters."""
+        """Draw initial parameters."""
         return draw(self._weights, key, self.config.params)
 
     def optimizer(self) -> Any:
-        """AdamW with clipped gradients and a warmup, as an Optax transformation."""
+        """Return AdamW with clipped gradients and a warmup, as an Optax transformation."""
         return make_optimizer(
             self.config, jax.tree.map(lambda weight: weight.decays, self._weights)
         )
 
     def state(self, key: jax.Array) -> dict[str, Any]:
-        """`{"params", "opt", "step"}`: what a step takes and gives back."""
+        """Make the initial state, `{"params", "opt", "step"}`: what a step takes and returns."""
         return make_state(self.init(key), self.optimizer())
 
     def train_step(self, state: Any, batch: Any) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-        """Learn from one batch: the next state, and numbers to watch. Pure: `jit` it."""
+        """Take one step of training; return the next state and metrics. Pure: `jit` it."""
         return train_step(self.loss, self.optimizer(), state, batch)
 
     def shapes(self) -> dict[str, Any]:
-        """The shapes of the state; nothing is computed."""
+        """Return the shapes of the state; nothing is computed."""
+        # Optax makes the state of its transformations, so the shapes come from tracing `state`.
         shapes: dict[str, Any] = jax.eval_shape(self.state, jax.random.key(0))
         return shapes
 
     def logical(self) -> Any:
-        """The parameters' tree with a logical name per dim in each place."""
+        """Return the tree of parameters with a tuple of logical names, one per dim, for each."""
         return jax.tree.map(lambda weight: weight.names, self._weights)
 
     def logical_rules(self, mesh: AnyMesh) -> dict[str, Any]:
-        """The mesh axes that each logical name gets: `partition`'s `logical=`."""
-        return logical_table(self._weights, mesh)
+        """Return the mesh axes of each logical name, for `partition(..., logical=)`."""
+        return logical_rules(self._weights, mesh)
 
     def rules(self, mesh: AnyMesh) -> list[tuple[str, PartitionSpec]]:
-        """`partition`'s `rules=`, good for the parameters and for the whole state."""
-        return rules(self._weights, mesh)
+        """Return rules for `partition(..., rules=)`, for the parameters or the whole state."""
+        return sharding_rules(self._weights, mesh)
+
+    def __repr__(self) -> str:
+        return short_repr(self, f"{self.name}, {self.parameters:,} parameters")
 
     def _check_size(self, what: str, size: object) -> None:
-        if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
-            raise ModelError(f"{self.name}: {what} {short(size)} is not a whole number above 0.")
+        check_integer(f"{self.name}: {what}", size, error=ModelError)

@@ -1,4 +1,9 @@
-"""Attention with grouped heads: several heads of queries share one of keys and values."""
+"""Layers that models share: attention, feed-forward, norms, rotary positions, and the loss.
+
+Plain functions of parameters and activations; the weights of a layer are described beside it.
+Activations are (batch, seq, embed), and `constrain` says how they are sharded where a layer
+changes their shape.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +14,13 @@ import jax.numpy as jnp
 
 from meshwright.models.weights import Weight, constant, constrain, matrix
 
-_SPLIT = ("batch", "seq", "heads", None)
+_SPLIT = ("batch", "seq", "heads", None)  # logical names of queries, keys and values
 
 
 def attention_weights(
     embed: int, heads: int, kv_heads: int, head: int, *, biased: bool = False
 ) -> dict[str, Weight]:
-    """Projections to queries, keys and values, and back."""
+    """Describe projections to queries, keys and values, and back."""
     weights = {
         "query": matrix(embed, embed=embed, heads=heads, head=head),
         "key": matrix(embed, embed=embed, kv_heads=kv_heads, head=head),
@@ -33,50 +38,53 @@ def attention_weights(
 def self_attention(
     params: Any, x: jax.Array, *, theta: float | None = None, causal: bool = False
 ) -> jax.Array:
-    """Positions look at each other, (batch, seq, embed) to the same.
+    """Attend among the positions of each row, (batch, seq, embed) in and out.
 
-    With `theta`, queries and keys are turned by their positions.
+    With `theta`, queries and keys get rotary position embeddings.
     """
     query = constrain(_project("bsd,dhk->bshk", x, params, "query"), *_SPLIT)
     key = constrain(_project("bsd,dhk->bshk", x, params, "key"), *_SPLIT)
     value = constrain(_project("bsd,dhk->bshk", x, params, "value"), *_SPLIT)
     if theta is not None:
-        query, key = rotate(query, theta), rotate(key, theta)
-    mixed = attend(query, key, value, causal=causal)
+        query, key = rotary_embedding(query, theta), rotary_embedding(key, theta)
+    mixed = dot_product_attention(query, key, value, causal=causal)
     return _project("bshk,hkd->bsd", mixed, params, "out")
 
 
 def _project(formula: str, x: jax.Array, params: Any, name: str) -> jax.Array:
-    found = jnp.einsum(formula, x, params[name])
-    return found + params[f"{name}_bias"] if f"{name}_bias" in params else found
+    out = jnp.einsum(formula, x, params[name])
+    return out + params[f"{name}_bias"] if f"{name}_bias" in params else out
 
 
-def attend(query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool) -> jax.Array:
-    """Each query takes a mean of the values, weighted by how well it fits their keys.
+def dot_product_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool
+) -> jax.Array:
+    """Compute softmax(query key^T / sqrt(head)) value, with grouped heads.
 
-    (batch, seq, heads, head) in and out; keys and values may have fewer heads. Where the sequence
-    is split, queries stay so and every device sees all keys and values.
+    (batch, seq, heads, head) in and out; keys and values may have fewer heads, each shared by a
+    group of queries' heads. Where the sequence is sharded, queries stay so and every device gathers
+    all keys and values.
     """
+    # Gathered over `seq` here, once, and not inside the products below.
     key = constrain(key, "batch", None, "heads", None)
     value = constrain(value, "batch", None, "heads", None)
     batch, length, heads, head = query.shape
-    shared = key.shape[2]
-    grouped = query.reshape(batch, length, shared, heads // shared, head)
+    kv_heads = key.shape[2]
+    # Grouped queries instead of repeated keys: nothing is copied.
+    grouped = query.reshape(batch, length, kv_heads, heads // kv_heads, head)
     scores = jnp.einsum("bqhgk,bthk->bhgqt", grouped, key, preferred_element_type=jnp.float32)
     scores *= head**-0.5
     if causal:
+        # Every position sees itself, so no row of scores is all -inf.
         past = jnp.arange(length)[:, None] >= jnp.arange(length)
         scores = jnp.where(past, scores, -jnp.inf)
-    shares = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    mixed = jnp.einsum("bhgqt,bthk->bqhgk", shares, value).reshape(query.shape)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    mixed = jnp.einsum("bhgqt,bthk->bqhgk", weights, value).reshape(query.shape)
     return constrain(mixed, *_SPLIT)
 
 
-# Feed-forward layers: each position by itself, through a wider space.
-
-
 def swiglu_weights(embed: int, mlp: int) -> dict[str, Weight]:
-    """Two ways up and one down."""
+    """Describe the gate, up and down projections of `swiglu`."""
     return {
         "gate": matrix(embed, embed=embed, mlp=mlp),
         "up": matrix(embed, embed=embed, mlp=mlp),
@@ -85,13 +93,14 @@ def swiglu_weights(embed: int, mlp: int) -> dict[str, Weight]:
 
 
 def swiglu(params: Any, x: jax.Array) -> jax.Array:
-    """One way up opens and closes the other, then down again."""
+    """SwiGLU: (silu(x W_gate) * (x W_up)) W_down."""
     wide = jax.nn.silu(x @ params["gate"]) * (x @ params["up"])
+    # Sharded over `mlp`, the second product leaves partial sums: one all-reduce per layer.
     return jnp.dot(constrain(wide, "batch", "seq", "mlp"), params["down"])
 
 
 def gelu_weights(embed: int, mlp: int) -> dict[str, Weight]:
-    """One way up and one down, with biases."""
+    """Describe the up and down projections of `gelu`, with biases."""
     return {
         "up": matrix(embed, embed=embed, mlp=mlp),
         "up_bias": constant(0.0, mlp=mlp),
@@ -101,17 +110,18 @@ def gelu_weights(embed: int, mlp: int) -> dict[str, Weight]:
 
 
 def gelu(params: Any, x: jax.Array) -> jax.Array:
-    """Up, through the bend of GELU, and down."""
+    """Feed-forward with GELU: gelu(x W_up + b_up) W_down + b_down."""
     wide = jax.nn.gelu(jnp.dot(x, params["up"]) + params["up_bias"])
     wide = constrain(wide, "batch", "seq", "mlp")
     return jnp.add(jnp.dot(wide, params["down"]), params["down_bias"])
 
 
-# Norms: activations brought back to unit size, computed in float32.
+# Norms compute in float32 whatever the activations are: sums of squares overflow float16, and
+# bfloat16 has too few digits for them.
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float = 1e-5) -> jax.Array:
-    """Divide by the root of the mean square.
+    """Divide by the root mean square over the last dim.
 
     >>> rms_norm(jnp.array([8.0, 8.0, -8.0]), jnp.ones(3)).round(3)
     Array([ 1.,  1., -1.], dtype=float32)
@@ -122,64 +132,60 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float = 1e-5) -> jax.Array:
 
 
 def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float = 1e-6) -> jax.Array:
-    """Take the mean away, and divide by the spread.
+    """Subtract the mean over the last dim, and divide by the standard deviation.
 
     >>> layer_norm(jnp.array([1.0, 3.0]), jnp.ones(2), jnp.ones(2)).round(3)
     Array([0., 2.], dtype=float32)
     """
-    return _standard(x, -1, eps) * scale.astype(x.dtype) + bias.astype(x.dtype)
+    return _standardize(x, -1, eps) * scale.astype(x.dtype) + bias.astype(x.dtype)
 
 
 def group_norm(
     x: jax.Array, scale: jax.Array, bias: jax.Array, groups: int, eps: float = 1e-5
 ) -> jax.Array:
-    """The same over all pixels and a group of channels, (batch, rows, columns, channels).
+    """Normalize images over all pixels and a group of channels, (batch, rows, columns, channels).
 
-    Unlike batch norm it keeps no statistics, and a batch may be cut as one likes.
+    Unlike batch norm it keeps no statistics of the batch, which may so be cut into microbatches.
     """
-    split = x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
-    same = _standard(split, (1, 2, 4), eps).reshape(x.shape)
-    return same * scale.astype(x.dtype) + bias.astype(x.dtype)
+    grouped = x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
+    normalized = _standardize(grouped, (1, 2, 4), eps).reshape(x.shape)
+    return normalized * scale.astype(x.dtype) + bias.astype(x.dtype)
 
 
-def _standard(x: jax.Array, axis: int | tuple[int, ...], eps: float) -> jax.Array:
+def _standardize(x: jax.Array, dims: int | tuple[int, ...], eps: float) -> jax.Array:
     wide = x.astype(jnp.float32)
-    wide -= wide.mean(axis, keepdims=True)
-    wide *= jax.lax.rsqrt(jnp.mean(wide**2, axis, keepdims=True) + eps)
+    wide -= wide.mean(dims, keepdims=True)
+    wide *= jax.lax.rsqrt(jnp.mean(wide**2, dims, keepdims=True) + eps)
     return wide.astype(x.dtype)
 
 
-# Rotary position embedding: a query and a key meet at an angle that tells their distance.
-
-
-def rotate(x: jax.Array, theta: float) -> jax.Array:
-    """Turn the vectors of each head by their position in the sequence.
+def rotary_embedding(x: jax.Array, theta: float) -> jax.Array:
+    """Rotate the vectors of each head by their position in the sequence.
 
     `x` is (batch, seq, heads, head). Dim `i` of a head forms a plane with dim `i + head / 2`; in
     it, position `p` turns by `p * theta ** (-2 i / head)`: the first planes fast, the last slowly.
+    The product of a query and a key then depends on their distance, not on where they are.
     """
     half = x.shape[-1] // 2
     speeds = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * speeds
     cos, sin = jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
-
-
-# Losses that leave the classes split over devices.
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """The mean of `-log p(label)`, in float32.
+    """Return the mean of `-log p(label)`, in float32.
 
-    The label's logit is picked out by a comparison and a sum, as the normaliser is by a sum: of
-    classes split over devices only those sums are exchanged, not the logits.
+    The label's logit is picked out by a comparison and a sum, not by an index: where classes are
+    sharded, devices exchange the sums and never gather the logits.
 
     >>> cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3])) / jnp.log(4.0)
     Array(1., dtype=float32)
     """
     logits = logits.astype(jnp.float32)
+    # Subtracting the largest logit keeps exp from overflowing; it cancels, so no gradient is lost.
     highest = jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
     total = jnp.log(jnp.sum(jnp.exp(logits - highest), axis=-1)) + highest[..., 0]
     is_label = jnp.arange(logits.shape[-1]) == labels[..., None]

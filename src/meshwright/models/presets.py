@@ -1,9 +1,13 @@
-"""Models by name, with the sizes their makers published."""
+"""`model(name)`: models by name, with the sizes their makers published.
+
+Those called tiny train in seconds on a CPU; the others are as large as published, and made to be
+looked at and rehearsed.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from meshwright.errors import ModelError, listing, near, short
 from meshwright.models.base import Model
@@ -11,9 +15,93 @@ from meshwright.models.decoder import Decoder, DecoderConfig, Mixture, MixtureCo
 from meshwright.models.training import Config
 from meshwright.models.vision import ConvConfig, ConvNet, VisionConfig, VisionTransformer
 
+
+class ModelSettings(TypedDict, total=False):
+    """The settings of all models; which of them a model has, its config says."""
+
+    # Of every model, see `Config`.
+    stages: int
+    params: str
+    compute: str
+    remat: str
+    learning_rate: float
+    warmup: int
+    steps: int
+    weight_decay: float
+    clip: float
+    beta1: float
+    beta2: float
+    # Of transformers, see `DecoderConfig` and `VisionConfig`.
+    layers: int
+    embed: int
+    heads: int
+    mlp: int
+    kv_heads: int
+    head: int
+    vocab: int
+    seq: int
+    theta: float
+    eps: float
+    # Of mixtures of experts, see `MixtureConfig`.
+    experts: int
+    chosen: int
+    shared: int
+    capacity: float
+    balance: float
+    # Of models of images, see `VisionConfig` and `ConvConfig`.
+    image: int
+    classes: int
+    patch: int
+    depths: tuple[int, ...]
+    width: int
+    groups: int
+    stem: int
+    pool: int
+
+
+def names() -> tuple[str, ...]:
+    """List the names that `model` knows.
+
+    >>> names()[:2]
+    ('tiny', 'llama3-8b')
+    """
+    return tuple(_PRESETS)
+
+
+def model(name: str, **settings: Unpack[ModelSettings]) -> Model:
+    """Return a model by its name; settings replace those of its config.
+
+    `names()` lists the names. Nothing is computed. Raises `ModelError` for an unknown name, for a
+    setting that the model does not have, and for sizes that do not fit together.
+
+    >>> model("llama3-8b").parameters
+    8030261248
+    >>> model("llama3-8b", layers=4, stages=2).config.stages
+    2
+    """
+    if name not in _PRESETS:
+        raise ModelError(
+            f"no model {short(name)}.{near(str(name), _PRESETS)} "
+            f"Known: {listing(_PRESETS, limit=20)}.",
+            option="name",
+        )
+    family, config = _PRESETS[name]
+    known = [field.name for field in dataclasses.fields(config)]
+    changes: dict[str, Any] = {**settings}
+    for setting in changes:
+        if setting not in known:
+            raise ModelError(
+                f"{name} has no setting {setting!r}.{near(setting, known)} "
+                f"Its settings: {listing(known, limit=40)}.",
+                option=setting,
+            )
+    return family(name, dataclasses.replace(config, **changes))
+
+
 _TINY: dict[str, Any] = {"learning_rate": 1e-2, "warmup": 4, "steps": 1000}
 _LARGE: dict[str, Any] = {"compute": "bfloat16", "remat": "full"}
 
+# 128,000 tokens and 256 special ones; 8 heads of keys and values at every size.
 _LLAMA3: dict[str, Any] = {"kv_heads": 8, "head": 128, "vocab": 128_256, "seq": 8192, **_LARGE}
 
 _PATCHES: dict[str, Any] = {
@@ -77,7 +165,7 @@ _PRESETS: dict[str, tuple[type[Model], Config]] = {
             **_LARGE,
         ),
     ),
-    # Experts as DeepSeek-V3 has them; its attention and its first, dense layers are left out.
+    # Experts as in DeepSeek-V3; its latent attention and its first, dense layers are not.
     "moe-256": (
         Mixture,
         MixtureConfig(
@@ -127,36 +215,3 @@ _PRESETS: dict[str, tuple[type[Model], Config]] = {
         ),
     ),
 }
-
-
-def names() -> tuple[str, ...]:
-    """The models there are.
-
-    >>> names()[:2]
-    ('tiny', 'llama3-8b')
-    """
-    return tuple(_PRESETS)
-
-
-def model(name: str, **overrides: Any) -> Model:
-    """A model by its name; sizes and settings of its config may be given anew.
-
-    >>> model("llama3-8b").parameters
-    8030261248
-    >>> model("llama3-8b", layers=4, stages=2).config.stages
-    2
-    """
-    if name not in _PRESETS:
-        raise ModelError(
-            f"no model {short(name)}.{near(str(name), _PRESETS)} "
-            f"Known: {listing(_PRESETS, limit=20)}."
-        )
-    family, config = _PRESETS[name]
-    known = [field.name for field in dataclasses.fields(config)]
-    for field in overrides:
-        if field not in known:
-            raise ModelError(
-                f"{name} has no setting {field!r}.{near(field, known)} "
-                f"Its settings: {listing(known, limit=40)}."
-            )
-    return family(name, dataclasses.replace(config, **overrides))

@@ -1,4 +1,4 @@
-"""What all models are told: precision, memory, stages, and how they learn."""
+"""What models train with: `Config`, the optimizer, a train step, stages, and synthetic data."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshwright._checks import check_integer
+from meshwright._show import short_repr
 from meshwright.errors import ModelError, near, short
 from meshwright.pipelines.microbatching import value_and_grad
 from meshwright.pipelines.stage_mark import stage_end
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Config:
     """Settings of every model.
 
-    `params` and `compute` are dtypes: of what is stored, and of products. `remat` says what the
-    backward pass computes again: "none", "full" (all but the input of each layer) or "dots" (all
-    but the products with weights). `stages` are those of a pipeline. AdamW's learning rate rises
-    over `warmup` steps and falls in a cosine until `steps`; gradients are cut to the norm `clip`.
+    `stages` are those of a pipeline. `params` and `compute` are dtypes: of what is stored, and of
+    products. `remat` says what the backward pass computes again: "none", "full" (all but the input
+    of each layer) or "dots" (all but the products with weights). AdamW's learning rate rises over
+    `warmup` steps and falls in a cosine until `steps`; gradients are clipped to the norm `clip`.
     """
 
     stages: int = 1
@@ -45,57 +47,68 @@ class Config:
         if self.remat not in REMAT:
             raise ModelError(
                 f"remat: {short(self.remat)} is not one of {', '.join(REMAT)}."
-                f"{near(self.remat, REMAT)}"
+                f"{near(self.remat, REMAT)}",
+                option="remat",
             )
         for name in ("params", "compute"):
             _check_dtype(name, getattr(self, name))
         if self.warmup >= self.steps:
-            raise ModelError(f"warmup: {self.warmup} steps of {self.steps} in all. Use fewer.")
-
-    def check_parts(self, whole: str, part: str, why: str) -> None:
-        """Refuse one size that does not divide another."""
-        size, pieces = getattr(self, whole), getattr(self, part)
-        if size % pieces:
-            fits = [n for n in range(1, size + 1) if size % n == 0]
             raise ModelError(
-                f"{whole}={size} is not divisible by {part}={pieces}: {why}. "
-                f"Use {part} of {', '.join(map(str, fits[:12]))}, or another {whole}."
+                f"warmup: {self.warmup} steps of {self.steps} in all. Use fewer.", option="warmup"
+            )
+
+    def __repr__(self) -> str:
+        """Show the settings that have no default or differ from it, as many as fit."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        changed = [
+            f"{field.name}={values[field.name]!r}"
+            for field in dataclasses.fields(self)
+            if values[field.name] != field.default
+        ]
+        return short_repr(self, ", ".join(changed))
+
+    def check_divides(self, size: str, divisor: str, why: str) -> None:
+        """Refuse a setting that does not divide another, both by name."""
+        whole, parts = getattr(self, size), getattr(self, divisor)
+        if whole % parts:
+            divisors = [n for n in range(1, whole + 1) if whole % n == 0]
+            raise ModelError(
+                f"{size}={whole} is not divisible by {divisor}={parts}: {why}. "
+                f"Use {divisor} of {', '.join(map(str, divisors[:12]))}, or another {size}.",
+                option=divisor,
             )
 
 
-def _check_type(name: str, kind: str, value: object, least: int) -> None:
-    if kind == "int" and not _is_count(value, least):
-        raise ModelError(f"{name}: {short(value)} is not a whole number of at least {least}.")
-    if kind == "tuple[int, ...]" and not (
-        isinstance(value, tuple) and value and all(_is_count(entry, least) for entry in value)
-    ):
-        raise ModelError(f"{name}: {short(value)} is not a tuple of whole numbers above 0.")
-    if kind == "float" and (
+def _check_type(name: str, annotation: str, value: object, least: int) -> None:
+    """Check a setting by the annotation of its field, which is text in these files."""
+    if annotation == "int":
+        check_integer(name, value, least=least, error=ModelError)
+    if annotation == "tuple[int, ...]":
+        if not isinstance(value, tuple) or not value:
+            raise ModelError(f"{name}: {short(value)} is not a tuple of integers.", option=name)
+        for at, entry in enumerate(value):
+            check_integer(f"{name}[{at}]", entry, least=least, error=ModelError)
+    if annotation == "float" and (
         isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e30
     ):
-        raise ModelError(f"{name}: {short(value)} is not a finite number >= 0.")
-    if kind == "str" and not isinstance(value, str):
-        raise ModelError(f"{name}: {short(value)} is not a word.")
-
-
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+        raise ModelError(f"{name}: {short(value)} is not a finite number >= 0.", option=name)
+    if annotation == "str" and not isinstance(value, str):
+        raise ModelError(f"{name}: {short(value)} is not a string.", option=name)
 
 
 def _check_dtype(name: str, value: str) -> None:
     try:
-        good = jnp.issubdtype(jnp.dtype(value), jnp.floating)
+        is_float = jnp.issubdtype(jnp.dtype(value), jnp.floating)
     except TypeError:
-        good = False
-    if not good:
-        raise ModelError(f"{name}: {short(value)} is no dtype such as 'float32' or 'bfloat16'.")
-
-
-# Learning: the optimizer, the state, a step.
+        is_float = False
+    if not is_float:
+        raise ModelError(
+            f"{name}: {short(value)} is no dtype such as 'float32' or 'bfloat16'.", option=name
+        )
 
 
 def load_optax() -> Any:
-    """Optax, which only training needs."""
+    """Import Optax, which only training needs, or raise an error that says how to install it."""
     try:
         return importlib.import_module("optax")
     except ModuleNotFoundError as error:
@@ -105,7 +118,7 @@ def load_optax() -> Any:
 
 
 def make_optimizer(config: Config, decays: Any) -> Any:
-    """AdamW on clipped gradients; `decays` is a tree of truths, which weights decay."""
+    """Make AdamW on clipped gradients; `decays` is a tree of booleans, which weights decay."""
     optax = load_optax()
     rate = optax.warmup_cosine_decay_schedule(
         init_value=config.learning_rate / config.warmup,
@@ -121,34 +134,34 @@ def make_optimizer(config: Config, decays: Any) -> Any:
 
 
 def make_state(params: Any, optimizer: Any) -> dict[str, Any]:
-    """Everything that a step changes."""
+    """Return everything that a step changes."""
     return {"params": params, "opt": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
 
 
 def train_step(
     loss: Callable[..., Any], optimizer: Any, state: Any, batch: Any
 ) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-    """Learn from one batch: the next state, and numbers to watch."""
+    """Take one step of training; return the next state and metrics."""
     optax = load_optax()
     params = state["params"]
-    differentiate = value_and_grad(loss, has_aux=True, aux="mean")
-    (value, metrics), grads = differentiate(params, batch)
+    # Ours, not `jax.value_and_grad`: it marks what `pipeline` runs once per microbatch, and is the
+    # same as JAX's where the step is not a pipeline.
+    loss_and_grads = value_and_grad(loss, has_aux=True, aux="mean")
+    (value, metrics), grads = loss_and_grads(params, batch)
     updates, opt = optimizer.update(grads, state["opt"], params)
-    after = {
+    next_state = {
         "params": optax.apply_updates(params, updates),
         "opt": opt,
         "step": state["step"] + 1,
     }
-    return after, {"loss": value, "grad_norm": optax.tree.norm(grads), **metrics}
-
-
-# Layers in stages: a scan over the layers of each, a mark between them.
+    return next_state, {"loss": value, "grad_norm": optax.tree.norm(grads), **metrics}
 
 
 Block = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
 
-# What the backward pass finds in memory, by name: everything; what each layer began with; the
-# results of matrix products with weights as well.
+# What the forward pass keeps for the backward pass, by name: everything; the input of each layer;
+# that and the results of matrix products with weights. XLA cannot merge what the body of a scan
+# computes again with the forward pass, so `prevent_cse`, which costs optimizations, is not needed.
 REMAT: dict[str, Callable[[Block], Block]] = {
     "none": lambda block: block,
     "full": lambda block: jax.checkpoint(block, prevent_cse=False),
@@ -163,46 +176,49 @@ REMAT: dict[str, Callable[[Block], Block]] = {
 def run_stages(
     block: Block, stages: Sequence[Any], x: jax.Array, *, remat: str
 ) -> tuple[jax.Array, Any]:
-    """`block(x, layer) -> (x, notes)` through all layers; the notes come stacked."""
-    notes = []
+    """Run `block(x, layer) -> (x, metrics)` through all layers; the metrics come stacked.
+
+    `stages` holds the stacked parameters of each stage: a scan over each, a stage end between.
+    """
+    metrics = []
     for number, layers in enumerate(stages):
         if number:
             x = stage_end(x)
-        x, found = jax.lax.scan(REMAT[remat](block), x, layers)
-        notes.append(found)
-    return x, jax.tree.map(lambda *each: jnp.concatenate(each), *notes)
+        x, stage_metrics = jax.lax.scan(REMAT[remat](block), x, layers)
+        metrics.append(stage_metrics)
+    return x, jax.tree.map(lambda *each: jnp.concatenate(each), *metrics)
 
 
 def cast(layer: Any, dtype: str) -> Any:
-    """A layer's parameters as its computation wants them."""
+    """Convert a layer's parameters to the dtype it computes in."""
     return jax.tree.map(lambda weight: weight.astype(dtype), layer)
 
 
-# Made-up data with something in it to learn.
+# Synthetic data has a rule in it that can be learned, so that a falling loss means something.
 
 
 def synthetic_tokens(rows: int, length: int, vocab: int, seed: int) -> np.ndarray:
-    """Rows in which a word tells the next one, by a rule that is the same for every seed."""
-    alphabet = min(vocab, 32)
-    follows = np.random.default_rng(0).permutation(alphabet)
-    found = np.empty((rows, length), np.int32)
-    found[:, 0] = np.random.default_rng(seed).integers(0, alphabet, rows)
-    for place in range(1, length):
-        found[:, place] = follows[found[:, place - 1]]
-    return found
+    """Make rows in which a token tells the next one, by a rule that is the same for every seed."""
+    alphabet = min(vocab, 32)  # few enough that a tiny model learns the rule in some steps
+    successor = np.random.default_rng(0).permutation(alphabet)
+    tokens = np.empty((rows, length), np.int32)
+    tokens[:, 0] = np.random.default_rng(seed).integers(0, alphabet, rows)
+    for position in range(1, length):
+        tokens[:, position] = successor[tokens[:, position - 1]]
+    return tokens
 
 
 def synthetic_images(
     count: int, side: int, classes: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Noisy pictures and their classes; a class is a colour and a coarse pattern in it.
+    """Make noisy images and their classes; a class is a colour and a coarse pattern in it.
 
-    What a class looks like is the same for every seed.
+    The pattern of a class is the same for every seed.
     """
     random = np.random.default_rng(seed)
     labels = random.integers(0, classes, count).astype(np.int32)
-    looks = np.random.default_rng(0)
-    patterns = looks.normal(size=(classes, 1, 1, 3)) + looks.normal(size=(classes, 4, 4, 3))
-    places = np.arange(side) * 4 // side
-    clean = patterns[labels][:, places][:, :, places]
+    fixed = np.random.default_rng(0)
+    patterns = fixed.normal(size=(classes, 1, 1, 3)) + fixed.normal(size=(classes, 4, 4, 3))
+    cells = np.arange(side) * 4 // side  # the cell of the pattern that each pixel lies in
+    clean = patterns[labels][:, cells][:, :, cells]
     return (clean + 0.3 * random.normal(size=clean.shape)).astype(np.float32), labels

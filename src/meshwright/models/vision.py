@@ -1,4 +1,4 @@
-"""A vision transformer: an image as a sequence of patches."""
+"""Models that classify images: a vision transformer (ViT), and a convolutional net (ResNet)."""
 
 from __future__ import annotations
 
@@ -28,39 +28,37 @@ from meshwright.models.weights import (
     batch_spec,
     constant,
     constrain,
-    in_stages,
     matrix,
-    stacked,
+    stack_by_stage,
+    stack_layers,
 )
 from meshwright.pipelines.stage_mark import stage_end
 from meshwright.trees.specs import AnyMesh
 
-# What models of images share: their batches, and the loss on classes.
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class ImageConfig(Config):
-    """Square colour images of `image` pixels a side, and the number of `classes`."""
+    """Sizes of the data: RGB images of `image` pixels a side, and the number of `classes`."""
 
     image: int
     classes: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ImageModel(Model):
-    """Images in, a class out."""
+    """A model that classifies images: what its families share, which is the data and the loss."""
 
     config: ImageConfig
 
     @abc.abstractmethod
     def logits(self, params: Any, images: jax.Array) -> jax.Array:
-        """Scores of every class, (batch, classes)."""
+        """Return the logits of the classes, (batch, classes)."""
 
     def loss(self, params: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-        scores = constrain(self.logits(params, batch["images"]), "batch", "classes")
-        right = jnp.argmax(scores, axis=-1) == batch["labels"]
-        accuracy = jnp.mean(right, dtype=jnp.float32)
-        return cross_entropy(scores, batch["labels"]), {"accuracy": accuracy}
+        logits = constrain(self.logits(params, batch["images"]), "batch", "classes")
+        correct = jnp.argmax(logits, axis=-1) == batch["labels"]
+        accuracy = jnp.mean(correct, dtype=jnp.float32)
+        return cross_entropy(logits, batch["labels"]), {"accuracy": accuracy}
 
     def batch(self, size: int, seq: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
         self._check(size, seq)
@@ -79,20 +77,21 @@ class ImageModel(Model):
         return batch_spec(mesh, "batch")
 
     def _check(self, size: int, seq: int | None) -> None:
-        self._check_size("batch of", size)
+        self._check_size("batch", size)
         if seq is not None:
             raise ModelError(
                 f"{self.name}: takes images, which have no seq. Drop it, or give another size of "
-                f"images: model({self.name!r}, image={self.config.image})."
+                f"images: model({self.name!r}, image={self.config.image}).",
+                option="seq",
             )
 
 
 def classify(params: Any, x: jax.Array) -> jax.Array:
-    """Scores of the classes from one vector per image."""
+    """Return the logits of the classes, from one vector per image."""
     return jnp.add(jnp.dot(constrain(x, "batch", "embed"), params["kernel"]), params["bias"])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class VisionConfig(ImageConfig):
     """Sizes of a vision transformer; `patch` is the side of a patch in pixels."""
 
@@ -104,19 +103,23 @@ class VisionConfig(ImageConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_parts("layers", "stages", "every stage has the same number of layers")
-        self.check_parts("embed", "heads", "every head has the same number of dims")
-        self.check_parts("image", "patch", "patches cover the image")
+        self.check_divides("layers", "stages", "every stage has the same number of layers")
+        self.check_divides("embed", "heads", "every head has the same number of dims")
+        self.check_divides("image", "patch", "patches cover the image")
 
     @property
     def seq(self) -> int:
-        """How many patches there are."""
+        """The number of patches."""
         return (self.image // self.patch) ** 2
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class VisionTransformer(ImageModel):
-    """Patches, attention among all of them, and the mean of what they became."""
+    """A transformer over the patches of an image; the mean of its outputs is classified.
+
+    Without a class token: a mean over a sharded sequence is one reduction, and the sequence keeps
+    a length that axes divide.
+    """
 
     config: VisionConfig
 
@@ -135,7 +138,7 @@ class VisionTransformer(ImageModel):
                 "bias": constant(0.0, norm=embed),
                 "places": places,
             },
-            "stages": in_stages(layer, config.layers, config.stages),
+            "stages": stack_by_stage(layer, config.layers, config.stages),
             "head": _norm_weights(embed)
             | {
                 "kernel": matrix(embed, embed=embed, classes=config.classes),
@@ -146,7 +149,8 @@ class VisionTransformer(ImageModel):
     def logits(self, params: Any, images: jax.Array) -> jax.Array:
         config = self.config
         patches = cast(params["patches"], config.compute)
-        x = constrain(cut(images.astype(config.compute), config.patch), "batch", "seq", None)
+        x = constrain(to_patches(images.astype(config.compute), config.patch), "batch", "seq", None)
+        # The axes that shard the kernel's `embed` dim also shard the batch: gather it, it is small.
         x = constrain(x @ constrain(patches["kernel"], None, None), "batch", "seq", "embed")
         x += patches["bias"] + constrain(patches["places"], "seq", None)
         x, _ = run_stages(self._block, params["stages"], x, remat=config.remat)
@@ -162,16 +166,17 @@ class VisionTransformer(ImageModel):
     def flops(self, size: int, seq: int | None = None) -> int:
         self._check(size, seq)
         config = self.config
+        # Per patch, but for the table of positions, which is added, and the head, once per image.
         classes = config.embed * config.classes
         products = 2 * (self.parameters - config.seq * config.embed - classes)
         attention = 4 * config.layers * config.seq * config.embed
         return 3 * size * (config.seq * (products + attention) + 2 * classes)
 
 
-def cut(images: jax.Array, side: int) -> jax.Array:
-    """Images as sequences of patches, (batch, patches, pixels), row after row.
+def to_patches(images: jax.Array, side: int) -> jax.Array:
+    """Cut images into sequences of patches, (batch, patches, pixels), row after row.
 
-    >>> cut(jax.numpy.zeros((2, 8, 8, 3)), 4).shape
+    >>> to_patches(jax.numpy.zeros((2, 8, 8, 3)), 4).shape
     (2, 4, 48)
     """
     batch, height, width, colours = images.shape
@@ -187,20 +192,20 @@ def _norm(params: Any, x: jax.Array) -> jax.Array:
     return layer_norm(x, params["scale"], params["shift"])
 
 
-# A convolutional net in the manner of ResNet-50, with group norm.
+# A convolutional net like ResNet-50, but with group norm: batch norm's statistics would tie the
+# microbatches of a step together.
+
+_EXPANSION = 4  # channels into and out of a block, relative to those inside
 
 
-# A block's channels go in and out this many times as wide as they are inside.
-_EXPANSION = 4
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class ConvConfig(ImageConfig):
     """Sizes of a convolutional net.
 
     Level `n` has `depths[n]` blocks of `width * 2**n` channels, and half the pixels a side of the
-    level before. `stem` is the side of the first kernel; with `pool` it takes every second pixel,
-    and a maximum every second of those. `groups` share a norm. A stage is one level or several.
+    level before. `stem` is the side of the first kernel; with `pool` its stride is 2, and a max
+    pool of stride 2 follows. `groups` are those of the group norms. A pipeline stage is one level
+    or several.
     """
 
     depths: tuple[int, ...]
@@ -214,14 +219,15 @@ class ConvConfig(ImageConfig):
         if len(self.depths) % self.stages:
             raise ModelError(
                 f"depths={self.depths}: {len(self.depths)} levels are not divisible by "
-                f"stages={self.stages}: a stage is one level or several."
+                f"stages={self.stages}: a stage is one level or several.",
+                option="stages",
             )
-        self.check_parts("width", "groups", "every group has the same number of channels")
+        self.check_divides("width", "groups", "every group has the same number of channels")
 
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """Blocks at one resolution: pixels a side, channels in and inside, the step of the first."""
+    """Sizes of the blocks at one resolution; `side` is in pixels, `stride` is the first one's."""
 
     depth: int
     side: int
@@ -231,26 +237,27 @@ class Level:
 
     @property
     def outputs(self) -> int:
+        """The channels that leave every block."""
         return self.width * _EXPANSION
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ConvNet(ImageModel):
-    """Levels of residual blocks, each level smaller and deeper than the last."""
+    """Levels of residual blocks, each with fewer pixels and more channels than the one before."""
 
     config: ConvConfig
 
     def levels(self) -> list[Level]:
-        """The levels' sizes, in order."""
+        """Return the sizes of the levels, in order."""
         config = self.config
         side = -(-config.image // 4) if config.pool else config.image
-        inputs, found = config.width, []
+        inputs, levels = config.width, []
         for number, depth in enumerate(config.depths):
             stride = 2 if number else 1
             side = -(-side // stride)
-            found.append(Level(depth, side, inputs, config.width << number, stride))
-            inputs = found[-1].outputs
-        return found
+            levels.append(Level(depth, side, inputs, config.width << number, stride))
+            inputs = levels[-1].outputs
+        return levels
 
     def weights(self) -> Any:
         config, levels = self.config, self.levels()
@@ -270,9 +277,9 @@ class ConvNet(ImageModel):
     def logits(self, params: Any, images: jax.Array) -> jax.Array:
         config = self.config
         x = self._stem(cast(params["stem"], config.compute), images.astype(config.compute))
-        each = len(config.depths) // config.stages
+        per_stage = len(config.depths) // config.stages
         for number, (level, sizes) in enumerate(zip(params["levels"], self.levels(), strict=True)):
-            if number and number % each == 0:
+            if number and number % per_stage == 0:
                 x = stage_end(x)
             x = self._level(level, x, sizes.stride)
         return classify(cast(params["head"], config.compute), x.mean(axis=(1, 2)))
@@ -286,6 +293,7 @@ class ConvNet(ImageModel):
         return constrain(x, "batch", None, None, None)
 
     def _level(self, params: Any, x: jax.Array, stride: int) -> jax.Array:
+        # The first block changes shapes; the others are alike and scanned over.
         def first(x: jax.Array, block: Any) -> tuple[jax.Array, None]:
             return self._block(block, x, stride), None
 
@@ -299,7 +307,7 @@ class ConvNet(ImageModel):
         return x
 
     def _block(self, params: Any, x: jax.Array, stride: int) -> jax.Array:
-        """Into fewer channels, over the pixels, out again; beside it a shortcut."""
+        """Apply a bottleneck block: 1x1 to fewer channels, 3x3, 1x1 back, and add the shortcut."""
         params = cast(params, self.config.compute)
         norms = params["norms"]
         y = jax.nn.relu(self._norm(norms["reduce"], _convolve(x, params["reduce"])))
@@ -323,7 +331,8 @@ class ConvNet(ImageModel):
 
 
 def _level_products(level: Level) -> int:
-    """Multiplications in one pass through a level."""
+    """Count the multiplications of one image in a forward pass through a level."""
+    # The first block's 1x1 convolution still sees the pixels of the level before.
     before, after = (level.side * level.stride) ** 2, level.side**2
     inside = 9 * level.width**2 + level.width * level.outputs
     first = before * level.inputs * level.width + after * (inside + level.inputs * level.outputs)
@@ -336,7 +345,7 @@ def _level_weights(level: Level) -> dict[str, Any]:
     first["norms"]["shortcut"] = _group_norm_weights(level.outputs)
     if level.depth == 1:
         return {"first": first}
-    rest = stacked(_block_weights(level.outputs, level), range(1, level.depth))
+    rest = stack_layers(_block_weights(level.outputs, level), range(1, level.depth))
     return {"first": first, "rest": rest}
 
 
@@ -357,7 +366,7 @@ def _block_weights(inputs: int, level: Level) -> dict[str, Any]:
 def _kernel(side: int, inputs: int, outputs: int) -> Weight:
     sizes = {"rows": side, "columns": side, f"in:{inputs}": inputs, f"out:{outputs}": outputs}
     weight = matrix(side * side * inputs, **sizes)
-    return dataclasses.replace(weight, std=weight.std * 2**0.5)  # ReLU halves the spread
+    return dataclasses.replace(weight, std=weight.std * 2**0.5)  # He: ReLU halves the variance
 
 
 def _group_norm_weights(channels: int) -> dict[str, Weight]:

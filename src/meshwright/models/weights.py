@@ -1,4 +1,10 @@
-"""Parameters before they exist: shapes, a logical name per dim, how they begin."""
+"""`Weight`: a parameter as a shape, logical names and initial values; and how names are sharded.
+
+A model describes its parameters as a tree of `Weight`s. From that tree come the arrays, their
+count, and their sharding: each dim has a logical name ("embed", "heads"), each mesh axis a role
+("fsdp", "tensor"), and two tables here say which roles split which names, one for parameters and
+one for activations.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,7 @@ import itertools
 import math
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -21,9 +27,10 @@ from meshwright.trees.specs import AnyMesh, make_spec, mesh_axes
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """An array of parameters to be: normal numbers of this mean and spread.
+    """An array of parameters, not yet made: its shape, a name per dim, and its initial values.
 
-    `layers` are the numbers of the layers that its first dim counts, if it is a stack of them.
+    Values are drawn from a normal distribution with `mean` and `std`. If it is a stack of layers,
+    `layers` are their numbers in the whole model, one per index of the first dim.
     """
 
     shape: tuple[int, ...]
@@ -34,16 +41,17 @@ class Weight:
 
     @property
     def size(self) -> int:
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay pulls at it: at matrices, not at biases and the scales of norms."""
+        """Whether weight decay applies: to matrices, not to biases and the scales of norms."""
         return len(self.shape) - (self.layers is not None) > 1
 
 
 def matrix(inputs: int, **dims: int) -> Weight:
-    """A weight that sums over `inputs` numbers and keeps their spread.
+    """Describe a weight whose outputs sum `inputs` products, so that they keep the inputs' spread.
 
     >>> matrix(64, embed=64, mlp=256)
     Weight(shape=(64, 256), names=('embed', 'mlp'), mean=0.0, std=0.125, layers=None)
@@ -52,12 +60,12 @@ def matrix(inputs: int, **dims: int) -> Weight:
 
 
 def constant(value: float, **dims: int) -> Weight:
-    """A bias or the scale of a norm."""
+    """Describe a bias or the scale of a norm, all of one value."""
     return Weight(tuple(dims.values()), tuple(dims), mean=value)
 
 
-def stacked(layer: Any, layers: range) -> Any:
-    """The weights of one layer as a stack of several, for a scan to run over."""
+def stack_layers(layer: Any, layers: range) -> Any:
+    """Turn the weights of one layer into those of several, stacked for a scan to run over."""
 
     def stack(weight: Weight) -> Weight:
         shape, names = (len(layers), *weight.shape), ("layers", *weight.names)
@@ -66,16 +74,24 @@ def stacked(layer: Any, layers: range) -> Any:
     return jax.tree.map(stack, layer)
 
 
-def in_stages(layer: Any, layers: int, stages: int) -> list[Any]:
-    """One stack of layers per stage."""
-    each = layers // stages
-    return [stacked(layer, range(n * each, (n + 1) * each)) for n in range(stages)]
+def stack_by_stage(layer: Any, layers: int, stages: int) -> list[Any]:
+    """Return a stack of layers for each stage."""
+    per_stage = layers // stages
+    return [
+        stack_layers(layer, range(stage * per_stage, (stage + 1) * per_stage))
+        for stage in range(stages)
+    ]
 
 
 def draw(weights: Any, key: jax.Array, dtype: str) -> Any:
-    """The parameters. A layer begins the same however many stages there are."""
+    """Draw the arrays of a tree of weights.
+
+    The key of an array is folded from its path and layer, so a layer begins with the same values
+    however many stages the model has.
+    """
     flat, treedef = jax.tree.flatten_with_path(weights)
-    # One number per array and layer, and all keys from them at once: compiled in a moment.
+    # One fold-in over the numbers of all arrays and layers: a fold-in for each would be hundreds
+    # of equations to compile.
     numbers = [[_number(path, layer) for layer in weight.layers or [0]] for path, weight in flat]
     joined = jnp.array([*itertools.chain.from_iterable(numbers)], jnp.uint32)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, joined)
@@ -88,35 +104,35 @@ def draw(weights: Any, key: jax.Array, dtype: str) -> Any:
 
 
 def _number(path: Any, layer: int) -> int:
-    return zlib.crc32(f"{pattern(path)} {layer}".encode())
+    """A number for an array's layer: of its path, since Python's `hash` differs by process."""
+    return zlib.crc32(f"{path_pattern(path)} {layer}".encode())
 
 
 def _draw(weight: Weight, keys: jax.Array, dtype: str) -> jax.Array:
+    """Draw one array; `keys` has one key per layer of a stack, or a single one."""
     if weight.std == 0.0:
         return jnp.full(weight.shape, weight.mean, dtype)
     shape = weight.shape[1:] if weight.layers else weight.shape
-    numbers = jax.vmap(lambda key: jax.random.normal(key, shape, dtype))(keys)
-    return weight.mean + weight.std * numbers.reshape(weight.shape)
+    values = jax.vmap(lambda key: jax.random.normal(key, shape, dtype))(keys)
+    return weight.mean + weight.std * values.reshape(weight.shape)
 
 
-def pattern(path: Any) -> str:
-    """A path as rules have it, the same for every stage: `stages/*/mlp/up`."""
+def path_pattern(path: Any) -> str:
+    """Write a path as rules match it, the same for every stage: `stages/*/mlp/up`."""
     text = jax.tree_util.keystr(path, simple=True, separator="/")
     return re.sub(r"^stages/\d+/", "stages/*/", text)
 
 
-def count(weights: Any) -> int:
-    """How many parameters there are."""
+def count_parameters(weights: Any) -> int:
+    """Count the elements of all arrays in a tree of weights."""
     return sum(weight.size for weight in jax.tree.leaves(weights))
 
 
-# From logical names to mesh axes, for parameters and for activations.
-
-
-# What dims of parameters are split by: roles of axes that must divide them, then roles that are
-# used where they divide. Heads that tensor axes do not divide are held by all, as Llama's 8 heads
-# of keys and values by 16 devices; experts' axes split what is no expert, too, as more `fsdp`.
-# Channels of images come in many sizes, which their names tell: `in:64`.
+# The roles of axes that split each dim of a parameter: roles that must divide it (`partition`
+# raises if they do not), then roles that are used only where they divide. Heads that tensor axes do
+# not divide are replicated: Llama's 8 heads of keys and values on 16 devices. Axes of experts also
+# split parameters outside the experts, as more `fsdp` would. Channels of images come in many sizes,
+# and a size decides what divides, so it is part of the name: `in:64`.
 _WEIGHTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "vocab": (("tensor",), ()),
     "embed": (("fsdp",), ("expert",)),
@@ -130,8 +146,8 @@ _WEIGHTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "out": ((), ("tensor",)),
 }
 
-# What dims of activations are split by, where it divides them. `rows` are those of a batch whose
-# tokens have gone to their experts.
+# The roles of axes that split each dim of an activation, where they divide it. `rows` are those of
+# a batch whose tokens have been dispatched to experts: the expert axes split the experts by then.
 _ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "expert"),
     "rows": ("data", "fsdp"),
@@ -144,63 +160,78 @@ _ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "classes": ("tensor",),
 }
 
-# Axes over whole machines, which hold copies of the model.
+# Names of axes over whole machines, each of which holds a copy of the model: data parallelism.
 _DATA_NAMES = ("pod", "pods", "slice", "slices")
 
 
-def _axes(names: Iterable[str], roles: tuple[str, ...]) -> tuple[str, ...]:
+def _axes_with_roles(names: Iterable[str], roles: tuple[str, ...]) -> tuple[str, ...]:
     """The axes with these roles, in the order of the roles and then of the mesh."""
-    found = {name: "data" if name in _DATA_NAMES else role(name).name for name in names}
-    return tuple(name for wanted in roles for name in found if found[name] == wanted)
+    role_of = {name: "data" if name in _DATA_NAMES else role(name).name for name in names}
+    return tuple(name for wanted in roles for name in role_of if role_of[name] == wanted)
 
 
-def logical_table(weights: Any, mesh: AnyMesh) -> dict[str, Any]:
-    """`{logical name: mesh axes}` for all names in a tree of weights."""
-    sizes: dict[str, set[int]] = {}
+def logical_rules(weights: Any, mesh: AnyMesh) -> dict[str, Any]:
+    """Return `{logical name: mesh axes}` for all names in a tree of weights."""
+    sizes_of: dict[str, set[int]] = {}
     for weight in jax.tree.leaves(weights):
         for name, size in zip(weight.names, weight.shape, strict=True):
-            sizes.setdefault(name, set()).add(size)
-    return {name: _weight_axes(name, found, mesh) for name, found in sizes.items()}
+            sizes_of.setdefault(name, set()).add(size)
+    return {name: _weight_axes(name, sizes, mesh) for name, sizes in sizes_of.items()}
 
 
 def _weight_axes(name: str, sizes: set[int], mesh: AnyMesh) -> Any:
-    known = mesh_axes(mesh)
+    """The axes for a logical name, whose dims have these sizes throughout the model."""
+    axis_sizes = mesh_axes(mesh)
     must, may = _WEIGHTS.get(name.partition(":")[0], ((), ()))
-    chosen = list(_axes(known, must))
-    pieces = 1
-    for axis in chosen:
-        pieces *= known[axis]
-    for axis in _axes(known, may):
-        if all(size % (pieces * known[axis]) == 0 for size in sizes):
+    required = _axes_with_roles(axis_sizes, must)
+    shards = math.prod(axis_sizes[axis] for axis in required)
+    optional = _dividing_axes(axis_sizes, _axes_with_roles(axis_sizes, may), sizes, shards)
+    return _spec_entry([*required, *optional])
+
+
+def _dividing_axes(
+    axis_sizes: Mapping[str, int], axes: Iterable[str], sizes: Collection[int], shards: int = 1
+) -> list[str]:
+    """Of the axes, in order, those that divide all sizes, which `shards` splits already."""
+    chosen = []
+    for axis in axes:
+        if all(size % (shards * axis_sizes[axis]) == 0 for size in sizes):
             chosen.append(axis)
-            pieces *= known[axis]
-    return _entry(chosen)
+            shards *= axis_sizes[axis]
+    return chosen
 
 
-def _entry(axes: Iterable[str]) -> Any:
-    found = tuple(axes)
-    return found if len(found) > 1 else (found[0] if found else None)
+def _spec_entry(axes: Iterable[str]) -> Any:
+    """The entry of a `PartitionSpec` for one dim: None, a name, or several."""
+    names = tuple(axes)
+    return names if len(names) > 1 else (names[0] if names else None)
 
 
-def rules(weights: Any, mesh: AnyMesh) -> list[tuple[str, PartitionSpec]]:
-    """A rule per kind of parameter; a state's copies of it end in the same path."""
-    table = logical_table(weights, mesh)
-    found: dict[str, PartitionSpec] = {}
+def sharding_rules(weights: Any, mesh: AnyMesh) -> list[tuple[str, PartitionSpec]]:
+    """Return a rule per kind of parameter.
+
+    Optimizers keep copies of the parameters under paths that end alike, so the rules, which match
+    the ends of paths, are good for the whole state.
+    """
+    table = logical_rules(weights, mesh)
+    specs: dict[str, PartitionSpec] = {}
     for path, weight in jax.tree.leaves_with_path(weights):
-        found[pattern(path)] = make_spec(table[name] for name in weight.names)
-    return list(found.items())
+        specs[path_pattern(path)] = make_spec(table[name] for name in weight.names)
+    return list(specs.items())
 
 
 def batch_spec(mesh: AnyMesh, *names: str) -> PartitionSpec:
-    """How inputs are split whose dims have these names."""
-    return make_spec(_entry(_axes(mesh_axes(mesh), _ACTIVATIONS[name])) for name in names)
+    """Return the spec of inputs whose dims have these logical names."""
+    axes = mesh_axes(mesh)
+    return make_spec(_spec_entry(_axes_with_roles(axes, _ACTIVATIONS[name])) for name in names)
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """Ask the compiler for a layout, by a logical name (or `None`: whole) per dim.
+    """Constrain the sharding of an activation, by a logical name per dim (None: replicated).
 
-    The mesh is the one set by `jax.set_mesh`; axes that it does not have, or that do not divide a
-    dim, are left out. Without such a mesh this does nothing.
+    Names are batch, rows, seq, embed, heads, mlp, vocab, experts and classes. The mesh is the one
+    set by `jax.set_mesh`; axes that it does not have, or that do not divide a dim, are left out.
+    Without such a mesh this does nothing. Raises `ModelError` for an unknown name.
 
     >>> import jax, jax.numpy as jnp, meshwright as mw
     >>> with jax.set_mesh(mw.mesh("fsdp:4, tp:2")):
@@ -210,19 +241,22 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
-    ours = {
+    # A constraint on an Explicit axis is an assertion, and on a Manual one an error.
+    auto_axes = {
         name: mesh.shape[name]
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
         if kind == AxisType.Auto
     }
-    if not ours:
+    if not auto_axes:
         return x
-    entries = [_dividing(ours, name, size) for name, size in zip(names, x.shape, strict=True)]
+    entries = [
+        _activation_axes(auto_axes, name, size) for name, size in zip(names, x.shape, strict=True)
+    ]
     constrained: jax.Array = jax.lax.with_sharding_constraint(x, make_spec(entries))  # type: ignore[no-untyped-call]
     return constrained
 
 
-def _dividing(sizes: dict[str, int], name: str | None, size: int) -> Any:
+def _activation_axes(axis_sizes: dict[str, int], name: str | None, size: int) -> Any:
     if name is None:
         return None
     if name not in _ACTIVATIONS:
@@ -230,9 +264,5 @@ def _dividing(sizes: dict[str, int], name: str | None, size: int) -> Any:
             f"constrain: no logical name {name!r}.{near(name, _ACTIVATIONS)} "
             f"Known: {', '.join(_ACTIVATIONS)}."
         )
-    chosen, pieces = [], 1
-    for axis in _axes(sizes, _ACTIVATIONS[name]):
-        if size % (pieces * sizes[axis]) == 0:
-            chosen.append(axis)
-            pieces *= sizes[axis]
-    return _entry(chosen)
+    axes = _axes_with_roles(axis_sizes, _ACTIVATIONS[name])
+    return _spec_entry(_dividing_axes(axis_sizes, axes, [size]))

@@ -1,4 +1,10 @@
-"""`Auto`: the best schedule found for given costs, latency and memory."""
+"""`Auto`: search for the fastest schedule for given costs, latency and memory.
+
+Two sources of candidates: every named schedule that is defined for the sizes, and schedules built
+greedily. The greedy builder simulates the groups; whenever one is free it takes the task that a
+policy prefers, and the order in which tasks were taken is the schedule. A few dozen policies are
+tried for each way to lay stages out on groups, until one reaches a lower bound of the makespan.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +18,24 @@ from meshwright._checks import check_integer, check_time
 from meshwright.errors import ScheduleError, short
 from meshwright.schedules.named import NAMED, fits, schedule
 from meshwright.schedules.timeline import Timeline, simulate
-from meshwright.schedules.types import AnyCosts, Costs, Schedule, Task, per_stage
+from meshwright.schedules.types import AnyCosts, Costs, Schedule, Task, TaskKind, costs_per_stage
+
+Rows = tuple[tuple[Task, ...], ...]
+Offer = tuple[float, int, Task]  # the time its inputs are there, its rank, the task
+
+_SLACK = 1e-9  # so that sums of floating-point times compare as the numbers they stand for
+_NO_LIMIT = 1e6
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Auto:
-    """Finds a schedule: never slower than the best named one that fits the same memory.
+    """A search for a schedule that is never slower than the best named one in the same memory.
 
-    Tries every named schedule, and schedules built by running them greedily with these costs;
-    the shortest makespan wins, then the least memory. `memory` is the most activations a group
-    may hold at once, in microbatches of its share of the model. `split=False` keeps backwards
-    whole. The same question has the same answer in every process.
+    `build` tries every named schedule, and schedules built greedily with these costs; the
+    shortest makespan wins, then the least memory. `costs` and `latency` are those of `simulate`.
+    `memory` is the most activations a group may hold at once, in microbatches of its share of the
+    model; None for no limit. `split=False` keeps backwards whole. The search is deterministic:
+    every process gets the same schedule.
 
     >>> import meshwright as mw
     >>> best = mw.schedules.Auto(latency=0.25, memory=4).build(groups=4, microbatches=8)
@@ -36,29 +49,43 @@ class Auto:
     split: bool = True
 
     def __post_init__(self) -> None:
-        _limit(self.memory)
+        _memory_limit(self.memory)
         check_time(self.latency, "latency")
 
+    def __repr__(self) -> str:
+        return (
+            f"Auto(costs={short(self.costs)}, latency={self.latency!r}, memory={self.memory!r}, "
+            f"split={self.split!r})"
+        )
+
     def build(self, groups: int, microbatches: int, stages: int | None = None) -> Schedule:
-        """The best schedule found for so many groups and microbatches."""
+        """Return the best schedule found for a number of groups and microbatches.
+
+        `stages` are those of the whole model: by default one per cost if `costs` is a list, else
+        one or two per group, whichever is faster.
+        """
         groups = check_integer("auto: groups", groups, error=ScheduleError)
         microbatches = check_integer("auto: microbatches", microbatches, error=ScheduleError)
         if stages is None and isinstance(self.costs, (list, tuple)):
             stages = len(self.costs)
         if stages is not None:
             check_integer("auto: stages", stages, least=groups, error=ScheduleError)
-        limit, latency = _limit(self.memory), check_time(self.latency, "latency")
+        limit, latency = _memory_limit(self.memory), check_time(self.latency, "latency")
         tried = list(self._named(groups, microbatches, stages, latency))
-        fitting = [one for one in tried if max(one.memory) <= limit]
+        fitting = [timeline for timeline in tried if max(timeline.memory) <= limit]
         for layout, group_of in _layouts(groups, stages).items():
             problem = self._problem(group_of, microbatches, latency, limit)
-            least = min((one.makespan for one in fitting), default=math.inf)
+            least = min((timeline.makespan for timeline in fitting), default=math.inf)
             if rows := _search(problem, least, self.split):
-                found = Schedule(layout, microbatches, group_of, rows)
-                fitting.append(simulate(found, self.costs, latency))
+                greedy_schedule = Schedule(layout, microbatches, group_of, rows)
+                fitting.append(simulate(greedy_schedule, self.costs, latency))
         if not fitting:
-            raise ScheduleError(_nothing_fits(tried, limit))
-        best = min(fitting, key=lambda one: (round(one.makespan, 9), max(one.memory)))
+            raise ScheduleError(_nothing_fits(tried, limit), option="memory")
+        # Sums of the same times in another order differ in their last bits; rounded, such
+        # makespans tie and memory decides.
+        best = min(
+            fitting, key=lambda timeline: (round(timeline.makespan, 9), max(timeline.memory))
+        )
         return dataclasses.replace(best.schedule, name=f"auto: {best.schedule.name}")
 
     def _named(
@@ -66,35 +93,37 @@ class Auto:
     ) -> Iterator[Timeline]:
         for name, named in NAMED.items():
             if named.training and fits(name, groups, microbatches, stages):
-                one = schedule(name, groups=groups, microbatches=microbatches, stages=stages)
-                if self.split or "W" not in one.counts:
-                    yield simulate(one, self.costs, latency)
+                built = schedule(name, groups=groups, microbatches=microbatches, stages=stages)
+                if self.split or TaskKind.WEIGHT_GRADIENT not in built.counts:
+                    yield simulate(built, self.costs, latency)
 
     def _problem(
         self, group_of: tuple[int, ...], microbatches: int, latency: float, limit: float
-    ) -> Problem:
+    ) -> _Problem:
         groups = max(group_of) + 1
         blank = Schedule("auto", microbatches, group_of, ((),) * groups)
-        room = tuple(
+        capacity = tuple(
             math.floor(min(limit, microbatches) * len(own) + 1e-9) for own in blank.stages_of
         )
-        return Problem(group_of, microbatches, per_stage(self.costs, blank), latency, room)
+        costs = costs_per_stage(self.costs, blank)
+        return _Problem(group_of, microbatches, costs, latency, capacity)
 
 
-def _search(problem: Problem, least: float, split: bool) -> Rows | None:
-    """The best of all habits, if it ends before `least`; nothing is tried where none can."""
-    bound, best = least_makespan(problem), None
-    for habits in _habits(problem, split):
-        if least <= bound + 1e-9:
+def _search(problem: _Problem, least: float, split: bool) -> Rows | None:
+    """The best greedy schedule that ends before `least`; stops where none can end earlier."""
+    bound, best = _makespan_bound(problem), None
+    for policy in _policies(problem, split):
+        if least <= bound + _SLACK:
             break
-        found = greedy(problem, habits)
-        if found is not None and found[0] < least - 1e-9:
-            least, best = found
+        run = _GreedyRun(problem, policy)
+        rows = run.rows()
+        if rows is not None and (end := max(run.free_at)) < least - _SLACK:
+            least, best = end, tuple(map(tuple, rows))
     return best
 
 
 def _layouts(groups: int, stages: int | None) -> dict[str, tuple[int, ...]]:
-    """Ways to put stages on groups: in a line, dealt out in a loop, down and up again."""
+    """The group of every stage, for each way to lay stages out, by the name the result gets."""
     down = tuple(range(groups))
     layouts = {}
     if stages in (None, groups):
@@ -106,88 +135,80 @@ def _layouts(groups: int, stages: int | None) -> dict[str, tuple[int, ...]]:
     return layouts or {"alone": (0,) * (stages or 1)}
 
 
-def _habits(problem: Problem, split: bool) -> Iterator[Habits]:
+def _policies(problem: _Problem, split: bool) -> Iterator[_Policy]:
+    """Policies that differ for this problem.
+
+    With one stage per group a microbatch takes one place, so `reserve` changes nothing; and where
+    forwards may run ahead without limit, `extra` does not.
+    """
     several = len(problem.group_of) > problem.groups
-    for ahead, more, patience, reserve in itertools.product(
-        (1.0, 1.5, 2.0, 1e6), (0, 1), (0.0, 0.5, 1.0) if split else (0.0,), (False, True)
+    for ahead, extra, patience, reserve in itertools.product(
+        (1.0, 1.5, 2.0, _NO_LIMIT), (0, 1), (0.0, 0.5, 1.0) if split else (0.0,), (False, True)
     ):
-        if (several or not reserve) and not (ahead == 1e6 and more):
-            yield Habits(ahead, more, patience, reserve, split)
+        if (several or not reserve) and not (ahead == _NO_LIMIT and extra):
+            yield _Policy(ahead, extra, patience, reserve, split)
 
 
-def _limit(memory: float | None) -> float:
+def _memory_limit(memory: float | None) -> float:
     if memory is None:
         return math.inf
     if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory >= 1:
         raise ScheduleError(
-            f"memory is how many microbatches a group may hold, from 1, not {short(memory)}."
+            f"memory is how many microbatches a group may hold, from 1, not {short(memory)}.",
+            option="memory",
         )
     return float(memory)
 
 
 def _nothing_fits(tried: list[Timeline], limit: float) -> str:
-    least = min(tried, key=lambda one: max(one.memory))
+    least = min(tried, key=lambda timeline: max(timeline.memory))
     return (
         f"auto: no schedule found that holds at most {limit:g} microbatches per group. The "
         f"smallest one, {least.schedule.name}, holds {max(least.memory):g}."
     )
 
 
-# Build a schedule by running it: each group takes, whenever it is free, what seems best.
-
-
-Rows = tuple[tuple[Task, ...], ...]
-
-_SLACK = 1e-9  # so that sums of floating-point times compare as the numbers they stand for
-
-
 @dataclasses.dataclass(frozen=True)
-class Habits:
-    """How a group chooses. Backwards go first; these say how far forwards may run ahead.
+class _Policy:
+    """How a group chooses its next task. Backwards go first, then forwards, then weight gradients.
 
-    A group starts no forward while `ahead * (groups behind it) + 1 + more` of its microbatches
-    wait for their backward. It does a weight gradient rather than wait, unless something better
-    arrives within `patience` of the weight gradient's time. With `reserve`, a microbatch enters
-    a group only if all of the group's stages can hold it: slower to fill, but never stuck.
+    A group starts no forward while `ahead * (groups behind it) + 1 + extra` of its microbatches
+    wait for their backward. It runs a weight gradient rather than wait, unless a better task
+    arrives within `patience` times the weight gradient's cost. With `reserve`, a microbatch enters
+    a group only if all of the group's stages can hold it: slower to fill, but it cannot get stuck.
+    With `split`, backwards are in two parts.
     """
 
     ahead: float
-    more: int = 0
-    patience: float = 0.0
-    reserve: bool = False
-    split: bool = True
+    extra: int
+    patience: float
+    reserve: bool
+    split: bool
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
-    """What is to be scheduled: `room` is how many activations of its stages a group can hold."""
+class _Problem:
+    """What is to be scheduled; `capacity[g]` is the most activations group `g` can hold."""
 
     group_of: tuple[int, ...]
     microbatches: int
     costs: tuple[Costs, ...]
     latency: float
-    room: tuple[int, ...]
+    capacity: tuple[int, ...]
 
     @property
     def groups(self) -> int:
         return max(self.group_of) + 1
 
 
-def greedy(problem: Problem, habits: Habits) -> tuple[float, Rows] | None:
-    """When the last task ends and the tasks in the order taken, or None if the groups got stuck."""
-    run = _Run(problem, habits)
-    rows = run.rows()
-    return None if rows is None else (max(run.free_at), tuple(map(tuple, rows)))
-
-
-def least_makespan(problem: Problem) -> float:
-    """No schedule ends earlier: the work of a group, after the way to it."""
-    way = 0.0
+def _makespan_bound(problem: _Problem) -> float:
+    """A lower bound: the first microbatch reaches a group, which then does all its work."""
+    time = 0.0
     reached: dict[int, float] = {}
     for stage, group in enumerate(problem.group_of):
-        far = problem.latency if stage and problem.group_of[stage - 1] != group else 0.0
-        reached.setdefault(group, way + far)
-        way += far + problem.costs[stage].F
+        travel = problem.latency if stage and problem.group_of[stage - 1] != group else 0.0
+        reached.setdefault(group, time + travel)
+        time += travel + problem.costs[stage].F
     work = dict.fromkeys(reached, 0.0)
     for stage, group in enumerate(problem.group_of):
         cost = problem.costs[stage]
@@ -195,9 +216,15 @@ def least_makespan(problem: Problem) -> float:
     return max(reached[group] + work[group] for group in work)
 
 
-class _Run:
-    def __init__(self, problem: Problem, habits: Habits):
-        self.problem, self.habits = problem, habits
+class _GreedyRun:
+    """A simulation in which every group chooses its tasks by a policy.
+
+    An event is a time at which a group may have something to start: it has become free, or an
+    input has arrived. Events at the same time are taken by group, so the result is determined.
+    """
+
+    def __init__(self, problem: _Problem, policy: _Policy):
+        self.problem, self.policy = problem, policy
         groups = problem.groups
         self.stages = len(problem.group_of)
         self.chunks = [problem.group_of.count(g) for g in range(groups)]
@@ -205,52 +232,57 @@ class _Run:
         self.free_at = [0.0] * groups
         self.held = [0] * groups  # activations, until their weight gradient is done
         self.in_flight = [0] * groups  # forwards whose backward is still to come
-        # What a group can take, by kind: (time it is there, order of preference, task).
-        self.forwards: list[list[tuple[float, int, Task]]] = [[] for _ in range(groups)]
-        self.backwards: list[list[tuple[float, int, Task]]] = [[] for _ in range(groups)]
+        # What each group can take, by kind.
+        self.forwards: list[list[Offer]] = [[] for _ in range(groups)]
+        self.backwards: list[list[Offer]] = [[] for _ in range(groups)]
         self.weights: list[list[Task]] = [[] for _ in range(groups)]
         self.events: list[tuple[float, int]] = []
         self._offer(self.forwards[problem.group_of[0]], 0.0, Task("F", 0, 0))
         self.events = [(0.0, problem.group_of[0])]
 
     def rows(self) -> list[list[Task]] | None:
+        """Run to the end: the tasks of each group as they were taken, or None if it got stuck."""
         while self.events:
             now, group = heapq.heappop(self.events)
             if now + _SLACK < self.free_at[group]:
-                continue  # it is busy, and asks again when it is free
+                continue  # busy: there is an event for when it becomes free
             if (task := self._choose(group, now)) is not None:
                 self._run(group, task, now)
-        per_stage = 3 if self.habits.split else 2
-        wanted = per_stage * self.stages * self.problem.microbatches
-        return self.tasks if sum(map(len, self.tasks)) == wanted else None
+        # Groups that are full of activations and have no backward to run start nothing more.
+        tasks_per_stage = 3 if self.policy.split else 2
+        total = tasks_per_stage * self.stages * self.problem.microbatches
+        return self.tasks if sum(map(len, self.tasks)) == total else None
 
     def _choose(self, group: int, now: float) -> Task | None:
         if (task := _take(self.backwards[group], now)) is not None:
             return task
-        owed = self.weights[group]
+        delayed = self.weights[group]
         if self._may_forward(group, now) and (task := _take(self.forwards[group], now)) is not None:
             return task
-        if not owed:
+        if not delayed:
             return None
-        cost = self.problem.costs[owed[0].stage].W
-        soon = now + self.habits.patience * cost
-        coming = [item[0] for item in self.backwards[group]]
+        cost = self.problem.costs[delayed[0].stage].W
+        soon = now + self.policy.patience * cost
+        arrivals = [at for at, _, _ in self.backwards[group]]
         if self._may_forward(group, now):
-            coming += [item[0] for item in self.forwards[group]]
-        if any(now + _SLACK < at < soon - _SLACK for at in coming):
+            arrivals += [at for at, _, _ in self.forwards[group]]
+        if any(now + _SLACK < at < soon - _SLACK for at in arrivals):
             return None
-        return owed.pop(0)
+        return delayed.pop(0)
 
     def _may_forward(self, group: int, now: float) -> bool:
-        ready = [item[2] for item in self.forwards[group] if item[0] <= now + _SLACK]
+        """Whether memory and the policy allow one of the forwards that are there."""
+        ready = [task for at, _, task in self.forwards[group] if at <= now + _SLACK]
         if not ready:
             return True
-        room = self.problem.room[group] - self.held[group]
+        room = self.problem.capacity[group] - self.held[group]
+        # The groups' first stages are those below `groups`. Later ones continue microbatches that
+        # the group holds already, and to keep those back could stop everything.
         entering = all(task.stage < self.problem.groups for task in ready)
-        if room < (self.chunks[group] if self.habits.reserve and entering else 1):
+        if room < (self.chunks[group] if self.policy.reserve and entering else 1):
             return False
         behind = self.problem.groups - 1 - group
-        most = (self.habits.ahead * behind + 1 + self.habits.more) * self.chunks[group]
+        most = (self.policy.ahead * behind + 1 + self.policy.extra) * self.chunks[group]
         return self.in_flight[group] < most or not entering
 
     def _run(self, group: int, task: Task, now: float) -> None:
@@ -279,27 +311,27 @@ class _Run:
                 self._send(group, end, self._backward(stage - 1, microbatch))
 
     def _backward(self, stage: int, microbatch: int) -> Task:
-        return Task("B" if self.habits.split else "BW", stage, microbatch)
+        return Task("B" if self.policy.split else "BW", stage, microbatch)
 
     def _send(self, source: int, end: float, task: Task) -> None:
-        """A result lets its next task begin, here or, after the latency, in another group."""
+        """Offer the task that a result allows, here or, after the latency, in another group."""
         target = self.problem.group_of[task.stage]
         at = end + (self.problem.latency if target != source else 0.0)
         self._offer((self.forwards if task.kind == "F" else self.backwards)[target], at, task)
         if target != source:
             heapq.heappush(self.events, (at, target))
 
-    def _offer(self, offers: list[tuple[float, int, Task]], at: float, task: Task) -> None:
-        """Early microbatches first; of the same one, the stage nearest to the end of its way."""
-        deep = -task.stage if task.kind == "F" else task.stage
-        offers.append((at, task.microbatch * self.stages + deep, task))
+    def _offer(self, offers: list[Offer], at: float, task: Task) -> None:
+        """Rank early microbatches first; of the same one, the stage nearest to its end."""
+        depth = -task.stage if task.kind == "F" else task.stage
+        offers.append((at, task.microbatch * self.stages + depth, task))
 
 
-def _take(offers: list[tuple[float, int, Task]], now: float) -> Task | None:
-    """The best offer that is there."""
-    there = [item for item in offers if item[0] <= now + _SLACK]
+def _take(offers: list[Offer], now: float) -> Task | None:
+    """Remove and return the best task whose inputs are there."""
+    there = [offer for offer in offers if offer[0] <= now + _SLACK]
     if not there:
         return None
-    best = min(there, key=lambda item: item[1])
+    best = min(there, key=lambda offer: offer[1])
     offers.remove(best)
     return best[2]

@@ -1,15 +1,14 @@
-"""`compare_schedules(groups, microbatches)`: every schedule side by side."""
+"""`compare_schedules`, and the `Comparison` it returns: every schedule for the same sizes."""
 
 from __future__ import annotations
 
 import dataclasses
-import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from meshwright._checks import check_integer, check_time
-from meshwright._html import html_table
-from meshwright._text import plural, table, tidy
+from meshwright._show import Sheet, Shown, Table, short_repr
+from meshwright._text import plural, tidy
 from meshwright.errors import ScheduleError, short
 from meshwright.schedules.auto import Auto
 from meshwright.schedules.named import NAMED, schedule
@@ -21,13 +20,20 @@ HEADING = ("schedule", "stages", "makespan", "bubble", "idle", "held", "")
 RIGHT = (False, True, True, True, True, True, False)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Row:
-    """One schedule: its timeline, unless it is not defined here, and why it is not to be taken."""
+    """One schedule of a comparison.
+
+    `timeline` is None if the schedule is not defined for the sizes; `reason` says why it is not,
+    or why it does not fit, and is empty if it does.
+    """
 
     name: str
     timeline: Timeline | None
     reason: str = ""
+
+    def __repr__(self) -> str:
+        return short_repr(self, f"{self.name}: {self.reason or 'fits'}")
 
     @property
     def fits(self) -> bool:
@@ -36,12 +42,12 @@ class Row:
 
     @property
     def memory(self) -> float | None:
-        """Most activations any group holds, in microbatches of its share of the model."""
+        """The most activations any group holds, in microbatches of its share of the model."""
         return None if self.timeline is None else max(self.timeline.memory)
 
 
-@dataclasses.dataclass(frozen=True)
-class Comparison:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Comparison(Shown):
     """Schedules for the same sizes, fastest first; those that do not fit last, with the reason."""
 
     groups: int
@@ -52,20 +58,18 @@ class Comparison:
 
     @property
     def best(self) -> Timeline | None:
-        """The fastest one that fits."""
-        return self.rows[0].timeline if self.rows[0].fits else None
+        """The fastest one that fits, if any does."""
+        return self.rows[0].timeline if self.rows[0].fits else None  # rows are sorted by `_rank`
 
-    def __str__(self) -> str:
-        return f"{headline(self)}\n{table([HEADING, *map(_cells, self.rows)], RIGHT)}"
+    def _sheet(self) -> Sheet:
+        return Sheet(_headline(self), [Table(HEADING, [_cells(row) for row in self.rows], RIGHT)])
 
-    def _repr_html_(self) -> str:
-        rows = html_table([HEADING, *map(_cells, self.rows)], RIGHT)
-        return (
-            '<div style="font-family:system-ui,sans-serif">'
-            f'<b>{html.escape(headline(self))}</b><div style="overflow-x:auto">{rows}</div></div>'
-        )
+    # Without the rows, whose figures are computed when they are asked for.
+    def __repr__(self) -> str:
+        return short_repr(self, _headline(self))
 
     def to_json(self) -> dict[str, Any]:
+        """Convert to plain data: the request, and the figures of every schedule."""
         return {
             "groups": self.groups,
             "microbatches": self.microbatches,
@@ -85,15 +89,16 @@ def compare_schedules(
     stages: int | None = None,
     also: Iterable[Schedule] = (),
 ) -> Comparison:
-    """All training schedules and `Auto` for the same sizes and costs, fastest first.
+    """Compare all training schedules and `Auto` for the same sizes and costs, fastest first.
 
-    `memory` is the most activations a group may hold at once, in microbatches of its share of
-    the model. What is not defined for these sizes or does not fit is listed with the reason.
-    `also` are schedules of your own to put beside them.
+    `costs` and `latency` are those of `simulate`. `memory` is the most activations a group may
+    hold at once, in microbatches of its share of the model. A schedule that is not defined for
+    these sizes or does not fit is listed with the reason. `also` are schedules of your own to put
+    beside them.
 
     >>> import meshwright as mw
-    >>> found = mw.schedules.compare_schedules(4, 16, memory=4)
-    >>> [row.name for row in found.rows if not row.fits]
+    >>> comparison = mw.schedules.compare_schedules(4, 16, memory=4)
+    >>> [row.name for row in comparison.rows if not row.fits]
     ['dualpipe-v', 'zb-h2', 'interleaved-1f1b', 'looped-bfs', 'eager-1f1b', 'gpipe']
     """
     groups = check_integer("compare_schedules: groups", groups, error=ScheduleError)
@@ -104,32 +109,35 @@ def compare_schedules(
     if isinstance(costs, (Costs, str, Mapping)):
         costs = Costs.parse(costs)
     elif not isinstance(costs, Sequence):
-        raise ScheduleError(f"costs are Costs, or a list with one per stage, not {short(costs)}.")
+        raise ScheduleError(
+            f"costs are Costs, or a list with one per stage, not {short(costs)}.", option="costs"
+        )
     elif stages is None:
         stages = len(costs)
     rows = [
         _row(name, groups, microbatches, costs, latency, memory, stages)
         for name in ["auto", *(name for name, named in NAMED.items() if named.training)]
     ]
-    rows += [_own_row(one, groups, microbatches, costs, latency, memory) for one in also]
+    rows += [_own_row(own, groups, microbatches, costs, latency, memory) for own in also]
     rows.sort(key=_rank)
     return Comparison(groups, microbatches, latency, memory, tuple(rows))
 
 
 def memory_limit(memory: Any) -> float | None:
-    """A limit in microbatches, or None for none."""
+    """Check a limit in microbatches; None for no limit."""
     if memory is not None and (
         isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > 0
     ):
         raise ScheduleError(
             "memory is the most microbatches a group may hold at once, a number above 0, not "
-            f"{short(memory)}."
+            f"{short(memory)}.",
+            option="memory",
         )
     return None if memory is None else float(memory)
 
 
-def over(timeline: Timeline, memory: float | None) -> str:
-    """By how much a schedule holds more than a limit, and where; nothing if it does not."""
+def memory_excess(timeline: Timeline, memory: float | None) -> str:
+    """Say by how much a schedule holds more than a limit, and where; nothing if it does not."""
     most = max(timeline.memory)
     if memory is None or most <= memory:
         return ""
@@ -139,13 +147,16 @@ def over(timeline: Timeline, memory: float | None) -> str:
     )
 
 
-def headline(found: Comparison) -> str:
-    timed = [row.timeline for row in found.rows if row.timeline is not None]
-    costs = f"; {cost_text(timed[0])}" if timed else ""
-    wait = f", latency {found.latency:g}" if found.latency else ""
-    limit = "" if found.memory is None else f"; at most {plural(found.memory, 'microbatch')} held"
-    sizes = f"{plural(found.groups, 'group')}, {plural(found.microbatches, 'microbatch')}"
-    return f"{sizes}{costs}{wait}{limit}"
+def _headline(comparison: Comparison) -> str:
+    timelines = [row.timeline for row in comparison.rows if row.timeline is not None]
+    costs = f"; {cost_text(timelines[0])}" if timelines else ""
+    wait = f", latency {comparison.latency:g}" if comparison.latency else ""
+    limit = ""
+    if comparison.memory is not None:
+        limit = f"; at most {plural(comparison.memory, 'microbatch')} held"
+    groups = plural(comparison.groups, "group")
+    microbatches = plural(comparison.microbatches, "microbatch")
+    return f"{groups}, {microbatches}{costs}{wait}{limit}"
 
 
 def _row(
@@ -159,13 +170,14 @@ def _row(
 ) -> Row:
     try:
         if name == "auto":
-            built: Schedule = Auto(costs, latency, memory).build(groups, microbatches, stages)
+            built = Auto(costs, latency, memory).build(groups, microbatches, stages)
         else:
             built = schedule(name, groups=groups, microbatches=microbatches, stages=stages)
     except ScheduleError as error:
+        # The first sentence says what is wrong; the rest advises someone who asked for this one.
         return Row(name, None, str(error).split(". ")[0].removesuffix("."))
     timeline = simulate(built, costs, latency)
-    return Row(name, timeline, over(timeline, memory))
+    return Row(name, timeline, memory_excess(timeline, memory))
 
 
 def _own_row(
@@ -177,13 +189,14 @@ def _own_row(
     memory: float | None,
 ) -> Row:
     if (own.groups, own.microbatches) != (groups, microbatches):
-        return Row(own.name, None, f"is for {own.groups} groups, {own.microbatches} microbatches")
+        sizes = f"{plural(own.groups, 'group')}, {plural(own.microbatches, 'microbatch')}"
+        return Row(own.name, None, f"is for {sizes}")
     timeline = simulate(own, costs, latency)
-    return Row(own.name, timeline, over(timeline, memory))
+    return Row(own.name, timeline, memory_excess(timeline, memory))
 
 
 def _rank(row: Row) -> tuple[bool, bool, float, float]:
-    """What fits, then what is defined; fastest first, and of those the smallest."""
+    """Those that fit, then those that are defined; fastest first, and of equals the smallest."""
     if row.timeline is None:
         return True, True, 0.0, 0.0
     # Sums of the same times in another order differ in their last bits.
@@ -195,6 +208,7 @@ def _cells(row: Row) -> list[str]:
     if row.timeline is None:
         return [row.name, *["-"] * 5, note]
     timeline = row.timeline
+    # The row of `auto` says how its schedule was made.
     if not note and timeline.schedule.name != row.name:
         note = timeline.schedule.name.removeprefix("auto: ")
     return [

@@ -1,4 +1,10 @@
-"""In: a file. Out: a schedule, checked; and back."""
+"""`read_schedule` and `write_schedule`: schedules in CSV and JSON files.
+
+A CSV file has a line per group and a cell per task: `2F5` is stage 2, forward, microbatch 5, and
+`2F5+5BW1` are two that overlap. PyTorch's pipeline files look alike but use the letter `B` for
+another task, so which notation a file is in must be said. Whatever is wrong in a file is named by
+file, line and cell.
+"""
 
 from __future__ import annotations
 
@@ -13,89 +19,38 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ScheduleError, near, short
-from meshwright.schedules.types import KINDS, Schedule, Task
+from meshwright.schedules.types import KINDS, Schedule, Task, TaskKind
 from meshwright.schedules.validation import check
-
-# Tasks as the cells of a table: `2F5`, a pair that overlaps `2F5+5BW1`; and PyTorch's letters.
-
 
 NOTATIONS = ("meshwright", "torch")
 
-# PyTorch writes B for the whole backward and I for the gradient of the input.
-_OF_TORCH = {"F": "F", "I": "B", "W": "W", "B": "BW"}
-_TO_TORCH = {ours: theirs for theirs, ours in _OF_TORCH.items()}
+# PyTorch writes B for the whole backward and I for the gradient of the input
+# (torch.distributed.pipelining.schedules); plain letters, as tasks hold them.
+_FROM_TORCH = {
+    "F": TaskKind.FORWARD.value,
+    "I": TaskKind.INPUT_GRADIENT.value,
+    "W": TaskKind.WEIGHT_GRADIENT.value,
+    "B": TaskKind.BACKWARD.value,
+}
+_TO_TORCH = {ours: theirs for theirs, ours in _FROM_TORCH.items()}
 _TASK = re.compile(r"([0-9]{1,9})([A-Z_]+)([0-9]{0,9})")
 _TORCH_PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
-_TORCH_MOVES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD")
+# PyTorch's actions that are no tasks but transfers, gathers of parameters and reductions.
+_TORCH_TRANSFERS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD")
 
-
-def read_cell(cell: str, where: str, notation: str = "meshwright") -> tuple[Task, ...]:
-    """The task of a cell, or the two that overlap; none of an empty one.
-
-    >>> read_cell("2F5+5BW1", "a.csv")
-    (Task(kind='F', stage=2, microbatch=5), Task(kind='BW', stage=5, microbatch=1))
-    >>> read_cell("(2F5;5B1)OVERLAP_F_B", "a.csv", "torch") == read_cell("2F5+5BW1", "a.csv")
-    True
-    """
-    cell = cell.strip()
-    if not cell:
-        return ()
-    if notation == "torch":
-        pair = _TORCH_PAIR.fullmatch(cell)
-        parts: Sequence[str] = pair.groups() if pair else [cell]
-    else:
-        parts = cell.split("+")
-    if len(parts) > 2:
-        raise ScheduleError(f"{where}: {short(cell)} has {len(parts)} tasks; at most two overlap.")
-    return tuple(_read_task(part.strip(), where, notation) for part in parts)
-
-
-def write_cell(tasks: Sequence[Task], notation: str = "meshwright") -> str:
-    """One task, or two that overlap."""
-    if notation == "meshwright":
-        return "+".join(map(str, tasks))
-    texts = [f"{task.stage}{_TO_TORCH[task.kind]}{task.microbatch}" for task in tasks]
-    return texts[0] if len(texts) == 1 else f"({';'.join(texts)})OVERLAP_F_B"
-
-
-def check_notation(notation: str) -> None:
-    if notation not in NOTATIONS:
-        raise ScheduleError(
-            f"notation {short(notation)} is not one of {list(NOTATIONS)}."
-            f"{near(str(notation), NOTATIONS)}"
-        )
-
-
-def _read_task(text: str, where: str, notation: str) -> Task:
-    kinds = {kind: kind for kind in KINDS} if notation == "meshwright" else _OF_TORCH
-    found = _TASK.fullmatch(text)
-    if found and found[2] in kinds and found[3]:
-        return Task(kinds[found[2]], int(found[1]), int(found[3]))
-    if found and found[2] in _TORCH_MOVES:
-        raise ScheduleError(
-            f"{where}: {short(text)} is a transfer of PyTorch's. They are worked out here: write "
-            "the file with format='compute_only' there."
-        )
-    hint = ""
-    if notation == "meshwright" and ((found and found[2] == "I") or text.startswith("(")):
-        hint = " PyTorch's letters are read with notation='torch'."
-    raise ScheduleError(
-        f"{where}: {short(text)} is no task. A task is stage, kind and microbatch, e.g. 2F5; "
-        f"kinds are {', '.join(kinds)}.{hint}"
-    )
-
-
-# Schedules in files: CSV, a line per group, and JSON.
+_KEYS = ("name", "microbatches", "group_of", "tasks", "overlapped")  # of a JSON file
+_Rows = list[list[tuple[Task, ...]]]  # the cells of each group, each a task or two that overlap
 
 
 def write_schedule(
     schedule: Schedule, path: str | os.PathLike[str], *, notation: str = "meshwright"
 ) -> None:
-    """`check` a schedule and write it to a `.csv` or `.json` file, all of it or nothing.
+    """Check a schedule and write it to a `.csv` or `.json` file, all of it or nothing.
 
     A CSV file has a line per group and a cell per task: `2BW5` is stage 2, whole backward,
     microbatch 5, and `2F5+5BW1` are two that overlap. `notation="torch"` writes the letters of
-    PyTorch's pipeline files instead: `I` for the gradient of the input, `B` for both.
+    PyTorch's pipeline files instead: `I` for the gradient of the input, `B` for both. Raises
+    `ScheduleError` if the schedule cannot run, and `OSError` if the file cannot be written.
 
     >>> import meshwright as mw, pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -108,18 +63,18 @@ def write_schedule(
     """
     if not isinstance(schedule, Schedule):
         raise ScheduleError(f"write_schedule takes a Schedule, not a {type(schedule).__name__}.")
-    check_notation(notation)
+    _check_notation(notation)
     kind = _format(path, notation)
     check(schedule)  # a broken one could not be read back
     if kind == "json":
-        text = json.dumps(as_json(schedule), indent=1) + "\n"
+        text = json.dumps(schedule.to_json(), indent=1) + "\n"
     else:
         text = _csv_text(schedule, notation)
     write_text(path, text)
 
 
 def read_schedule(path: str | os.PathLike[str], *, notation: str = "meshwright") -> Schedule:
-    """Read a schedule from a `.csv` or `.json` file, and `check` it.
+    """Read a schedule from a `.csv` or `.json` file, and check that it runs.
 
     A CSV file says by its cells which stage is in which group and how many microbatches there
     are; the schedule is named after the file. Empty cells mean nothing. PyTorch's pipeline files
@@ -134,33 +89,22 @@ def read_schedule(path: str | os.PathLike[str], *, notation: str = "meshwright")
     >>> mine, str(mine.tasks[1][1])
     (Schedule('mine', groups=2, stages=2, microbatches=2, tasks=8), '1BW0')
     """
-    check_notation(notation)
+    _check_notation(notation)
     kind, path = _format(path, notation), Path(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig")  # spreadsheets write a byte order mark
     except UnicodeDecodeError as error:
         raise ScheduleError(f"{path}: not text in UTF-8 ({error}).") from error
-    found = from_json(text, path) if kind == "json" else from_csv(text, path, notation)
+    schedule = _from_json(text, path) if kind == "json" else _from_csv(text, path, notation)
     try:
-        check(found)
+        check(schedule)
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from error
-    return found
-
-
-def as_json(schedule: Schedule) -> dict[str, Any]:
-    """Plain data. `overlapped` holds, per group, positions of tasks that run with the next one."""
-    return {
-        "name": schedule.name,
-        "microbatches": schedule.microbatches,
-        "group_of": list(schedule.group_of),
-        "tasks": [[str(task) for task in row] for row in schedule.tasks],
-        "overlapped": [sorted(pairs) for pairs in schedule.overlapped],
-    }
+    return schedule
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """All of a file or nothing: written beside it, then renamed over it."""
+    """Write all of a file or nothing: to a file beside it, which is then renamed over it."""
     target = Path(path).resolve()
     if target.exists() and not target.is_file():  # a device or a pipe is written, never replaced
         target.write_text(text, encoding="utf-8")
@@ -182,7 +126,9 @@ def _format(path: str | os.PathLike[str], notation: str) -> str:
     if kind not in ("csv", "json"):
         raise ScheduleError(f"{path}: a schedule's file ends in .csv or .json.")
     if kind == "json" and notation != "meshwright":
-        raise ScheduleError(f"{path}: PyTorch's notation is one of CSV files. Name it .csv.")
+        raise ScheduleError(
+            f"{path}: PyTorch's notation is one of CSV files. Name it .csv.", option="notation"
+        )
     return kind
 
 
@@ -193,21 +139,71 @@ def _csv_text(schedule: Schedule, notation: str) -> str:
         cells, at = [], 0
         while at < len(row):
             stop = at + 2 if at in pairs else at + 1
-            cells.append(write_cell(row[at:stop], notation))
+            cells.append(_write_cell(row[at:stop], notation))
             at = stop
         writer.writerow(cells)
     return out.getvalue()
 
 
-# The text of a schedule's file, read: whatever is wrong is named by file, line and cell.
+def _read_cell(cell: str, where: str, notation: str = "meshwright") -> tuple[Task, ...]:
+    """Read the task of a cell, or the two that overlap; none of an empty one.
+
+    >>> _read_cell("2F5+5BW1", "a.csv")
+    (Task(kind='F', stage=2, microbatch=5), Task(kind='BW', stage=5, microbatch=1))
+    >>> _read_cell("(2F5;5B1)OVERLAP_F_B", "a.csv", "torch") == _read_cell("2F5+5BW1", "a.csv")
+    True
+    """
+    cell = cell.strip()
+    if not cell:
+        return ()
+    if notation == "torch":
+        pair = _TORCH_PAIR.fullmatch(cell)
+        parts: Sequence[str] = pair.groups() if pair else [cell]
+    else:
+        parts = cell.split("+")
+    if len(parts) > 2:
+        raise ScheduleError(f"{where}: {short(cell)} has {len(parts)} tasks; at most two overlap.")
+    return tuple(_read_task(part.strip(), where, notation) for part in parts)
 
 
-_KEYS = ("name", "microbatches", "group_of", "tasks", "overlapped")
-_Rows = list[list[tuple[Task, ...]]]
+def _write_cell(tasks: Sequence[Task], notation: str = "meshwright") -> str:
+    """Write one task, or two that overlap."""
+    if notation == "meshwright":
+        return "+".join(map(str, tasks))
+    texts = [f"{task.stage}{_TO_TORCH[task.kind]}{task.microbatch}" for task in tasks]
+    return texts[0] if len(texts) == 1 else f"({';'.join(texts)})OVERLAP_F_B"
 
 
-def from_csv(text: str, path: Path, notation: str) -> Schedule:
-    """A line per group; stages and microbatches are counted."""
+def _check_notation(notation: str) -> None:
+    if notation not in NOTATIONS:
+        raise ScheduleError(
+            f"notation {short(notation)} is not one of {list(NOTATIONS)}."
+            f"{near(str(notation), NOTATIONS)}",
+            option="notation",
+        )
+
+
+def _read_task(text: str, where: str, notation: str) -> Task:
+    kinds = {kind: kind for kind in KINDS} if notation == "meshwright" else _FROM_TORCH
+    match = _TASK.fullmatch(text)
+    if match and match[2] in kinds and match[3]:
+        return Task(kinds[match[2]], int(match[1]), int(match[3]))
+    if match and match[2] in _TORCH_TRANSFERS:
+        raise ScheduleError(
+            f"{where}: {short(text)} is a transfer of PyTorch's. Here they follow from the tasks: "
+            "write the file with format='compute_only' there."
+        )
+    hint = ""
+    if notation == "meshwright" and ((match and match[2] == "I") or text.startswith("(")):
+        hint = " PyTorch's letters are read with notation='torch'."
+    raise ScheduleError(
+        f"{where}: {short(text)} is no task. A task is stage, kind and microbatch, e.g. 2F5; "
+        f"kinds are {', '.join(kinds)}.{hint}"
+    )
+
+
+def _from_csv(text: str, path: Path, notation: str) -> Schedule:
+    """Read a line per group; the numbers of stages and microbatches follow from the tasks."""
     try:
         lines = list(csv.reader(io.StringIO(text.rstrip(), newline="")))
     except csv.Error as error:
@@ -216,7 +212,7 @@ def from_csv(text: str, path: Path, notation: str) -> Schedule:
         [
             unit
             for place, cell in enumerate(line, 1)
-            if (unit := read_cell(cell, f"{path}, line {number}, cell {place}", notation))
+            if (unit := _read_cell(cell, f"{path}, line {number}, cell {place}", notation))
         ]
         for number, line in enumerate(lines, 1)
     ]
@@ -225,31 +221,31 @@ def from_csv(text: str, path: Path, notation: str) -> Schedule:
     tasks = tuple(tuple(task for unit in row for task in unit) for row in rows)
     microbatches = 1 + max(task.microbatch for row in tasks for task in row)
     name = path.stem or "schedule"
-    return Schedule(name, microbatches, _group_of(tasks, path), tasks, _pairs(rows))
+    return Schedule(name, microbatches, _group_of(tasks, path), tasks, _overlapped(rows))
 
 
 def _group_of(tasks: tuple[tuple[Task, ...], ...], path: Path) -> tuple[int, ...]:
-    """The group of every stage, by where its tasks stand."""
-    home: dict[int, int] = {}
+    """The group of every stage: the line that its tasks are in."""
+    group_of: dict[int, int] = {}
     for group, row in enumerate(tasks):
         if not row:
             raise ScheduleError(f"{path}, line {group + 1}: no tasks. Every line is a group.")
         for task in row:
-            if (first := home.setdefault(task.stage, group)) != group:
+            if (first := group_of.setdefault(task.stage, group)) != group:
                 raise ScheduleError(
                     f"{path}, line {group + 1}: {task} in group {group}, but stage {task.stage} "
                     f"is in group {first} (line {first + 1}). Keep a stage in one group."
                 )
-    for stage in range(len(home)):
-        if stage not in home:
+    for stage in range(len(group_of)):
+        if stage not in group_of:
             raise ScheduleError(
-                f"{path}: no task of stage {stage}, though stage {max(home)} is there. Stages "
+                f"{path}: no task of stage {stage}, though stage {max(group_of)} is there. Stages "
                 "count from 0."
             )
-    return tuple(home[stage] for stage in range(len(home)))
+    return tuple(group_of[stage] for stage in range(len(group_of)))
 
 
-def _pairs(rows: _Rows) -> tuple[frozenset[int], ...]:
+def _overlapped(rows: _Rows) -> tuple[frozenset[int], ...]:
     pairs = []
     for row in rows:
         at, starts = 0, set()
@@ -261,27 +257,30 @@ def _pairs(rows: _Rows) -> tuple[frozenset[int], ...]:
     return tuple(pairs)
 
 
-def from_json(text: str, path: Path) -> Schedule:
-    """What `Schedule.to_json` makes."""
+def _from_json(text: str, path: Path) -> Schedule:
+    """Read what `Schedule.to_json` returns."""
     try:
         data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (json.JSONDecodeError, RecursionError) as error:  # lists nested too deep recurse
         raise ScheduleError(f"{path}: not JSON ({error}).") from error
     if not isinstance(data, dict):
         raise ScheduleError(f"{path}: a schedule is an object with {', '.join(_KEYS)}.")
     for key in data:
         if key not in _KEYS:
             raise ScheduleError(f"{path}: {short(key)} is not one of {_KEYS}.{near(key, _KEYS)}")
-    for key in _KEYS[:-1]:
+    for key in _KEYS[:-1]:  # `overlapped` may be left out
         if key not in data:
             raise ScheduleError(f"{path}: {key!r} is missing.")
     for key, depth in (("group_of", 1), ("tasks", 2), ("overlapped", 2)):
         if not _is_list(data.get(key, []), depth):
             raise ScheduleError(f"{path}: {key!r} is a list{' of lists' * (depth - 1)}.")
     if not all(type(at) is int for row in data.get("overlapped", []) for at in row):
-        raise ScheduleError(f"{path}: 'overlapped' holds positions, whole numbers from 0.")
+        raise ScheduleError(f"{path}: 'overlapped' holds positions, integers from 0.")
     tasks = [
-        [_one(cell, f"{path}, group {group}, position {at}") for at, cell in enumerate(row)]
+        [
+            _read_one_task(cell, f"{path}, group {group}, position {at}")
+            for at, cell in enumerate(row)
+        ]
         for group, row in enumerate(data["tasks"])
     ]
     try:
@@ -290,8 +289,8 @@ def from_json(text: str, path: Path) -> Schedule:
         raise ScheduleError(f"{path}: {error}") from error
 
 
-def _one(cell: Any, where: str) -> Task:
-    unit = read_cell(cell, where) if isinstance(cell, str) else ()
+def _read_one_task(cell: Any, where: str) -> Task:
+    unit = _read_cell(cell, where) if isinstance(cell, str) else ()
     if len(unit) != 1:
         raise ScheduleError(f"{where}: {short(cell)} is no task. Write e.g. '2F5'.")
     return unit[0]

@@ -1,44 +1,142 @@
-"""In: a name and sizes. Out: the schedule of that name."""
+"""`schedule(name, ...)`: the named pipeline schedules, and the sizes each is defined for.
+
+Every builder returns the tasks of each group in order, and nothing else: no times enter. GPipe
+runs all forwards first and so holds every microbatch; 1F1B runs a backward as soon as it can, and
+a group holds as many microbatches as there are groups from itself on; interleaving shortens the
+bubble with several stages per group; the zero-bubble schedules (ZB-H1, ZB-H2, ZB-V) fill it with
+weight gradients; DualPipeV also overlaps forwards with backwards.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshwright._checks import check_integer
+from meshwright._text import plural
 from meshwright.errors import ScheduleError, near, short
 from meshwright.schedules.types import Schedule, Task
 
-# One stage per group, in a line: GPipe, 1F1B, eager 1F1B, forward only.
+MOST_FORWARDS = 10_000_000  # of a schedule; more is surely a mistake in the sizes
+
+
+def schedule(name: str, *, groups: int, microbatches: int, stages: int | None = None) -> Schedule:
+    """Build a named schedule for a number of groups and microbatches.
+
+    `stages` counts those of the whole model: one per group for `gpipe`, `1f1b`, `eager-1f1b`,
+    `zb-h1`, `zb-h2` and `forward` (no backward: inference); two per group for `zb-v` and
+    `dualpipe-v`; any integer per group, by default two, for `interleaved-1f1b` and `looped-bfs`.
+    Raises `ScheduleError` for an unknown name, and for sizes the schedule is not defined for.
+
+    >>> import meshwright as mw
+    >>> mw.schedules.schedule("interleaved-1f1b", groups=4, microbatches=8, stages=12)
+    Schedule('interleaved-1f1b', groups=4, stages=12, microbatches=8, tasks=192)
+    >>> mw.schedules.schedule("zbh1", groups=4, microbatches=8)
+    Traceback (most recent call last):
+    ...
+    meshwright.errors.ScheduleError: no schedule is called 'zbh1'. Did you mean 'zb-h1'? There...
+    """
+    name = check_name(name)
+    named = NAMED[name]
+    groups = check_integer(f"{name}: groups", groups, error=ScheduleError)
+    microbatches = check_integer(f"{name}: microbatches", microbatches, error=ScheduleError)
+    if stages is None:
+        stages = groups * named.default_chunks
+    stages = check_integer(f"{name}: stages", stages, error=ScheduleError)
+    _check_stages(name, named, groups, stages)
+    if stages * microbatches > MOST_FORWARDS:
+        raise ScheduleError(
+            f"{name}: {stages} stages and {microbatches} microbatches make more than "
+            f"{MOST_FORWARDS:,} forwards. Take fewer."
+        )
+    if microbatches < named.least_per_group * groups:
+        raise ScheduleError(
+            f"{name} is defined from {named.least_per_group} microbatches per group: {groups} "
+            f"groups need {named.least_per_group * groups}, not {microbatches}. Take more "
+            "microbatches, or zb-v, which has no such limit.",
+            option="microbatches",
+        )
+    if named.chunks is None:
+        return named.build(groups, microbatches, stages)
+    return named.build(groups, microbatches)
+
+
+def check_name(name: Any) -> str:
+    """Return the name as it is listed, in lower case, or raise an error that lists them all."""
+    listed = name.lower().strip() if isinstance(name, str) else ""
+    if listed not in NAMED:
+        auto = " For the best one found use Auto(...)." if listed == "auto" else ""
+        raise ScheduleError(
+            f"no schedule is called {short(name)}.{near(str(name).lower(), NAMED)} There are "
+            f"{', '.join(NAMED)}.{auto}"
+        )
+    return listed
+
+
+def fits(name: str, groups: int, microbatches: int, stages: int | None) -> bool:
+    """Tell whether a named schedule is defined for these sizes."""
+    named = NAMED[name]
+    even = stages is None or stages % groups == 0
+    right = stages is None or named.chunks in (None, stages // groups)
+    return even and right and microbatches >= named.least_per_group * groups
+
+
+def _check_stages(name: str, named: Named, groups: int, stages: int) -> None:
+    if named.chunks is not None and stages != named.chunks * groups:
+        others = [listed for listed in NAMED if fits(listed, groups, 10**9, stages)]
+        hint = f" For {stages} stages: {', '.join(others)}." if others else ""
+        raise ScheduleError(
+            f"{name} has {plural(named.chunks, 'stage')} per group: {groups} groups make "
+            f"{named.chunks * groups} stages, not {stages}.{hint}",
+            option="stages",
+        )
+    if stages % groups:
+        raise ScheduleError(
+            f"{name}: {stages} stages cannot be dealt out evenly to {groups} groups. Take "
+            f"{stages // groups * groups or groups} or {(stages // groups + 1) * groups} stages.",
+            option="stages",
+        )
+
+
+# One stage per group: GPipe, 1F1B, eager 1F1B, forward only. Group `g` runs stage `g`.
 
 
 def forward(groups: int, microbatches: int) -> Schedule:
-    """Every group runs every microbatch forward, nothing else: inference."""
+    """Run every microbatch forward in every group, and nothing else: inference."""
     rows = [[Task("F", group, i) for i in range(microbatches)] for group in range(groups)]
-    return _line("forward", microbatches, rows)
+    return _one_stage_per_group("forward", microbatches, rows)
 
 
 def gpipe(groups: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards."""
-    rows = [alternating(group, microbatches, microbatches) for group in range(groups)]
-    return _line("gpipe", microbatches, rows)
+    """Run all forwards, then all backwards; every microbatch is held meanwhile."""
+    rows = [_alternating(group, microbatches, microbatches) for group in range(groups)]
+    return _one_stage_per_group("gpipe", microbatches, rows)
 
 
 def one_f_one_b(groups: int, microbatches: int) -> Schedule:
-    """As soon as a microbatch is through, its backward; each group holds few at once."""
-    rows = [alternating(group, microbatches, groups - group) for group in range(groups)]
-    return _line("1f1b", microbatches, rows)
+    """Run the backward of a microbatch as soon as it can.
+
+    Group `g` runs `groups - g` forwards before its first backward: as many microbatches as are
+    on their way to the last stage and back, so it never holds more than those.
+    """
+    rows = [_alternating(group, microbatches, groups - group) for group in range(groups)]
+    return _one_stage_per_group("1f1b", microbatches, rows)
 
 
 def eager_1f1b(groups: int, microbatches: int) -> Schedule:
-    """1F1B that runs ahead by one more microbatch per group behind: hides transfers."""
-    rows = [alternating(group, microbatches, 2 * (groups - group) - 1) for group in range(groups)]
-    return _line("eager-1f1b", microbatches, rows)
+    """Run 1F1B with one more microbatch ahead per group behind.
+
+    The next forward's input has then arrived while a backward runs: transfers are hidden, at
+    almost twice the activations.
+    """
+    rows = [_alternating(group, microbatches, 2 * (groups - group) - 1) for group in range(groups)]
+    return _one_stage_per_group("eager-1f1b", microbatches, rows)
 
 
-def alternating(stage: int, microbatches: int, ahead: int) -> list[Task]:
+def _alternating(stage: int, microbatches: int, ahead: int) -> list[Task]:
     """`ahead` forwards, then backward and forward in turn, then the backwards that are left."""
     ahead = min(ahead, microbatches)
     row = [Task("F", stage, i) for i in range(ahead)]
@@ -49,79 +147,91 @@ def alternating(stage: int, microbatches: int, ahead: int) -> list[Task]:
     return row
 
 
-def _line(name: str, microbatches: int, rows: Sequence[Sequence[Task]]) -> Schedule:
+def _one_stage_per_group(name: str, microbatches: int, rows: Sequence[Sequence[Task]]) -> Schedule:
     return Schedule(name, microbatches, tuple(range(len(rows))), tuple(map(tuple, rows)))
 
 
-# Several stages per group, dealt out like cards: interleaved 1F1B, looped breadth-first.
+# Several stages per group: interleaved 1F1B, looped breadth-first. Stages go round the groups,
+# stage `s` to group `s % groups`; a group's own stages are its chunks.
 
-
-Step = tuple[int, int]  # (which of the group's stages, microbatch)
+Step = tuple[int, int]  # (chunk, microbatch)
 
 
 def interleaved_1f1b(groups: int, microbatches: int, stages: int) -> Schedule:
-    """1F1B in rounds of microbatches, each round through all of a group's stages in turn."""
+    """Run 1F1B in rounds of microbatches, each round through all chunks of a group in turn.
+
+    The bubble shrinks by the number of chunks, since a microbatch reaches the last group after
+    one chunk of each group instead of all of it; more activations and transfers are the price.
+    """
     chunks = stages // groups
     rounds = _rounds(microbatches, groups)
     forwards = [(c, i) for batch in rounds for c in range(chunks) for i in batch]
     backwards = [(c, i) for batch in rounds for c in reversed(range(chunks)) for i in batch]
     rows = []
     for group in range(groups):
+        # Forwards of all chunks but the last in the first round, and, of the last one, those
+        # that are on their way to the last stage and back.
         ahead = 2 * (groups - group - 1) + (chunks - 1) * len(rounds[0]) + 1
-        rows.append(_merged(group, groups, forwards, backwards, ahead))
-    return _loop("interleaved-1f1b", microbatches, stages, rows)
+        rows.append(_alternating_chunks(group, groups, forwards, backwards, ahead))
+    return _round_the_groups("interleaved-1f1b", microbatches, stages, rows)
 
 
 def looped_bfs(groups: int, microbatches: int, stages: int) -> Schedule:
-    """All microbatches through one of the group's stages, then through its next one."""
+    """Run all microbatches through one chunk of a group, then through its next one."""
     chunks = range(stages // groups)
     forwards = [(c, i) for c in chunks for i in range(microbatches)]
     backwards = [(c, i) for c in reversed(chunks) for i in range(microbatches)]
-    rows = [_merged(g, groups, forwards, backwards, len(forwards)) for g in range(groups)]
-    return _loop("looped-bfs", microbatches, stages, rows)
+    rows = [
+        _alternating_chunks(g, groups, forwards, backwards, len(forwards)) for g in range(groups)
+    ]
+    return _round_the_groups("looped-bfs", microbatches, stages, rows)
 
 
 def _rounds(microbatches: int, groups: int) -> list[range]:
-    """Rounds of at least as many microbatches as groups, as equal as can be, larger ones first.
+    """Cut microbatches into rounds of at least `groups`, as equal as can be, larger ones first.
+
+    A round with fewer microbatches than groups would leave groups idle between its chunks.
 
     >>> _rounds(9, 4), _rounds(3, 4)
     ([range(0, 5), range(5, 9)], [range(0, 3)])
     """
     count = max(1, microbatches // groups)
     sizes = [microbatches // count + (r < microbatches % count) for r in range(count)]
-    ends = [sum(sizes[: r + 1]) for r in range(count)]
+    ends = itertools.accumulate(sizes)
     return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
-def _merged(
+def _alternating_chunks(
     group: int, groups: int, forwards: list[Step], backwards: list[Step], ahead: int
 ) -> list[Task]:
     """`ahead` forwards, then backward and forward in turn."""
-    run = [Task("F", chunk * groups + group, i) for chunk, i in forwards]
-    back = [Task("BW", chunk * groups + group, i) for chunk, i in backwards]
-    row = run[:ahead]
-    for number, task in enumerate(back):
-        row.append(task)
-        row += run[ahead + number : ahead + number + 1]
+    forward_tasks = [Task("F", chunk * groups + group, i) for chunk, i in forwards]
+    row = forward_tasks[:ahead]
+    for number, (chunk, i) in enumerate(backwards):
+        row.append(Task("BW", chunk * groups + group, i))
+        row += forward_tasks[ahead + number : ahead + number + 1]
     return row
 
 
-def _loop(name: str, microbatches: int, stages: int, rows: list[list[Task]]) -> Schedule:
+def _round_the_groups(
+    name: str, microbatches: int, stages: int, rows: list[list[Task]]
+) -> Schedule:
     group_of = tuple(stage % len(rows) for stage in range(stages))
     return Schedule(name, microbatches, group_of, tuple(map(tuple, rows)))
 
 
-# Two stages per group, down the line and back up, so that the first group holds the last stage.
+# Two stages per group in a V: stages go down the groups and back up, so that the first group
+# holds the first and the last stage, and a microbatch turns round in a group without a transfer.
 
 
 class _Row:
-    """A group's tasks as they are written down: microbatches count up by themselves."""
+    """The list of a group's tasks as it is written; microbatches count up by themselves."""
 
     def __init__(self, group: int, groups: int, microbatches: int):
         self.down, self.up = group, 2 * groups - 1 - group
         self.tasks: list[Task] = []
         self.pairs: set[int] = set()
-        self.owed: deque[Task] = deque()
+        self.delayed: deque[Task] = deque()  # weight gradients still to be written
         self._next: Counter[tuple[str, int]] = Counter()
         self._microbatches = microbatches
 
@@ -129,21 +239,21 @@ class _Row:
         self._add("F", stage)
 
     def b(self, stage: int) -> None:
-        """The gradient of the input; that of the weights is owed."""
+        """Add the gradient of the input; that of the weights is delayed until `w`."""
         if self._add("B", stage):
-            self.owed.append(Task("W", *self.tasks[-1][1:]))
+            self.delayed.append(Task("W", *self.tasks[-1][1:]))
 
     def bw(self, stage: int) -> None:
         self._next["B", stage] += 1
         self.tasks.append(Task("BW", stage, self._next["B", stage] - 1))
 
     def w(self) -> None:
-        """The weight gradient that is owed longest."""
-        if self.owed:
-            self.tasks.append(self.owed.popleft())
+        """Add the weight gradient that has been delayed longest."""
+        if self.delayed:
+            self.tasks.append(self.delayed.popleft())
 
     def f_with_bw(self, forward: int, backward: int) -> None:
-        """A forward and a backward that hide each other's communication."""
+        """Add a forward and a backward that hide each other's communication."""
         self.pairs.add(len(self.tasks))
         self.f(forward)
         self.bw(backward)
@@ -160,13 +270,14 @@ class _Row:
 
 
 def zb_v(groups: int, microbatches: int) -> Schedule:
-    """Zero bubble in 1F1B's memory, when F, B and W take the same time."""
+    """Run without a bubble in 1F1B's memory, if F, B and W take the same time (ZB-V)."""
     rows = [_zb_v_row(_Row(group, groups, microbatches), groups) for group in range(groups)]
-    return _v("zb-v", microbatches, rows)
+    return _in_a_v("zb-v", microbatches, rows)
 
 
 def _zb_v_row(row: _Row, groups: int) -> _Row:
     group, down, up = row.down, row.down, row.up
+    # Fill: forwards only, until the first microbatch is back at this group's second stage.
     for _ in range(2 * (groups - group) - 1):
         row.f(down)
     for _ in range(group):
@@ -174,9 +285,11 @@ def _zb_v_row(row: _Row, groups: int) -> _Row:
         row.f(down)
     for _ in range(groups - group):
         _f_b_w(row, up)
+    # Steady state: every task of both stages in turn, nothing waits.
     while row.left("F", up):
         _f_b_w(row, down)
         _f_b_w(row, up)
+    # Drain: gradients that others wait for first, delayed weight gradients where there is time.
     for _ in range(group):
         row.b(down)
         row.b(up)
@@ -185,7 +298,7 @@ def _zb_v_row(row: _Row, groups: int) -> _Row:
         row.w()
     while row.left("B", up):
         row.b(up)
-    while row.owed:
+    while row.delayed:
         row.w()
     return row
 
@@ -197,15 +310,20 @@ def _f_b_w(row: _Row, stage: int) -> None:
 
 
 def dualpipe_v(groups: int, microbatches: int) -> Schedule:
-    """Forwards of one direction run with backwards of the other; from 2 microbatches per group."""
+    """Overlap forwards of one direction with backwards of the other (DualPipeV).
+
+    Defined from 2 microbatches per group.
+    """
     rows = [
         _dualpipe_v_row(_Row(group, groups, microbatches), groups, microbatches)
         for group in range(groups)
     ]
-    return _v("dualpipe-v", microbatches, rows)
+    return _in_a_v("dualpipe-v", microbatches, rows)
 
 
 def _dualpipe_v_row(row: _Row, groups: int, microbatches: int) -> _Row:
+    # The eight steps of DeepSeek's DualPipeV (github.com/deepseek-ai/DualPipe, dualpipev.py); its
+    # phases 0 and 1 are the stages on the way down and on the way up.
     group, down, up = row.down, row.down, row.up
     behind = groups - 1 - group
     for _ in range(2 * behind):
@@ -223,7 +341,7 @@ def _dualpipe_v_row(row: _Row, groups: int, microbatches: int) -> _Row:
     for _ in range(behind):
         row.bw(up)
         row.f_with_bw(up, down)
-    # The last backwards are whole at first, then in two parts, to end with weight gradients.
+    # Whole backwards at first, then in two parts, so that weight gradients are left for the end.
     for number in range(2 * (group + 1)):
         stage = down if number % 2 else up
         if number <= group:
@@ -233,12 +351,12 @@ def _dualpipe_v_row(row: _Row, groups: int, microbatches: int) -> _Row:
     for _ in range(behind):
         row.w()
         row.b(down)
-    while row.owed:
+    while row.delayed:
         row.w()
     return row
 
 
-def _v(name: str, microbatches: int, rows: list[_Row]) -> Schedule:
+def _in_a_v(name: str, microbatches: int, rows: list[_Row]) -> Schedule:
     down = tuple(range(len(rows)))
     return Schedule(
         name,
@@ -249,57 +367,56 @@ def _v(name: str, microbatches: int, rows: list[_Row]) -> Schedule:
     )
 
 
-# Backward in two parts, one stage per group: ZB-H1 and ZB-H2.
+# One stage per group, backward in two parts: ZB-H1 and ZB-H2.
 
 
 def zb_h1(groups: int, microbatches: int) -> Schedule:
-    """1F1B whose later groups put off weight gradients, to fill their waits with them.
+    """Run 1F1B whose later groups delay weight gradients and fill their waits with them.
 
     No group holds more microbatches than the first one of 1F1B does.
     """
-    return _delayed("zb-h1", groups, microbatches, more=0)
+    return _zb_h("zb-h1", groups, microbatches, extra=0)
 
 
 def zb_h2(groups: int, microbatches: int) -> Schedule:
-    """ZB-H1 with up to twice the microbatches in flight: no group waits once it has begun."""
-    more = max(0, min(groups - 1, microbatches - groups))
-    return _delayed("zb-h2", groups, microbatches, more)
+    """Run ZB-H1 with up to twice the microbatches in flight: no group waits once it has begun."""
+    extra = max(0, min(groups - 1, microbatches - groups))
+    return _zb_h("zb-h2", groups, microbatches, extra)
 
 
-def _delayed(name: str, groups: int, microbatches: int, more: int) -> Schedule:
+def _zb_h(name: str, groups: int, microbatches: int, extra: int) -> Schedule:
+    # A microbatch ahead and a delayed weight gradient each hold one activation: what a later group
+    # does not run ahead, it may delay in the same memory.
     rows = []
     for group in range(groups):
-        ahead = groups - group + min(more, groups - 1 - group)
-        rows.append(_row(group, microbatches, ahead, late=group + min(more, group)))
-    return Schedule(name, microbatches, tuple(range(groups)), tuple(map(tuple, rows)))
+        ahead = groups - group + min(extra, groups - 1 - group)
+        rows.append(_zb_h_row(group, microbatches, ahead, delay=group + min(extra, group)))
+    return _one_stage_per_group(name, microbatches, rows)
 
 
-def _row(stage: int, microbatches: int, ahead: int, late: int) -> list[Task]:
-    """`ahead` forwards; then B, W and F in turn, every W `late` microbatches after its B."""
+def _zb_h_row(stage: int, microbatches: int, ahead: int, delay: int) -> list[Task]:
+    """`ahead` forwards; then B, W and F in turn, every W `delay` microbatches after its B."""
     row = [Task("F", stage, i) for i in range(min(ahead, microbatches))]
     for i in range(microbatches):
         row.append(Task("B", stage, i))
-        if i >= late:
-            row.append(Task("W", stage, i - late))
+        if i >= delay:
+            row.append(Task("W", stage, i - delay))
         if ahead + i < microbatches:
             row.append(Task("F", stage, ahead + i))
-    row += [Task("W", stage, i) for i in range(max(0, microbatches - late), microbatches)]
+    row += [Task("W", stage, i) for i in range(max(0, microbatches - delay), microbatches)]
     return row
-
-
-# `schedule(name, ...)`: the named schedules, and the sizes each is defined for.
 
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-    """How a named schedule is built, and for how many stages per group and microbatches."""
+    """The builder of a named schedule, and the sizes it is defined for."""
 
     build: Callable[..., Schedule]
     chunks: int | None = 1
     """Stages per group; None for any number from one."""
     default_chunks: int = 1
     least_per_group: int = 0
-    """Microbatches it needs for each group."""
+    """The microbatches it needs for each group."""
     training: bool = True
 
 
@@ -315,85 +432,3 @@ NAMED = {
     "dualpipe-v": Named(dualpipe_v, 2, 2, least_per_group=2),
     "forward": Named(forward, training=False),
 }
-
-
-MOST = 10_000_000  # forwards of a schedule; more is a slip
-
-
-def schedule(name: str, *, groups: int, microbatches: int, stages: int | None = None) -> Schedule:
-    """A named schedule for so many groups and microbatches.
-
-    `stages` counts those of the whole model. One per group for `gpipe`, `1f1b`, `eager-1f1b`,
-    `zb-h1`, `zb-h2` and `forward` (no backward: inference); two per group for `zb-v` and
-    `dualpipe-v`; any whole number per group, by default two, for `interleaved-1f1b` and
-    `looped-bfs`.
-
-    >>> import meshwright as mw
-    >>> mw.schedules.schedule("interleaved-1f1b", groups=4, microbatches=8, stages=12)
-    Schedule('interleaved-1f1b', groups=4, stages=12, microbatches=8, tasks=192)
-    >>> mw.schedules.schedule("zbh1", groups=4, microbatches=8)
-    Traceback (most recent call last):
-    ...
-    meshwright.errors.ScheduleError: no schedule is called 'zbh1'. Did you mean 'zb-h1'? There...
-    """
-    name = check_name(name)
-    named = NAMED[name]
-    groups, microbatches = (
-        check_integer(f"{name}: groups", groups, error=ScheduleError),
-        check_integer(f"{name}: microbatches", microbatches, error=ScheduleError),
-    )
-    stages = (
-        groups * named.default_chunks
-        if stages is None
-        else check_integer(f"{name}: stages", stages, error=ScheduleError)
-    )
-    _check_stages(name, named, groups, stages)
-    if stages * microbatches > MOST:
-        raise ScheduleError(
-            f"{name}: {stages} stages and {microbatches} microbatches make more than "
-            f"{MOST:,} forwards. Take fewer."
-        )
-    if microbatches < named.least_per_group * groups:
-        raise ScheduleError(
-            f"{name} is defined from {named.least_per_group} microbatches per group: {groups} "
-            f"groups need {named.least_per_group * groups}, not {microbatches}. Take more "
-            "microbatches, or zb-v, which has no such limit."
-        )
-    if named.chunks is None:
-        return named.build(groups, microbatches, stages)
-    return named.build(groups, microbatches)
-
-
-def check_name(name: Any) -> str:
-    """The name as it is listed, or an error that lists them all."""
-    plain = name.lower().strip() if isinstance(name, str) else ""
-    if plain not in NAMED:
-        auto = " For the best one found use Auto(...)." if plain == "auto" else ""
-        raise ScheduleError(
-            f"no schedule is called {short(name)}.{near(str(name).lower(), NAMED)} There are "
-            f"{', '.join(NAMED)}.{auto}"
-        )
-    return plain
-
-
-def fits(name: str, groups: int, microbatches: int, stages: int | None) -> bool:
-    """Whether a named schedule is defined for these sizes."""
-    named = NAMED[name]
-    whole = stages is None or stages % groups == 0
-    right = stages is None or named.chunks in (None, stages // groups)
-    return whole and right and microbatches >= named.least_per_group * groups
-
-
-def _check_stages(name: str, named: Named, groups: int, stages: int) -> None:
-    if named.chunks is not None and stages != named.chunks * groups:
-        others = [other for other in NAMED if fits(other, groups, 10**9, stages)]
-        hint = f" For {stages} stages: {', '.join(others)}." if others else ""
-        raise ScheduleError(
-            f"{name} has {named.chunks} stage(s) per group: {groups} groups make "
-            f"{named.chunks * groups} stages, not {stages}.{hint}"
-        )
-    if stages % groups:
-        raise ScheduleError(
-            f"{name}: {stages} stages cannot be dealt out evenly to {groups} groups. Take "
-            f"{stages // groups * groups or groups} or {(stages // groups + 1) * groups} stages."
-        )

@@ -1,4 +1,8 @@
-"""A timeline as a picture: a lane per group, a box per task."""
+"""A timeline drawn as an SVG picture: a lane per group, a box per task.
+
+The picture stands alone: its style, its colours for light and dark pages and a title for every
+box are inside, and nothing is fetched.
+"""
 
 from __future__ import annotations
 
@@ -7,46 +11,38 @@ import html
 import itertools
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from meshwright._html import html_table, ink, rgb
+from meshwright._html import AMBER, BLUE, GREEN, RED, ink, rgb
 from meshwright._text import plural, tidy
-from meshwright.schedules.text_plot import (
-    HEADING,
-    RIGHT,
-    Crop,
-    Line,
-    crop,
-    draw_lines,
-    headline,
-    round_up,
-    rows,
-    summary,
-    typical,
-)
-from meshwright.schedules.timeline import Timeline
-from meshwright.schedules.types import NAMES
+from meshwright.schedules.text_plot import Crop, crop, headline, median_duration, round_up
+from meshwright.schedules.types import KIND_NAMES, TaskKind
+
+# Only for annotations: a `Timeline` draws itself with these functions.
+if TYPE_CHECKING:
+    from meshwright.schedules.timeline import Timeline
 
 
 def draw_svg(timeline: Timeline) -> str:
-    """A picture of its own: nothing is fetched, light and dark, every box says what it is.
+    """Draw a timeline as the text of an SVG file.
 
     Lanes are shaded while their group waits for others. Long schedules are drawn at both ends,
     up to 1,500 boxes and 16 lanes, and the picture says what it leaves out.
     """
-    layout = lay_out(timeline)
+    layout = _choose_layout(timeline)
     lanes = "".join(_lane(layout, row) for row in range(len(layout.crop.groups)))
-    inside, width, height = frame(layout)
+    inside, width, height = _frame(layout)
     return (
         f'<svg class="mw-schedule" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
         'style="max-width:100%;height:auto" xmlns="http://www.w3.org/2000/svg" role="img" '
-        f'aria-label="{html.escape(timeline.schedule.name)} schedule"><style>{STYLE}</style>'
+        f'aria-label="{html.escape(timeline.schedule.name)} schedule"><style>{_STYLE}</style>'
         f'<rect class="page" width="{width:.0f}" height="{height:.0f}" rx="8"/>'
         f"{inside}{lanes}</svg>\n"
     )
 
 
-def _lane(layout: Layout, row: int) -> str:
-    """A group's tasks, and shade where it waits between its own first and last one."""
+def _lane(layout: _Layout, row: int) -> str:
+    """A group's tasks, on a shade from its first to its last one that shows where it waits."""
     timeline, group = layout.timeline, layout.crop.groups[row]
     starts, ends = timeline.starts[group], timeline.ends[group]
     span = "".join(
@@ -66,13 +62,14 @@ def _lane(layout: Layout, row: int) -> str:
     )
 
 
-def _box(layout: Layout, group: int, at: int) -> str:
+def _box(layout: _Layout, group: int, at: int) -> str:
+    """A task: in two parts if it lies across the break, its microbatch inside if that fits."""
     timeline = layout.timeline
     task, stages = timeline.schedule.tasks[group][at], timeline.schedule.stages_of[group]
     start, end = timeline.starts[group][at], timeline.ends[group][at]
     colour = fill(task.kind, stages.index(task.stage), len(stages))
     title = (
-        f"{task}: {NAMES[task.kind]}, stage {task.stage}, microbatch {task.microbatch}, "
+        f"{task}: {KIND_NAMES[task.kind]}, stage {task.stage}, microbatch {task.microbatch}, "
         f"{start:.6g} to {end:.6g}"
     )
     number, parts = str(task.microbatch), []
@@ -92,14 +89,13 @@ def _box(layout: Layout, group: int, at: int) -> str:
     return "".join(parts)
 
 
-# What stands around the lanes of a picture: title, legend, names, figures and the time axis.
+# Around the lanes: title, legend, names, figures and the time axis.
 
-
-_TICKS_APART = 70
+_TICKS_APART = 70  # pixels, at least
 _LETTER = 6.3  # the width of a letter at 11 pixels, on the safe side
 
 
-def frame(layout: Layout) -> tuple[str, float, float]:
+def _frame(layout: _Layout) -> tuple[str, float, float]:
     """Everything but the lanes, and the size of the whole picture."""
     legend = _legend(layout)
     title = headline(layout.timeline)
@@ -124,7 +120,7 @@ def frame(layout: Layout) -> tuple[str, float, float]:
     return "".join(parts), width, height
 
 
-def _summary(layout: Layout) -> str:
+def _summary(layout: _Layout) -> str:
     timeline = layout.timeline
     return (
         f'<text x="16" y="46">makespan {tidy(timeline.makespan)} · '
@@ -133,7 +129,7 @@ def _summary(layout: Layout) -> str:
     )
 
 
-def _sides(layout: Layout) -> Iterator[str]:
+def _sides(layout: _Layout) -> Iterator[str]:
     """The groups' names on the left, their figures on the right."""
     timeline, right = layout.timeline, layout.right
     yield f'<text x="{right + 56:.1f}" y="56" text-anchor="end">bubble</text>'
@@ -148,7 +144,7 @@ def _sides(layout: Layout) -> Iterator[str]:
             )
 
 
-def _axis(layout: Layout) -> Iterator[str]:
+def _axis(layout: _Layout) -> Iterator[str]:
     """Lines at round times."""
     step = round_up(_TICKS_APART / layout.scale)
     top, bottom = layout.y(0) - 3, layout.bottom + 5
@@ -164,8 +160,8 @@ def _axis(layout: Layout) -> Iterator[str]:
             number += 1
 
 
-def _breaks(layout: Layout) -> Iterator[str]:
-    """Where time or groups are left out, and how much."""
+def _breaks(layout: _Layout) -> Iterator[str]:
+    """Marks where time or groups are left out, and how much."""
     crop = layout.crop
     if crop.left_out:
         middle = (layout.x(crop.head, 0) + layout.x(crop.tail, 1)) / 2
@@ -183,12 +179,12 @@ def _breaks(layout: Layout) -> Iterator[str]:
         yield f'<text class="strong" x="16" y="{y + 1:g}">{missing:,} groups left out</text>'
 
 
-def _legend(layout: Layout) -> list[tuple[str, float]]:
-    """Swatches with their meaning, and how far each one reaches."""
+def _legend(layout: _Layout) -> list[tuple[str, float]]:
+    """Swatches with their meaning, each with its width."""
     schedule = layout.timeline.schedule
     several = max(map(len, schedule.stages_of))
     items = []
-    for kind, name in NAMES.items():
+    for kind, name in KIND_NAMES.items():
         if kind in schedule.counts:
             shades = range(several) if several <= 4 else (0, several // 2, several - 1)
             colours = [fill(kind, shade, several) for shade in shades]
@@ -213,26 +209,28 @@ def _swatch(colours: list[str], text: str, shape: str = "") -> tuple[str, float]
     return f'{drawn}<text x="{wide + 5}" y="10">{text}</text>', wide + 21 + _LETTER * len(text)
 
 
-# Where things stand in a picture of a timeline, in pixels.
-
+# Where things are in a picture, in pixels.
 
 MOST_BOXES, MOST_LANES = 1500, 16
 LANE, GAP, BREAK = 26, 7, 34
 LEFT, TOP = 76, 64
 _WIDEST, _NARROWEST = 1200.0, 360.0  # of the lanes
-_BOX, _SMALLEST_BOX = 26.0, 7.0  # a typical task's width, when there is room and when there is not
+_BOX, _SMALLEST_BOX = (
+    26.0,
+    7.0,
+)  # a median_duration task's width, when there is room and when there is not
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """Where things are: pixels per unit of time, and what is left out."""
+class _Layout:
+    """How times and groups become pixels: `scale` pixels per unit of time."""
 
     timeline: Timeline
     crop: Crop
     scale: float
 
     def x(self, time: float, window: int) -> float:
-        """The place of a time inside the first or the second drawn window."""
+        """The x of a time, in the first or the second window of the crop."""
         if not window:
             return LEFT + time * self.scale
         return LEFT + (self.crop.head + time - self.crop.tail) * self.scale + BREAK
@@ -252,27 +250,28 @@ class Layout:
         return self.y(len(self.crop.groups) - 1) + LANE
 
     def pieces(self, start: float, end: float) -> Iterator[tuple[float, float]]:
-        """The drawn parts of a stretch of time: x and width."""
-        for window, first, last in self.crop.seen(start, end):
+        """The x and the width of each part of a stretch of time that is drawn."""
+        for window, first, last in self.crop.visible(start, end):
             x = self.x(first, window)
             yield x, self.x(last, window) - x
 
 
-def lay_out(timeline: Timeline) -> Layout:
-    """All of it if tasks get wide enough to tell apart, else both ends."""
-    task, whole = typical(timeline), timeline.makespan
+def _choose_layout(timeline: Timeline) -> _Layout:
+    """Draw everything if boxes get wide enough to tell apart, else both ends."""
+    task, whole = median_duration(timeline), timeline.makespan
     wanted = max(_BOX / task, _NARROWEST / whole)
     scale = min(wanted, max(_WIDEST / whole, _SMALLEST_BOX / task))
     most_time = _WIDEST / scale * (1 + 1e-9)
     chosen = crop(timeline, most_time, MOST_LANES)
-    while _boxes(timeline, chosen) > MOST_BOXES:
+    # Tasks far shorter than the median can still be too many for the width.
+    while _count_boxes(timeline, chosen) > MOST_BOXES:
         most_time *= 0.9
         chosen = crop(timeline, most_time, MOST_LANES)
     drawn = sum(last - first for first, last in chosen.windows())
-    return Layout(timeline, chosen, min(wanted, _WIDEST / drawn))
+    return _Layout(timeline, chosen, min(wanted, _WIDEST / drawn))
 
 
-def _boxes(timeline: Timeline, chosen: Crop) -> int:
+def _count_boxes(timeline: Timeline, chosen: Crop) -> int:
     return sum(
         end > first and start < last
         for group in chosen.groups
@@ -281,14 +280,18 @@ def _boxes(timeline: Timeline, chosen: Crop) -> int:
     )
 
 
-# The colours of a drawing: a hue per kind of task, a shade per stage of a group.
-
-# Apart in lightness as well as in hue, so that no kind is told by red against green alone.
-_HUES = {"F": "#3b6fc4", "B": "#f0a630", "W": "#2f9e7a", "BW": "#bf4636"}
-_PALEST = 0.55
+# A hue per kind of task, a shade per stage of a group. The hues differ in lightness as well, so
+# that no kind is told by red against green alone.
+_HUES: dict[str, str] = {
+    TaskKind.FORWARD: BLUE,
+    TaskKind.INPUT_GRADIENT: AMBER,
+    TaskKind.WEIGHT_GRADIENT: GREEN,
+    TaskKind.BACKWARD: RED,
+}
+_PALEST = 0.55  # how much white the last stage's shade has
 
 # A picture brings its own background, so it reads the same on any page.
-STYLE = """\
+_STYLE = """\
 .mw-schedule{font-family:ui-sans-serif,system-ui,"Segoe UI",Roboto,sans-serif;font-size:11px}
 .mw-schedule text{fill:#5b6675;font-variant-numeric:tabular-nums}
 .mw-schedule .page{fill:#ffffff}
@@ -308,56 +311,10 @@ STYLE = """\
 
 
 def fill(kind: str, number: int = 0, stages: int = 1) -> str:
-    """The colour of a task of the group's `number`-th stage: the first full, later ones paler.
+    """Return the colour of a task of the group's `number`-th stage: later stages are paler.
 
     >>> fill("F"), fill("F", 1, 2)
     ('#3b6fc4', '#a7bee4')
     """
     share = _PALEST * number / max(1, stages - 1)
     return "#" + "".join(f"{round(c + (255 - c) * share):02x}" for c in rgb(_HUES[kind]))
-
-
-# A timeline as text and HTML.
-
-
-MOST_ROWS = 64
-
-
-def as_text(timeline: Timeline) -> str:
-    """At most 100 columns wide; plain letters, no colours.
-
-    >>> from meshwright.schedules import schedule, simulate
-    >>> print(as_text(simulate(schedule("1f1b", groups=2, microbatches=4))))
-    1f1b: 2 groups, 2 stages, 4 microbatches; F=1, B=1, W=1 per group
-            0              5              10             15
-    group 0 F  F  ......bw    F  bw    F  bw    ...bw
-            0  1        0     2  1     3  2        3
-    group 1    F  bw    F  bw    F  bw    F  bw
-               0  0     1  1     2  2     3  3
-    F forward, bw whole backward, . waits
-    under each task its microbatch, by the last digits that fit
-    makespan 15, bubble 3, idle 20.0 %; microbatches held by each group: 2, 1
-    """
-    return "\n".join("".join(text for text, _ in line).rstrip() for line in as_lines(timeline))
-
-
-def as_lines(timeline: Timeline) -> list[Line]:
-    """The same as lines of pieces, each with the kind of its task, for those who have colours."""
-    return [
-        [(headline(timeline), "headline")],
-        *draw_lines(timeline),
-        [(summary(timeline), "")],
-    ]
-
-
-def as_html(timeline: Timeline) -> str:
-    """The picture, and a line per group; nothing is fetched."""
-    lines = rows(timeline)
-    shown = html_table([HEADING, *lines[:MOST_ROWS]], RIGHT)
-    left_out = len(lines) - MOST_ROWS
-    more = f"<p>... and {left_out:,} more groups</p>" if left_out > 0 else ""
-    return (
-        f'<div style="font-family:system-ui,sans-serif">{draw_svg(timeline)}'
-        f"<p>{html.escape(summary(timeline))}</p>"
-        f'<div style="overflow-x:auto">{shown}</div>{more}</div>'
-    )

@@ -1,4 +1,9 @@
-"""In: a timeline. Out: a picture of it for the terminal, a page, or a trace viewer."""
+"""A timeline drawn with letters for a terminal, and the words and numbers of every drawing.
+
+Two or three lines per group, time running to the right, at most 100 columns wide. A schedule
+repeats itself in the middle, so a long one is cropped to its beginning and its end, and the
+drawing says how much it leaves out. `svg_plot` shares the cropping and the words.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +11,72 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from meshwright._text import plural, tidy
 from meshwright.errors import listing
-from meshwright.schedules.timeline import Timeline
-from meshwright.schedules.types import NAMES, Costs, Task
+from meshwright.schedules.types import KIND_NAMES, Costs, Task, TaskKind
 
-# A timeline in letters: two or three lines per group, time running to the right.
-
+# Only for annotations: a `Timeline` draws itself with these functions.
+if TYPE_CHECKING:
+    from meshwright.schedules.timeline import Timeline
 
 WIDTH, MOST_GROUPS = 100, 16
 _BREAK = " ~ "
 # A whole backward is one task, so it must not look like a B and a W.
-_LETTERS = {"F": "F", "B": "B", "W": "W", "BW": "bw"}
+_LETTERS: dict[str, str] = {
+    TaskKind.FORWARD: "F",
+    TaskKind.INPUT_GRADIENT: "B",
+    TaskKind.WEIGHT_GRADIENT: "W",
+    TaskKind.BACKWARD: "bw",
+}
 _WIDEST = 3  # columns of the shortest task, when there is room
 
 Line = list[tuple[str, str]]  # pieces of text, each with the kind of its task, or ""
 
 
+def draw_text(timeline: Timeline) -> str:
+    """Draw a timeline at most 100 columns wide; plain letters, no colours.
+
+    >>> from meshwright.schedules import schedule, simulate
+    >>> print(draw_text(simulate(schedule("1f1b", groups=2, microbatches=4))))
+    1f1b: 2 groups, 2 stages, 4 microbatches; F=1, B=1, W=1 per group
+            0              5              10             15
+    group 0 F  F  ......bw    F  bw    F  bw    ...bw
+            0  1        0     2  1     3  2        3
+    group 1    F  bw    F  bw    F  bw    F  bw
+               0  0     1  1     2  2     3  3
+    F forward, bw whole backward, . waits
+    under each task its microbatch, by the last digits that fit
+    makespan 15, bubble 3, idle 20.0 %; microbatches held by each group: 2, 1
+    """
+    lines = draw_lines(timeline)
+    return "\n".join("".join(text for text, _ in line).rstrip() for line in lines)
+
+
+def draw_lines(timeline: Timeline) -> list[Line]:
+    """Draw a timeline as lines of pieces, each with the kind of its task, for a coloured terminal.
+
+    The headline; round times; for every group the kinds of its tasks, their stages if it has
+    several, and their microbatches; what the letters mean and what is left out; the figures.
+    """
+    layout = _choose_layout(timeline)
+    lines: list[Line] = [
+        [(headline(timeline), "headline")],
+        [(" " * layout.margin + _time_labels(layout), "")],
+    ]
+    before = -1
+    for group in layout.crop.groups:
+        if group > before + 1:
+            lines.append([(f"... {group - before - 1} groups left out", "")])
+        lines += _group_lines(layout, group)
+        before = group
+    return [*lines, *([(note, "")] for note in _notes(layout)), [(summary(timeline), "")]]
+
+
 @dataclasses.dataclass(frozen=True)
-class _Page:
-    """How times become columns."""
+class _Layout:
+    """How times become columns: `scale` columns per unit of time, right of `margin` columns."""
 
     timeline: Timeline
     crop: Crop
@@ -39,8 +89,8 @@ class _Page:
         return math.floor((time - first) * self.scale + 0.5) + skip
 
     def columns(self, start: float, end: float) -> Iterator[tuple[int, int]]:
-        """First column and one past the last, of every part that is drawn."""
-        for window, first, last in self.crop.seen(start, end):
+        """First column and one past the last, of each part of a stretch that is drawn."""
+        for window, first, last in self.crop.visible(start, end):
             yield self.column(first, window), self.column(last, window)
 
     @property
@@ -48,35 +98,23 @@ class _Page:
         return self.column(self.crop.end, len(self.crop.windows()) - 1)
 
 
-def draw_lines(timeline: Timeline) -> list[Line]:
-    """Times, then for every group its kinds of task, their stages if it has several, and their
-    microbatches; then what the letters mean and what is left out."""
-    page = _page(timeline)
-    lines: list[Line] = [[(" " * page.margin + _times(page), "")]]
-    before = -1
-    for group in page.crop.groups:
-        if group > before + 1:
-            lines.append([(f"... {group - before - 1} groups left out", "")])
-        lines += _group(page, group)
-        before = group
-    return [*lines, *([(note, "")] for note in _notes(page))]
-
-
-def _page(timeline: Timeline) -> _Page:
+def _choose_layout(timeline: Timeline) -> _Layout:
+    """Show everything if there is room for it, else both ends at the smallest scale."""
     margin = len(f"group {timeline.schedule.groups - 1} ")
     room, end = WIDTH - margin, timeline.makespan
-    least = _least_scale(timeline)
-    times = min(_WIDEST, math.floor(room / (end * least) + 1e-9))
-    if times >= 1:
-        return _Page(timeline, crop(timeline, end, MOST_GROUPS), least * times, margin)
+    smallest = _smallest_scale(timeline)
+    # A multiple of it keeps tasks of equal length equally wide.
+    factor = min(_WIDEST, math.floor(room / (end * smallest) + 1e-9))
+    if factor >= 1:
+        return _Layout(timeline, crop(timeline, end, MOST_GROUPS), smallest * factor, margin)
     half = (room - len(_BREAK)) // 2
-    return _Page(timeline, crop(timeline, 2 * half / least, MOST_GROUPS), least, margin)
+    return _Layout(timeline, crop(timeline, 2 * half / smallest, MOST_GROUPS), smallest, margin)
 
 
-def _least_scale(timeline: Timeline) -> float:
+def _smallest_scale(timeline: Timeline) -> float:
     """Columns per unit of time, so that each task has one and a whole backward two."""
     shortest: dict[str, float] = {}
-    usual = typical(timeline)
+    usual = median_duration(timeline)
     for row, starts, ends in zip(
         timeline.schedule.tasks, timeline.starts, timeline.ends, strict=True
     ):
@@ -86,46 +124,47 @@ def _least_scale(timeline: Timeline) -> float:
     return max(len(kind) / time for kind, time in shortest.items()) * (1 - 1e-12)
 
 
-def _times(page: _Page) -> str:
+def _time_labels(layout: _Layout) -> str:
     """Round times over their columns."""
-    step = round_up(10 / page.scale)
+    step = round_up(10 / layout.scale)
     text = ""
-    for window, (first, last) in enumerate(page.crop.windows()):
+    for window, (first, last) in enumerate(layout.crop.windows()):
         for number in range(math.ceil(first / step - 1e-9), math.floor(last / step + 1e-9) + 1):
-            column, label = page.column(number * step, window), f"{number * step:g}"
-            fits = column + len(label) <= WIDTH - page.margin
+            column, label = layout.column(number * step, window), f"{number * step:g}"
+            fits = column + len(label) <= WIDTH - layout.margin
             if fits and column >= len(text) + bool(text):
                 text = text.ljust(column) + label
     return text
 
 
-def _group(page: _Page, group: int) -> Iterator[Line]:
-    schedule = page.timeline.schedule
-    yield _line(page, group, f"group {group}", _kind)
+def _group_lines(layout: _Layout, group: int) -> Iterator[Line]:
+    schedule = layout.timeline.schedule
+    yield _group_line(layout, group, f"group {group}", _kind)
     if any(len(own) > 1 for own in schedule.stages_of):
-        yield _line(page, group, "stage".rjust(page.margin - 1), _stage)
-    yield _line(page, group, "", _microbatch)
+        yield _group_line(layout, group, "stage".rjust(layout.margin - 1), _stage)
+    yield _group_line(layout, group, "", _microbatch)
 
 
-def _line(page: _Page, group: int, name: str, label: Callable[[Task, int], str]) -> Line:
-    """What `label` says of every task, in its columns; dots where the group waits."""
-    timeline = page.timeline
+def _group_line(layout: _Layout, group: int, name: str, label: Callable[[Task, int], str]) -> Line:
+    """A line with a label for every task in its columns; dots where the group waits."""
+    timeline = layout.timeline
     starts, ends = timeline.starts[group], timeline.ends[group]
-    letters, kinds = [" "] * page.width, [""] * page.width
+    letters, kinds = [" "] * layout.width, [""] * layout.width
+    # Painted over each other: dots, then the tasks, then the break.
     if label is _kind:
-        for first, last in page.columns(starts[0], ends[-1]):
+        for first, last in layout.columns(starts[0], ends[-1]):
             letters[first:last] = "." * (last - first)
     for task, start, end in zip(timeline.schedule.tasks[group], starts, ends, strict=True):
-        for first, last in page.columns(start, end):
+        for first, last in layout.columns(start, end):
             width = last - first
             letters[first:last] = label(task, width).ljust(width)
             kinds[first:last] = [task.kind] * width
-    if page.crop.left_out:
-        at = page.column(page.crop.head, 0)
+    if layout.crop.left_out:
+        at = layout.column(layout.crop.head, 0)
         letters[at : at + len(_BREAK)] = _BREAK
     runs = itertools.groupby(zip(letters, kinds, strict=True), key=lambda pair: pair[1])
     drawn = [("".join(letter for letter, _ in run), kind) for kind, run in runs]
-    return [(name.ljust(page.margin), ""), *drawn]
+    return [(name.ljust(layout.margin), ""), *drawn]
 
 
 def _kind(task: Task, width: int) -> str:
@@ -140,20 +179,20 @@ def _microbatch(task: Task, width: int) -> str:
     return str(task.microbatch)[-width:] if width else ""
 
 
-def _notes(page: _Page) -> Iterator[str]:
+def _notes(layout: _Layout) -> Iterator[str]:
     """What the letters mean, and what is left out."""
-    timeline, crop = page.timeline, page.crop
+    timeline, crop = layout.timeline, layout.crop
     used = timeline.schedule.counts
-    kinds = [f"{_LETTERS[kind]} {name}" for kind, name in NAMES.items() if kind in used]
+    kinds = [f"{_LETTERS[kind]} {name}" for kind, name in KIND_NAMES.items() if kind in used]
     yield ", ".join([*kinds, ". waits"])
     yield "under each task its microbatch, by the last digits that fit"
     if crop.left_out:
         yield f"~ {crop.time_note()}"
     hidden = sum(
-        not any(last > first for first, last in page.columns(start, end))
+        not any(last > first for first, last in layout.columns(start, end))
         for group in crop.groups
         for start, end in zip(timeline.starts[group], timeline.ends[group], strict=True)
-        if any(True for _ in crop.seen(start, end))
+        if any(True for _ in crop.visible(start, end))
     )
     if hidden:
         yield f"{hidden:,} tasks are too short to be drawn"
@@ -161,14 +200,13 @@ def _notes(page: _Page) -> Iterator[str]:
 
 # The words and numbers that go with every drawing.
 
-
-HEADING = ("group", "stages", "tasks", "busy", "bubble", "held")
-RIGHT = (True, False, True, True, True, True)
+GROUP_HEADING = ("group", "stages", "tasks", "busy", "bubble", "held")
+GROUP_RIGHT = (True, False, True, True, True, True)
 _MOST_LISTED = 16
 
 
 def headline(timeline: Timeline) -> str:
-    """What is drawn.
+    """Say what is drawn: the schedule, its sizes and its costs.
 
     >>> from meshwright.schedules import schedule, simulate
     >>> headline(simulate(schedule("zb-v", groups=2, microbatches=4), latency=0.5))
@@ -184,7 +222,8 @@ def headline(timeline: Timeline) -> str:
 
 
 def summary(timeline: Timeline) -> str:
-    """
+    """Say how long it takes, how much of that is idle, and what the groups hold.
+
     >>> import meshwright as mw
     >>> summary(mw.schedules.simulate(mw.schedules.schedule("1f1b", groups=4, microbatches=8)))
     'makespan 33, bubble 9, idle 27.3 %; microbatches held by each group: 4, 3, 2, 1'
@@ -198,8 +237,8 @@ def summary(timeline: Timeline) -> str:
     )
 
 
-def rows(timeline: Timeline) -> list[list[str]]:
-    """A line per group, under `HEADING`."""
+def group_rows(timeline: Timeline) -> list[list[str]]:
+    """Return a row of figures per group, for a table under `GROUP_HEADING`."""
     schedule = timeline.schedule
     return [
         [
@@ -215,26 +254,26 @@ def rows(timeline: Timeline) -> list[list[str]]:
 
 
 def cost_text(timeline: Timeline) -> str:
-    """What a microbatch costs in a group, if that is the same in all of them."""
-    found = {
+    """Say what a microbatch costs in a group, if that is the same in all of them."""
+    texts = {
         _group_costs([timeline.costs[stage] for stage in own])
         for own in timeline.schedule.stages_of
     }
-    return f"{found.pop()} per group" if len(found) == 1 else "costs differ between groups"
+    return f"{texts.pop()} per group" if len(texts) == 1 else "costs differ between groups"
 
 
 def _group_costs(costs: list[Costs]) -> str:
     sums = {kind: sum(getattr(c, kind) for c in costs) for kind in ("F", "B", "W", "BW", "FB")}
-    told = {"BW": sums["B"] + sums["W"], "FB": sums["F"] + sums["BW"]}
+    defaults = {"BW": sums["B"] + sums["W"], "FB": sums["F"] + sums["BW"]}
     return ", ".join(
         f"{kind}={value:g}"
         for kind, value in sums.items()
-        if kind not in told or not math.isclose(value, told[kind])
+        if kind not in defaults or not math.isclose(value, defaults[kind])
     )
 
 
 def round_up(least: float) -> float:
-    """The next 1, 2 or 5 times a power of ten.
+    """Round up to the next 1, 2 or 5 times a power of ten, for the ticks of an axis.
 
     >>> round_up(3.2), round_up(0.013)
     (5.0, 0.02)
@@ -243,15 +282,9 @@ def round_up(least: float) -> float:
     return next(m * power for m in (1.0, 2.0, 5.0, 10.0) if m * power >= least * (1 - 1e-9))
 
 
-# What of a long schedule is drawn: its beginning and its end, and how much is left out.
-
-
 @dataclasses.dataclass(frozen=True)
 class Crop:
-    """Times from 0 to `head` and from `tail` to `end` are drawn, of the groups in `groups`.
-
-    A schedule repeats itself in the middle, so its ends show what there is to see.
-    """
+    """What is drawn: times from 0 to `head` and from `tail` to `end`, of the groups in `groups`."""
 
     head: float
     tail: float
@@ -260,7 +293,7 @@ class Crop:
 
     @property
     def left_out(self) -> float:
-        """Time that is not drawn."""
+        """The time that is not drawn."""
         return self.tail - self.head
 
     def windows(self) -> list[tuple[float, float]]:
@@ -269,15 +302,16 @@ class Crop:
             return [(0.0, self.end)]
         return [(0.0, self.head), (self.tail, self.end)]
 
-    def seen(self, start: float, end: float) -> Iterator[tuple[int, float, float]]:
+    def visible(self, start: float, end: float) -> Iterator[tuple[int, float, float]]:
         """The parts of a stretch that are drawn, each with the number of its window."""
-        edge = 1e-9 * self.end  # a touch is no overlap
+        edge = 1e-9 * self.end  # to touch a window is not to overlap it
         for number, (first, last) in enumerate(self.windows()):
             if start < last - edge and end > first + edge:
                 yield number, max(start, first), min(end, last)
 
     def time_note(self) -> str:
-        """
+        """Say how much time is left out.
+
         >>> Crop(20, 70, 99, (0, 1)).time_note()
         '50 of 99 time units left out'
         """
@@ -285,7 +319,7 @@ class Crop:
 
 
 def crop(timeline: Timeline, most_time: float, most_groups: int) -> Crop:
-    """The first and last half of `most_time`, and of `most_groups`."""
+    """Keep at most `most_time` and `most_groups`, half of each from either end."""
     end, groups = timeline.makespan, timeline.schedule.groups
     numbers = tuple(range(groups))
     if groups > most_groups:
@@ -296,8 +330,8 @@ def crop(timeline: Timeline, most_time: float, most_groups: int) -> Crop:
     return Crop(most_time / 2, end - most_time / 2, end, numbers)
 
 
-def typical(timeline: Timeline) -> float:
-    """The median time of a task."""
+def median_duration(timeline: Timeline) -> float:
+    """The median time of a task; of tasks that take none, the mean time between them."""
     times = sorted(
         end - start
         for starts, ends in zip(timeline.starts, timeline.ends, strict=True)

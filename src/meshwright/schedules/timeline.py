@@ -1,4 +1,9 @@
-"""`simulate(schedule, costs, latency)`: when every task runs, and how long groups stand idle."""
+"""`simulate`, and the `Timeline` it returns: when every task runs, how long groups are idle.
+
+The model of time: a group runs one task after the other; a task starts as soon as its group is
+free and its inputs have arrived; an input from another group takes `latency` longer, and neither
+group waits while it travels.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +12,56 @@ import functools
 from typing import Any
 
 from meshwright._checks import check_time
+from meshwright._html import tag
+from meshwright._show import Table, short_repr
 from meshwright.errors import ScheduleError
-from meshwright.schedules.types import AnyCosts, Costs, Key, Schedule, Task, gives, needs, per_stage
-from meshwright.schedules.validation import live_activations, walk
+from meshwright.schedules.svg_plot import draw_svg
+from meshwright.schedules.text_plot import (
+    GROUP_HEADING,
+    GROUP_RIGHT,
+    draw_text,
+    group_rows,
+    headline,
+    summary,
+)
+from meshwright.schedules.trace import chrome_trace
+from meshwright.schedules.types import (
+    AnyCosts,
+    Costs,
+    Key,
+    Schedule,
+    Task,
+    costs_per_stage,
+    gives,
+    needs,
+)
+from meshwright.schedules.validation import execution_order, live_activations
+
+MOST_ROWS = 64  # of the table in a notebook
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Timeline:
-    """A schedule with times: `starts[g][i]` and `ends[g][i]` of the i-th task of group g."""
+    """A schedule with times: `starts[g][i]` and `ends[g][i]` of the i-th task of group `g`.
+
+    `costs` are those of every stage; all times are in their unit. `print` draws it, and so does
+    a notebook.
+    """
 
     schedule: Schedule
     costs: tuple[Costs, ...]
     latency: float
-    starts: tuple[tuple[float, ...], ...] = dataclasses.field(repr=False)
-    ends: tuple[tuple[float, ...], ...] = dataclasses.field(repr=False)
+    starts: tuple[tuple[float, ...], ...]
+    ends: tuple[tuple[float, ...], ...]
 
     @functools.cached_property
     def makespan(self) -> float:
-        """From the first task's start to the last one's end."""
+        """The time from the first task's start to the last one's end."""
         return max(max(row, default=0.0) for row in self.ends)
 
     @functools.cached_property
     def busy(self) -> tuple[float, ...]:
-        """How long each group works."""
+        """The time each group works."""
         return tuple(
             sum(end - start for start, end in zip(*rows, strict=True))
             for rows in zip(self.starts, self.ends, strict=True)
@@ -37,10 +69,10 @@ class Timeline:
 
     @functools.cached_property
     def bubbles(self) -> tuple[float, ...]:
-        """How long each group waits between its own first and last task.
+        """The time each group waits between its own first and last task.
 
-        A group may begin the next step as soon as it has done its part of this one, so its late
-        start or early end is no loss in the long run.
+        A group may begin the next step as soon as it has done its part of this one, so a late
+        start or an early end costs nothing in the long run.
         """
         return tuple(
             max(0.0, ends[-1] - starts[0] - busy)
@@ -49,12 +81,12 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The longest of the groups' bubbles: what pipelining costs, step after step."""
+        """The longest of the groups' bubbles: what pipelining costs in every step."""
         return max(self.bubbles)
 
     @property
     def idle(self) -> float:
-        """The part of the makespan that the groups do not work, from 0 to 1."""
+        """The fraction of the makespan in which groups do not work, from 0 to 1."""
         return 1 - sum(self.busy) / (self.makespan * self.schedule.groups)
 
     @functools.cached_property
@@ -68,7 +100,7 @@ class Timeline:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The figures, and every task with its group, start and end."""
+        """Convert to plain data: the figures, and every task with its group, start and end."""
         return {
             "schedule": self.schedule.name,
             "groups": self.schedule.groups,
@@ -90,34 +122,41 @@ class Timeline:
         }
 
     def trace(self) -> dict[str, Any]:
-        """Chrome's trace format, one line per group; write it as JSON and open it in Perfetto."""
-        from meshwright.schedules.trace import chrome_trace
+        """Return events in Chrome's trace format, a thread per group.
 
+        Write them as JSON, and open the file in Perfetto or chrome://tracing.
+        """
         return chrome_trace(self)
 
     def svg(self) -> str:
-        """The picture: a lane per group, a box per task."""
-        from meshwright.schedules.svg_plot import draw_svg
-
+        """Draw a picture, as the text of an SVG file: a lane per group, a box per task."""
         return draw_svg(self)
 
-    def _repr_html_(self) -> str:
-        from meshwright.schedules.svg_plot import as_html
-
-        return as_html(self)
-
     def __str__(self) -> str:
-        from meshwright.schedules.svg_plot import as_text
+        return draw_text(self)
 
-        return as_text(self)
+    def __repr__(self) -> str:
+        return short_repr(self, headline(self))
+
+    # Not a `Sheet`: text draws the tasks with letters where a notebook has a picture and a table.
+    def _repr_html_(self) -> str:
+        rows = group_rows(self)
+        left_out = len(rows) - MOST_ROWS
+        more = f"... and {left_out:,} more groups" if left_out > 0 else ""
+        table = Table(GROUP_HEADING, rows[:MOST_ROWS], GROUP_RIGHT, more)
+        return (
+            f'<div style="font-family:system-ui,sans-serif">{draw_svg(self)}'
+            f"{tag('p', summary(self))}{table.html()}</div>"
+        )
 
 
 def simulate(schedule: Schedule, costs: AnyCosts = "F=1,B=1,W=1", latency: float = 0.0) -> Timeline:
-    """Run a schedule on paper: every task starts as soon as its group and its inputs are there.
+    """Simulate a schedule: every task starts as soon as its group is free and its inputs are there.
 
     `costs` are those of one group's share of the model, cut evenly over the group's stages, so
     that schedules with few and many stages compare; or a list with one `Costs` per stage.
-    `latency` is how long a result takes to another group, during which both go on working.
+    `latency` is the time a result takes to another group, in the same unit; both go on working
+    meanwhile. Raises `ScheduleError` if the schedule cannot run.
 
     >>> import meshwright as mw
     >>> zb = mw.schedules.simulate(mw.schedules.schedule("zb-h1", groups=4, microbatches=16))
@@ -126,34 +165,38 @@ def simulate(schedule: Schedule, costs: AnyCosts = "F=1,B=1,W=1", latency: float
     """
     if not isinstance(schedule, Schedule):
         raise ScheduleError(f"simulate takes a Schedule, not a {type(schedule).__name__}.")
-    stages, latency = per_stage(costs, schedule), check_time(latency, "latency")
+    stage_costs, latency = costs_per_stage(costs, schedule), check_time(latency, "latency")
     group_of = schedule.group_of
+    # `execution_order` yields a task after those it needs, so one pass knows all times.
     ends: list[list[float]] = [[] for _ in schedule.tasks]
     starts: list[list[float]] = [[] for _ in schedule.tasks]
-    ready: dict[Key, float] = {}
-    for group, first, last in walk(schedule):
+    ready: dict[Key, float] = {}  # when each result is there, in the group that computes it
+    for group, first, last in execution_order(schedule):
         unit = schedule.tasks[group][first:last]
         start = ends[group][-1] if ends[group] else 0.0
         for task in unit:
             for needed in needs(task, schedule.stages):
-                far = latency if group_of[needed[1]] != group else 0.0
-                start = max(start, ready[needed] + far)
+                travel = latency if group_of[needed[1]] != group else 0.0
+                start = max(start, ready[needed] + travel)
         # Two tasks that overlap both give their results when the pair is done.
-        shares = _shares(unit, stages)
-        end = start + sum(shares)
-        for task, share in zip(unit, shares, strict=True):
+        durations = _durations(unit, stage_costs)
+        end = start + sum(durations)
+        for task, duration in zip(unit, durations, strict=True):
             starts[group].append(start)
-            ends[group].append(start + share)
-            start += share
+            ends[group].append(start + duration)
+            start += duration
             ready[gives(task)] = end
-    return Timeline(schedule, stages, latency, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
+    return Timeline(
+        schedule, stage_costs, latency, tuple(map(tuple, starts)), tuple(map(tuple, ends))
+    )
 
 
-def _shares(unit: tuple[Task, ...], costs: tuple[Costs, ...]) -> list[float]:
-    """How long each task of a unit takes; a pair shares what overlap saves."""
+def _durations(unit: tuple[Task, ...], costs: tuple[Costs, ...]) -> list[float]:
+    """The time each task of a unit takes; both tasks of a pair shrink by what overlap saves."""
     alone = [float(getattr(costs[task.stage], task.kind)) for task in unit]
     if len(unit) == 1:
         return alone
+    # The two tasks are of different stages, so the saving is the mean of the two stages' savings.
     each = [costs[task.stage] for task in unit]
-    hidden = sum(cost.FB for cost in each) / sum(cost.F + cost.BW for cost in each)
-    return [one * hidden for one in alone]
+    remaining = sum(cost.FB for cost in each) / sum(cost.F + cost.BW for cost in each)
+    return [duration * remaining for duration in alone]

@@ -1,23 +1,27 @@
-"""A timeline as Chrome's trace format: opens in Perfetto and in chrome://tracing."""
+"""A timeline as events in Chrome's trace format, for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ScheduleError, short
 from meshwright.schedules.text_plot import headline
-from meshwright.schedules.timeline import Timeline
-from meshwright.schedules.types import NAMES, Key, Task, gives, needs
+from meshwright.schedules.types import KIND_NAMES, Key, Task, TaskKind, gives, needs
 from meshwright.schedules.validation import live_activations
+
+# Only for annotations: `Timeline.trace` calls `chrome_trace`.
+if TYPE_CHECKING:
+    from meshwright.schedules.timeline import Timeline
 
 Event = dict[str, Any]
 
 
 def chrome_trace(timeline: Timeline, *, microseconds: float = 1000.0) -> dict[str, Any]:
-    """Events for a trace viewer: a thread per group, arrows for transfers, activations held.
+    """Make events for a trace viewer: a thread per group, arrows for transfers, activations held.
 
-    A unit of cost is drawn as a millisecond; costs in seconds take `microseconds=1e6`.
+    `microseconds` is the length of a unit of cost: by default a millisecond; 1e6 for costs in
+    seconds.
 
     >>> from meshwright.schedules import schedule, simulate
     >>> trace = simulate(schedule("gpipe", groups=2, microbatches=2)).trace()
@@ -25,9 +29,13 @@ def chrome_trace(timeline: Timeline, *, microseconds: float = 1000.0) -> dict[st
     ['0F0', '0F1', '0BW0', '0BW1', '1F0', '1F1', '1BW0', '1BW1']
     """
     if isinstance(microseconds, bool) or not isinstance(microseconds, (int, float)):
-        raise ScheduleError(f"microseconds is how long a unit is, not {short(microseconds)}.")
+        raise ScheduleError(
+            f"microseconds is how long a unit is, not {short(microseconds)}.", option="microseconds"
+        )
     if not 0 < microseconds < float("inf"):
-        raise ScheduleError(f"microseconds is a number above 0, not {short(microseconds)}.")
+        raise ScheduleError(
+            f"microseconds is a number above 0, not {short(microseconds)}.", option="microseconds"
+        )
     events = [
         {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": timeline.schedule.name}},
         *_threads(timeline),
@@ -40,6 +48,10 @@ def chrome_trace(timeline: Timeline, *, microseconds: float = 1000.0) -> dict[st
         "displayTimeUnit": "ms",
         "otherData": {"schedule": headline(timeline), "microseconds per unit": microseconds},
     }
+
+
+# Phases of the format: "M" is metadata, "X" a slice with a duration, "s" and "f" the two ends of
+# an arrow, "C" a counter. Times are in microseconds.
 
 
 def _threads(timeline: Timeline) -> Iterator[Event]:
@@ -62,7 +74,7 @@ def _tasks(timeline: Timeline, unit: float) -> Iterator[Event]:
             yield {
                 "ph": "X",
                 "name": str(task),
-                "cat": NAMES[task.kind],
+                "cat": KIND_NAMES[task.kind],
                 "pid": 0,
                 "tid": group,
                 "ts": starts[at] * unit,
@@ -77,7 +89,7 @@ def _tasks(timeline: Timeline, unit: float) -> Iterator[Event]:
 
 
 def _transfers(timeline: Timeline, unit: float) -> Iterator[Event]:
-    """An arrow from the task that gives a result to the one in another group that needs it."""
+    """An arrow from each task that gives a result to the one in another group that needs it."""
     schedule = timeline.schedule
     sent: dict[Key, tuple[int, float]] = {}
     for group, row in enumerate(schedule.tasks):
@@ -91,6 +103,7 @@ def _transfers(timeline: Timeline, unit: float) -> Iterator[Event]:
             for source, at in _awaited(task, schedule.stages, sent):
                 if source != group:
                     arrow = {"name": "transfer", "cat": "transfer", "id": number, "pid": 0}
+                    # "bp": "e" binds the end to the slice around it, not to the next one.
                     yield {**arrow, "ph": "s", "tid": source, "ts": at * unit}
                     yield {**arrow, "ph": "f", "bp": "e", "tid": group, "ts": start * unit}
                     number += 1
@@ -99,7 +112,11 @@ def _transfers(timeline: Timeline, unit: float) -> Iterator[Event]:
 def _awaited(
     task: Task, stages: int, sent: dict[Key, tuple[int, float]]
 ) -> Iterator[tuple[int, float]]:
-    """Where and when a task's inputs were given; through tasks that were left out as empty."""
+    """The group and the time of each of a task's inputs.
+
+    A measured timeline leaves out tasks that are empty in the compiled step; what such a task
+    would have passed on comes from the tasks before it.
+    """
     for needed in needs(task, stages):
         if needed in sent:
             yield sent[needed]
@@ -113,9 +130,9 @@ def _held(timeline: Timeline, unit: float) -> Iterator[Event]:
         name = f"activations of group {group}"
         row = timeline.schedule.tasks[group]
         for at, (task, now) in enumerate(zip(row, held, strict=True)):
-            if task.kind == "F":
+            if task.kind == TaskKind.FORWARD:
                 time, value = timeline.starts[group][at], now
-            elif task.kind in ("W", "BW"):
+            elif task.kind != TaskKind.INPUT_GRADIENT:
                 time, value = timeline.ends[group][at], now - 1
             else:
                 continue

@@ -1,4 +1,9 @@
-"""A task: one kind of work on one microbatch at one stage."""
+"""`Schedule`, its `Task`s and their `Costs`: a pipeline schedule as plain data.
+
+A model is cut into stages, a batch into microbatches. A task is one kind of work on one
+microbatch at one stage; a schedule gives each group of devices the list of its tasks. Nothing
+here runs or times anything: `validation` proves a schedule, `timeline` simulates it.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +12,22 @@ import enum
 import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright._checks import check_integer, check_time
 from meshwright.errors import ScheduleError, near, short
 
+if TYPE_CHECKING:
+    from meshwright.schedules.timeline import Timeline
+
 
 class TaskKind(enum.StrEnum):
-    """What a task does; each is equal to its letters, so schedules may be written with these."""
+    """What a task does. Each member equals its letters, so a task may be written with either.
+
+    The letters are those of the zero-bubble papers: splitting the backward pass of a stage into
+    `B`, which the stage before waits for, and `W`, which nothing waits for but the optimizer,
+    lets `W` fill the time a group would otherwise be idle.
+    """
 
     FORWARD = "F"
     INPUT_GRADIENT = "B"  # the gradient of the stage's input
@@ -22,11 +35,22 @@ class TaskKind(enum.StrEnum):
     BACKWARD = "BW"  # both gradients in one task
 
 
+# The tasks of a schedule hold plain letters, and loops over all tasks compare with letters: a
+# member would cost a lookup in its class each time, and schedules have up to 30 million tasks.
 KINDS = tuple(str(kind) for kind in TaskKind)
+
+KIND_NAMES: dict[str, str] = {
+    TaskKind.FORWARD: "forward",
+    TaskKind.INPUT_GRADIENT: "gradient of the input",
+    TaskKind.WEIGHT_GRADIENT: "gradient of the weights",
+    TaskKind.BACKWARD: "whole backward",
+}
 
 
 class Task(NamedTuple):
-    """`kind` of work on `microbatch` at `stage`; prints as `2F5`: stage 2, forward, microbatch 5.
+    """One kind of work on one microbatch at one stage.
+
+    Prints as stage, kind and microbatch: `2F5` is the forward of microbatch 5 at stage 2.
 
     >>> Task("BW", 2, 5), str(Task("BW", 2, 5))
     (Task(kind='BW', stage=2, microbatch=5), '2BW5')
@@ -40,12 +64,15 @@ class Task(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-# A task as the plain tuple it equals: quicker to make, for the loops over all tasks.
+# A task as the plain tuple it equals: quicker to make than a `Task`, for loops over all tasks.
 Key = tuple[str, int, int]
 
 
 def needs(task: Key, stages: int) -> tuple[Key, ...]:
-    """What must be done before a task. A `B` in the answer stands for `BW` as well.
+    """List the tasks whose results a task takes as inputs.
+
+    A `B` in the answer stands for whichever task computes that gradient, `B` or `BW`; compare
+    it with `gives`.
 
     >>> needs(Task("BW", 1, 0), stages=4)
     (('F', 1, 0), ('B', 2, 0))
@@ -60,11 +87,12 @@ def needs(task: Key, stages: int) -> tuple[Key, ...]:
 
 
 def gives(task: Key) -> Key:
-    """What others wait for when they wait for this task."""
+    """Name a task's result as `needs` does: a `BW` gives what a `B` gives.
+
+    >>> gives(Task("BW", 2, 0)) in needs(Task("BW", 1, 0), stages=4)
+    True
+    """
     return ("B", task[1], task[2]) if task[0] == "BW" else task
-
-
-# `Schedule`: for each group, the list of its tasks. Nothing but data.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +101,8 @@ class Schedule:
 
     `tasks[g]` is what group `g` runs, one after the other; `group_of[s]` is the group of stage
     `s`. `overlapped[g]` holds positions in `tasks[g]`: the task there and the next one run as
-    one, each hiding the other's communication (DualPipeV). `check` proves a schedule, `simulate`
-    times it, `print` draws it.
+    one, each hiding the other's communication (DualPipeV). Making a schedule checks types and
+    sizes only; `check` proves that it runs, `simulate` times it, `print` draws it.
 
     >>> import meshwright as mw
     >>> two = mw.schedules.Schedule("mine", microbatches=1, group_of=(0, 1),
@@ -97,27 +125,31 @@ class Schedule:
         for what, rows in (("tasks", self.tasks), ("group_of", self.group_of)):
             if not isinstance(rows, Sequence) or isinstance(rows, str):
                 raise ScheduleError(f"{name}: {what} is a list, not {short(rows)}.")
-        tasks = tuple(tuple(_tasks(row, f"{name}: group {g}")) for g, row in enumerate(self.tasks))
+        tasks = tuple(
+            tuple(_checked_tasks(row, f"{name}: group {group}"))
+            for group, row in enumerate(self.tasks)
+        )
         if not tasks:
             raise ScheduleError(f"{name}: no groups. Give one list of tasks per group.")
-        pairs = tuple(map(frozenset, self.overlapped)) or (frozenset(),) * len(tasks)
+        overlapped = tuple(map(frozenset, self.overlapped)) or (frozenset(),) * len(tasks)
         _check_groups(name, self.group_of, len(tasks))
-        _check_pairs(name, pairs, tasks)
+        _check_overlapped(name, overlapped, tasks)
+        # Lists and plain tuples are accepted; what is kept can be hashed and cannot be changed.
         for field, value in (
             ("tasks", tasks),
-            ("overlapped", pairs),
+            ("overlapped", overlapped),
             ("group_of", tuple(self.group_of)),
         ):
             object.__setattr__(self, field, value)
 
     @property
     def groups(self) -> int:
-        """How many groups run it."""
+        """The number of groups that run it."""
         return len(self.tasks)
 
     @property
     def stages(self) -> int:
-        """How many stages the model is cut into."""
+        """The number of stages the model is cut into."""
         return len(self.group_of)
 
     @functools.cached_property
@@ -135,7 +167,7 @@ class Schedule:
 
     @functools.cached_property
     def counts(self) -> dict[str, int]:
-        """How many tasks there are of every kind."""
+        """The number of tasks of each kind that occurs."""
         return dict(Counter(task.kind for row in self.tasks for task in row))
 
     def __hash__(self) -> int:
@@ -143,31 +175,44 @@ class Schedule:
 
     def __repr__(self) -> str:
         return (
-            f"Schedule({self.name!r}, groups={self.groups}, stages={self.stages}, "
+            f"Schedule({short(self.name)}, groups={self.groups}, stages={self.stages}, "
             f"microbatches={self.microbatches}, tasks={sum(map(len, self.tasks))})"
         )
 
     def __str__(self) -> str:
-        from meshwright.schedules.timeline import simulate
-
-        return str(simulate(self))
+        return str(self._simulated())
 
     def _repr_html_(self) -> str:
+        return self._simulated()._repr_html_()
+
+    def _simulated(self) -> Timeline:
+        # A drawing needs times, so a schedule is drawn as a timeline at unit costs; imported here
+        # because `timeline` is built on this file.
         from meshwright.schedules.timeline import simulate
 
-        return simulate(self)._repr_html_()
+        return simulate(self)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; `read_schedule` reads it back."""
-        from meshwright.schedules.files import as_json
+        """Convert to plain data, tasks as text; `read_schedule` reads it back from a file.
 
-        return as_json(self)
+        >>> Schedule("mine", 1, (0,), [[("F", 0, 0), ("BW", 0, 0)]]).to_json()["tasks"]
+        [['0F0', '0BW0']]
+        """
+        return {
+            "name": self.name,
+            "microbatches": self.microbatches,
+            "group_of": list(self.group_of),
+            "tasks": [[str(task) for task in row] for row in self.tasks],
+            "overlapped": [sorted(starts) for starts in self.overlapped],
+        }
 
 
-def _tasks(row: Iterable[Any], where: str) -> Iterable[Task]:
+def _checked_tasks(row: Iterable[Any], where: str) -> Iterable[Task]:
+    """Turn the items of a group's list into `Task`s; name the first that is none."""
     if not isinstance(row, Iterable):
         raise ScheduleError(f"{where}: its tasks are a list, not {short(row)}.")
     for position, item in enumerate(row):
+        # The builders make millions of `Task`s of sound numbers, so those are taken as they are.
         if type(item) is Task and item.kind in KINDS:
             yield item
             continue
@@ -192,12 +237,8 @@ def _check_groups(name: str, group_of: Sequence[int], groups: int) -> None:
     if not len(group_of):
         raise ScheduleError(f"{name}: no stages. group_of names the group of every stage.")
     for stage, group in enumerate(group_of):
-        if (
-            check_integer(
-                f"{name}: the group of stage {stage}", group, least=0, error=ScheduleError
-            )
-            >= groups
-        ):
+        what = f"{name}: the group of stage {stage}"
+        if check_integer(what, group, least=0, error=ScheduleError) >= groups:
             raise ScheduleError(
                 f"{name}: stage {stage} is in group {group}, but there are {groups} groups, "
                 f"0 to {groups - 1}."
@@ -206,14 +247,15 @@ def _check_groups(name: str, group_of: Sequence[int], groups: int) -> None:
         raise ScheduleError(f"{name}: group {idle[0]} has no stage. Give each group at least one.")
 
 
-def _check_pairs(
-    name: str, pairs: Sequence[frozenset[int]], tasks: Sequence[Sequence[Task]]
+def _check_overlapped(
+    name: str, overlapped: Sequence[frozenset[int]], tasks: Sequence[Sequence[Task]]
 ) -> None:
-    if len(pairs) != len(tasks):
+    if len(overlapped) != len(tasks):
         raise ScheduleError(
-            f"{name}: overlapped has {len(pairs)} groups, tasks has {len(tasks)}. Give one each."
+            f"{name}: overlapped has {len(overlapped)} groups, tasks has {len(tasks)}. "
+            "Give one each."
         )
-    for group, starts in enumerate(pairs):
+    for group, starts in enumerate(overlapped):
         for start in sorted(starts):
             if start < 0 or start + 1 >= len(tasks[group]) or start + 1 in starts:
                 raise ScheduleError(
@@ -222,16 +264,13 @@ def _check_pairs(
                 )
 
 
-# What tasks cost, in any unit of time: the same for all stages, or stage by stage.
-
-
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Time of one microbatch through one group's share of the model.
+    """Time of one microbatch through one group's share of the model, in any unit.
 
-    `F` is the forward, `B` the gradient of the input, `W` the gradient of the weights; the whole
-    backward (`BW`) costs both unless it is given, and a forward overlapped with a whole backward
-    (`FB`) costs the sum of the two.
+    `F` is the forward, `B` the gradient of the input, `W` the gradient of the weights. Unless
+    given, the whole backward (`BW`) costs `B + W`, and a forward overlapped with a whole backward
+    (`FB`) costs `F + BW`: nothing is hidden.
 
     >>> Costs.parse("F=1, B=1.5, W=0.5").BW
     2.0
@@ -256,60 +295,62 @@ class Costs:
 
     @classmethod
     def parse(cls, costs: Any) -> Costs:
-        """From `"F=1,B=1,W=1"` or a mapping; what is not said costs 1."""
+        """Read `"F=1,B=1,W=1"` or a mapping; `F`, `B` and `W` cost 1 where they are left out."""
         if isinstance(costs, Costs):
             return costs
         if isinstance(costs, str):
-            pairs = [_pair(part) for part in costs.split(",") if part.strip()]
+            pairs = [_parse_cost(part) for part in costs.split(",") if part.strip()]
             if twice := [kind for kind, n in Counter(k for k, _ in pairs).items() if n > 1]:
-                raise ScheduleError(f"costs: {twice[0]} is given twice in {short(costs)}.")
+                raise ScheduleError(
+                    f"costs: {twice[0]} is given twice in {short(costs)}.", option="costs"
+                )
             costs = dict(pairs)
         if not isinstance(costs, Mapping):
-            raise ScheduleError(f"costs are 'F=1,B=1,W=1', a mapping or Costs, not {short(costs)}.")
+            raise ScheduleError(
+                f"costs are 'F=1,B=1,W=1', a mapping or Costs, not {short(costs)}.", option="costs"
+            )
         known = [field.name for field in dataclasses.fields(cls)]
         for kind in costs:
             if kind not in known:
                 raise ScheduleError(
-                    f"costs: {short(kind)} is not one of {known}.{near(str(kind), known)}"
+                    f"costs: {short(kind)} is not one of {known}.{near(str(kind), known)}",
+                    option="costs",
                 )
         return cls(**costs)
 
     def divided(self, parts: int) -> Costs:
-        """The cost of one of `parts` equal parts."""
+        """Return the costs of one of `parts` equal parts."""
         return Costs(*(getattr(self, f.name) / parts for f in dataclasses.fields(self)))
 
 
-AnyCosts = Costs | str | Mapping[str, float] | Sequence[Any]
+# For all stages alike, or a list with one entry per stage.
+AnyCosts = Costs | str | Mapping[str, float] | Sequence[Costs | str | Mapping[str, float]]
 
 
-def per_stage(costs: AnyCosts, schedule: Schedule) -> tuple[Costs, ...]:
-    """The costs of every stage: as given, or each group's share cut evenly over its stages."""
+def costs_per_stage(costs: AnyCosts, schedule: Schedule) -> tuple[Costs, ...]:
+    """Return the costs of every stage: as given, or a group's costs cut evenly over its stages."""
     if isinstance(costs, (Costs, str, Mapping)):
-        one = Costs.parse(costs)
-        return tuple(one.divided(len(schedule.stages_of[g])) for g in schedule.group_of)
+        group_costs = Costs.parse(costs)
+        return tuple(group_costs.divided(len(schedule.stages_of[g])) for g in schedule.group_of)
     if not isinstance(costs, Sequence):
-        raise ScheduleError(f"costs are Costs, or a list with one per stage, not {short(costs)}.")
+        raise ScheduleError(
+            f"costs are Costs, or a list with one per stage, not {short(costs)}.", option="costs"
+        )
     if len(costs) != schedule.stages:
         raise ScheduleError(
             f"{schedule.name}: {len(costs)} costs for {schedule.stages} stages. Give one per "
-            "stage, or one for all."
+            "stage, or one for all.",
+            option="costs",
         )
-    return tuple(Costs.parse(one) for one in costs)
+    return tuple(map(Costs.parse, costs))
 
 
-def _pair(part: str) -> tuple[str, float]:
+def _parse_cost(part: str) -> tuple[str, float]:
     name, _, value = part.partition("=")
     try:
         return name.strip(), float(value)
     except ValueError:
         raise ScheduleError(
-            f"costs: {short(part.strip())} is not kind=time. Write e.g. 'F=1,B=1,W=1'."
+            f"costs: {short(part.strip())} is not kind=time. Write e.g. 'F=1,B=1,W=1'.",
+            option="costs",
         ) from None
-
-
-NAMES = {
-    "F": "forward",
-    "B": "gradient of the input",
-    "W": "gradient of the weights",
-    "BW": "whole backward",
-}

@@ -1,4 +1,10 @@
-"""`check(schedule)`: proof that it runs, and what it holds at once."""
+"""`check`, and the `Proof` it returns: that a schedule runs, in which order, and what it holds.
+
+A schedule is sound if every task of every stage and microbatch is there once, in the group of its
+stage, and if no group waits for ever: taking, again and again, any task whose inputs are there
+reaches the end. The order of choices does not matter, since running a task only adds results, so
+one pass decides.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +13,14 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from meshwright._text import table
+from meshwright._show import Sheet, Shown, Table, short_repr
 from meshwright.errors import ScheduleError
 from meshwright.schedules.types import Key, Schedule, Task, gives, needs
 
 
 @dataclasses.dataclass(frozen=True)
 class Channel:
-    """What one group sends to another; `in_order` when it is taken in the order it is sent."""
+    """What one group sends to another; `in_order` if it is needed in the order it is sent."""
 
     source: int
     target: int
@@ -22,29 +28,37 @@ class Channel:
     in_order: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class Proof:
-    """Every task runs once, after what it needs.
+@dataclasses.dataclass(frozen=True, repr=False)
+class Proof(Shown):
+    """Evidence that every task of a schedule runs once, after what it needs.
 
-    `order` is one order of all tasks in which the schedule can run, `live` the most activations
-    each group holds at once (a stage's activation lives from its F to its W or BW).
+    `order` is one order of all tasks, with their groups, in which the schedule can run. `live` is
+    the most activations each group holds at once; a stage's activation lives from its F to its W
+    or BW. `channels` say what each group sends to each other one.
     """
 
     schedule: Schedule
-    order: tuple[tuple[int, Task], ...] = dataclasses.field(repr=False)
+    order: tuple[tuple[int, Task], ...]
     channels: tuple[Channel, ...]
     live: tuple[int, ...]
 
-    def __str__(self) -> str:
+    def _sheet(self) -> Sheet:
         rows = [
-            [str(group), str(len(row)), str(live), _ports(self.channels, group)]
+            [str(group), str(len(row)), str(live), _sends(self.channels, group)]
             for group, (row, live) in enumerate(zip(self.schedule.tasks, self.live, strict=True))
         ]
-        head = f"{self.schedule!r} is sound: every task runs once, after what it needs."
         heading = ["group", "tasks", "live at most", "sends"]
-        return f"{head}\n{table([heading, *rows], [True, True, True, False])}"
+        return Sheet(self._headline(), [Table(heading, rows, [True, True, True, False])])
+
+    # Without the table, whose rows take time in proportion to groups times channels.
+    def __repr__(self) -> str:
+        return short_repr(self, self._headline())
+
+    def _headline(self) -> str:
+        return f"{self.schedule!r} is sound: every task runs once, after what it needs."
 
     def to_json(self) -> dict[str, Any]:
+        """Convert to plain data, without the order."""
         return {
             "schedule": self.schedule.name,
             "live": list(self.live),
@@ -55,7 +69,7 @@ class Proof:
 def check(schedule: Schedule) -> Proof:
     """Prove that a schedule runs: every task once, in its stage's group, after what it needs.
 
-    Raises `ScheduleError` that names the first offending task.
+    Raises `ScheduleError` that names the first offending task, or who waits for whom.
 
     >>> import meshwright as mw
     >>> mw.schedules.check(mw.schedules.schedule("1f1b", groups=4, microbatches=8)).live
@@ -67,10 +81,10 @@ def check(schedule: Schedule) -> Proof:
     """
     if not isinstance(schedule, Schedule):
         raise ScheduleError(f"check takes a Schedule, not a {type(schedule).__name__}.")
-    _every_task_once(schedule)
+    _check_tasks(schedule)
     order = tuple(
         (group, task)
-        for group, start, stop in walk(schedule)
+        for group, start, stop in execution_order(schedule)
         for task in schedule.tasks[group][start:stop]
     )
     live = tuple(max(held) for held in live_activations(schedule))
@@ -78,7 +92,8 @@ def check(schedule: Schedule) -> Proof:
 
 
 def live_activations(schedule: Schedule) -> list[list[int]]:
-    """For each group, how many activations it holds while each of its tasks runs."""
+    """Count, for each group, the activations it holds while each of its tasks runs."""
+    # Without a backward nothing is kept: a group holds what it works on.
     if schedule.forward_only:
         return [[1] * len(row) for row in schedule.tasks]
     held = []
@@ -86,57 +101,59 @@ def live_activations(schedule: Schedule) -> list[list[int]]:
         now, over_time = 0, []
         for task in row:
             now += task.kind == "F"
-            over_time.append(now)
+            over_time.append(now)  # a backward reads its activation, so it counts until the end
             now -= task.kind in ("W", "BW")
         held.append(over_time)
     return held
 
 
-def _every_task_once(schedule: Schedule) -> None:
-    name, found = schedule.name, dict[Key, tuple[int, int]]()
+def _check_tasks(schedule: Schedule) -> None:
+    """Refuse tasks that are out of range, in another stage's group, there twice or missing."""
+    name = schedule.name
+    positions: dict[Key, tuple[int, int]] = {}  # the group of each task, and where in its list
     for group, row in enumerate(schedule.tasks):
         for position, task in enumerate(row):
             if task.stage >= schedule.stages or task.microbatch >= schedule.microbatches:
                 raise ScheduleError(
-                    f"{name}: {_at(group, position)}: {task} is outside of {schedule.stages} "
+                    f"{name}: {_where(group, position)}: {task} is outside of {schedule.stages} "
                     f"stages and {schedule.microbatches} microbatches."
                 )
             if schedule.group_of[task.stage] != group:
                 raise ScheduleError(
-                    f"{name}: {_at(group, position)}: {task} belongs to group "
+                    f"{name}: {_where(group, position)}: {task} belongs to group "
                     f"{schedule.group_of[task.stage]}, where stage {task.stage} is."
                 )
-            if task in found:
+            if task in positions:
                 raise ScheduleError(
-                    f"{name}: {_at(group, position)}: {task} was already run at "
-                    f"{_at(*found[task])}."
+                    f"{name}: {_where(group, position)}: {task} was already run at "
+                    f"{_where(*positions[task])}."
                 )
-            found[task] = group, position
+            positions[task] = group, position
     for stage in range(schedule.stages):
         for microbatch in range(schedule.microbatches):
-            _complete(schedule, stage, microbatch, found)
+            _check_complete(schedule, stage, microbatch, positions)
 
 
-def _complete(
-    schedule: Schedule, stage: int, microbatch: int, found: dict[Key, tuple[int, int]]
+def _check_complete(
+    schedule: Schedule, stage: int, microbatch: int, positions: dict[Key, tuple[int, int]]
 ) -> None:
-    """A forward, and a backward that is whole or in two parts; in training schedules."""
+    """Require a forward and, in training, a backward: whole or in two parts, not both."""
     b, w, whole = ("B", stage, microbatch), ("W", stage, microbatch), ("BW", stage, microbatch)
     missing = None
-    if ("F", stage, microbatch) not in found:
+    if ("F", stage, microbatch) not in positions:
         missing = ("F", stage, microbatch)
     elif schedule.forward_only:
         return
-    elif whole in found:
+    elif whole in positions:
         for part in (b, w):
-            if part in found:
+            if part in positions:
                 raise ScheduleError(
-                    f"{schedule.name}: {_at(*found[part])}: {Task(*part)} is already part of "
-                    f"{Task(*whole)} at {_at(*found[whole])}. Keep one of them."
+                    f"{schedule.name}: {_where(*positions[part])}: {Task(*part)} is already part "
+                    f"of {Task(*whole)} at {_where(*positions[whole])}. Keep one of them."
                 )
-    elif b not in found:
-        missing = b if w in found else whole
-    elif w not in found:
+    elif b not in positions:
+        missing = b if w in positions else whole
+    elif w not in positions:
         missing = w
     if missing is not None:
         raise ScheduleError(
@@ -145,18 +162,18 @@ def _complete(
         )
 
 
-def _at(group: int, position: int) -> str:
+def _where(group: int, position: int) -> str:
     return f"group {group}, position {position}"
 
 
 def _channels(schedule: Schedule, order: tuple[tuple[int, Task], ...]) -> Iterator[Channel]:
-    """Sends in the order of their tasks, receives in the order of the tasks that need them.
+    """Compare the results each group sends another with those the other needs, in their orders.
 
-    Every task runs once, so each result that is sent is taken, by name; whether also in order
-    matters to those who send without names.
+    Every task runs once, so each result that is sent is also needed. Transfers that carry the
+    name of their result work either way; those that are matched by order need `in_order`.
     """
-    sent: dict[tuple[int, int], list[Key]] = {}
-    taken: dict[tuple[int, int], list[Key]] = {}
+    sent: dict[tuple[int, int], list[Key]] = {}  # by (source, target), as the tasks give them
+    needed_by: dict[tuple[int, int], list[Key]] = {}  # by (source, target), as they are needed
     for group, task in order:
         for target in _receivers(schedule, task):
             if target != group:
@@ -164,13 +181,14 @@ def _channels(schedule: Schedule, order: tuple[tuple[int, Task], ...]) -> Iterat
         for needed in needs(task, schedule.stages):
             source = schedule.group_of[needed[1]]
             if source != group:
-                taken.setdefault((source, group), []).append(needed)
-    for (source, target), out in sorted(sent.items()):
-        yield Channel(source, target, len(out), out == taken[source, target])
+                needed_by.setdefault((source, group), []).append(needed)
+    for (source, target), results in sorted(sent.items()):
+        in_order = results == needed_by[source, target]
+        yield Channel(source, target, len(results), in_order)
 
 
 def _receivers(schedule: Schedule, task: Task) -> tuple[int, ...]:
-    """Groups of the tasks that wait for this one's result."""
+    """The groups of the tasks that need this one's result."""
     if task.kind == "F" and task.stage + 1 < schedule.stages:
         return (schedule.group_of[task.stage + 1],)
     if task.kind in ("B", "BW") and task.stage:
@@ -178,27 +196,24 @@ def _receivers(schedule: Schedule, task: Task) -> tuple[int, ...]:
     return ()
 
 
-def _ports(channels: tuple[Channel, ...], group: int) -> str:
-    ours = [channel for channel in channels if channel.source == group]
+def _sends(channels: tuple[Channel, ...], group: int) -> str:
     return ", ".join(
-        f"{c.transfers} to {c.target}" + ("" if c.in_order else " (not in order)") for c in ours
+        f"{channel.transfers} to {channel.target}{'' if channel.in_order else ' (not in order)'}"
+        for channel in channels
+        if channel.source == group
     )
 
 
-# Walk a schedule in an order in which it can run, or say who waits for whom.
+def execution_order(schedule: Schedule) -> Iterator[tuple[int, int, int]]:
+    """Yield tasks in an order in which they can run, or raise: who waits for whom.
 
-
-Unit = tuple[int, int, int]
-
-
-def walk(schedule: Schedule) -> Iterator[Unit]:
-    """`(group, first position, one past the last)` of tasks that can now run; two if overlapped.
-
-    Groups take turns, each going on until it must wait; so the same schedule gives the same
-    order everywhere.
+    A unit of work is `(group, first position, one past the last)`: one task, or two that overlap.
+    Groups take turns, each going on until it must wait, so a schedule has the same order in every
+    process. Linear in the number of tasks: a group that waits is looked at again only when the
+    result it waits for is there.
     """
     done: set[Key] = set()
-    waiting: dict[Key, list[int]] = {}
+    waiting: dict[Key, list[int]] = {}  # the groups that wait for a result
     at = [0] * schedule.groups
     turns = deque(range(schedule.groups))
     while turns:
@@ -222,6 +237,7 @@ def walk(schedule: Schedule) -> Iterator[Unit]:
 
 
 def _missing(unit: tuple[Task, ...], done: set[Key], stages: int) -> Key | None:
+    """The first input that is not there; the two tasks of a pair start together, so of both."""
     for task in unit:
         for needed in needs(task, stages):
             if needed not in done:
@@ -230,8 +246,8 @@ def _missing(unit: tuple[Task, ...], done: set[Key], stages: int) -> Key | None:
 
 
 def _deadlock(schedule: Schedule, stuck: dict[int, int], done: set[Key]) -> str:
-    """Follow who waits for whom, from the first stuck group, until it closes."""
-    homes = {gives(task): group for group, row in enumerate(schedule.tasks) for task in row}
+    """Say who waits for whom, from the first stuck group to one that was named already."""
+    group_of = {gives(task): group for group, row in enumerate(schedule.tasks) for task in row}
     group, seen, steps = min(stuck), set[int](), []
     while group not in seen:
         seen.add(group)
@@ -239,7 +255,7 @@ def _deadlock(schedule: Schedule, stuck: dict[int, int], done: set[Key]) -> str:
         stop = start + 2 if start in schedule.overlapped[group] else start + 1
         unit = schedule.tasks[group][start:stop]
         missing = _missing(unit, done, schedule.stages)
-        holder = homes.get(missing) if missing is not None else None
+        holder = group_of.get(missing) if missing is not None else None
         named = "+".join(map(str, unit))
         steps.append(
             f"group {group} waits at {named} (position {start}) for {missing and Task(*missing)}"
