@@ -1,4 +1,4 @@
-"""What a loss function may do between its marks: a pipeline gives what one `jax.jit` gives."""
+"""What a loss function may do between its stage ends: a pipeline gives what one `jax.jit` gives."""
 
 import jax
 import jax.numpy as jnp
@@ -299,7 +299,7 @@ def test_arguments_by_keyword():
         return jax.tree.map(lambda p, g: p - rate * g, params, grads), value
 
     params, (x, y) = layers(2), batch()
-    step = mw.pipeline(train, groups(2), microbatches=4, donate=0)
+    step = mw.pipeline(train, groups(2), microbatches=4, donate_argnums=0)
     expected = jax.jit(train)(params, x, y=y, rate=0.5)
     given = jax.tree.map(jnp.copy, params)
     assert step.explain(given, y=y, x=x, rate=0.5).stages[1].parameters == ("w1",)

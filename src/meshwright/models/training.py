@@ -142,7 +142,7 @@ def train_step(
     return after, {"loss": value, "grad_norm": optax.tree.norm(grads), **metrics}
 
 
-# Layers in stages: a scan over the layers of each, a mark between them.
+# Layers in stages: a scan over the layers of each, a stage end between them.
 
 
 Block = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
