@@ -168,8 +168,10 @@ def _parts(program: StagedProgram, flow: _Dataflow, atom: Atom) -> Parts:
         if len({stage for (_, stage), _ in parts}) > 1:
             program.stage_of_eqn[n] = None
             if adds:
-                return parts
-            return tuple((key, add_equation(program, eqn, key, var)) for key, var in parts)
+                # The 1.0 of `loss + w` is a part, too.
+                literals = [atom for atom in eqn.invars if is_literal(atom)]
+                return (*parts, *((NO_STAGE, literal) for literal in literals))
+            return tuple((key, add_equation(program, eqn, key, part)) for key, part in parts)
     return ((at, atom),)
 
 
@@ -197,9 +199,16 @@ def add_copy(
 
 
 def add_equation(program: StagedProgram, eqn: Eqn, key: StageKey, operand: Atom) -> Var:
-    """Add an equation to a stage that is like `eqn` with another operand; returns its variable."""
+    """Add an equation to a stage that is like `eqn` with another operand; returns its variable.
+
+    Without a stage it is recomputable, as its operand is.
+    """
     (fresh,) = jax.make_jaxpr(lambda x: x)(_shape_of(eqn.outvars[0])).jaxpr.invars
-    program.added.setdefault(key, []).append(eqn.replace(invars=[operand], outvars=[fresh]))
+    added = eqn.replace(invars=[operand], outvars=[fresh])
+    if key == NO_STAGE:
+        program.recomputable[fresh] = added
+    else:
+        program.added.setdefault(key, []).append(added)
     return fresh
 
 
