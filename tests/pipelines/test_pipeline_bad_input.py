@@ -218,6 +218,14 @@ def test_unknown_words():
     refused(chain_loss, "reduce: 'max' is not 'mean' or 'sum'", reduce="max")
 
 
+def test_errors_carry_the_option_they_speak_of():
+    wrong = {"donate_argnums": "x", "timeout": 0, "schedule": 3, "has_axu": True}
+    for option, value in wrong.items():
+        with pytest.raises(mw.errors.PipelineError) as caught:
+            mw.pipeline(aux_loss, groups(2), microbatches=4, **{option: value})
+        assert caught.value.option == option
+
+
 def test_unknown_options():
     with pytest.raises((TypeError, mw.errors.PipelineError), match="has_axu"):
         mw.pipeline(aux_loss, groups(2), microbatches=4, has_axu=True)(layers(2), *batch())

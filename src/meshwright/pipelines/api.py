@@ -62,6 +62,8 @@ def pipeline(
     >>> round(float(value), 3), grads["b"].shape
     (15.979, (4, 4))
     """
+    # Checked here, not at the first call: the user's line is still on the stack, no device was
+    # touched, and every process comes to the same verdict.
     if not callable(fn):
         fn = chain_stages(fn)
     check_integer("pipeline: microbatches", microbatches, error=ScheduleError)
@@ -113,6 +115,8 @@ def _check_timeout(timeout: Any) -> None:
 def _auto_axes(groups: Any) -> Groups:
     """Return groups whose axes are of type Auto; refuse others."""
     checked = as_groups(groups)
+    # With Explicit axes shardings are part of a variable's type. The step is traced once, under one
+    # mesh, and the variables between its equations keep their types in every group.
     for number, mesh in enumerate(checked.meshes):
         if any(kind != AxisType.Auto for kind in mesh.axis_types):
             raise PipelineError(

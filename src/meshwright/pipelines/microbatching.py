@@ -263,6 +263,7 @@ class _Call:
         """The positions of the arrays of argument `argnums` that have a gradient."""
         if not self.gradient:
             return []
+        # `jax.grad` refuses integers and keys, which modules hold beside their weights.
         arrays = self.parts[self.argnums].arrays
         return [n for n, x in enumerate(arrays) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
 
@@ -371,6 +372,7 @@ def _record_region(call: _Call, aux: Any, reduce: str | None, trace: RegionTrace
             roles.append(role)
             names.append(name)
             operands.append(array)
+    # After the loop, so that rows that do not divide are named first, and all lengths are known.
     check_same_rows(batch, call.cut, microbatches)
     # Closed-over arrays, tracers of the step among them, are constants of this trace. As operands
     # of the equation they stay visible to the step, which knows where each of them comes from.

@@ -49,7 +49,7 @@ class Program:
 
 def programs(stages: StageProgram, tasks: Iterable[TaskKey]) -> dict[TaskKey, Program]:
     """Return the programs of the tasks that a schedule names."""
-    keys = sorted(set(tasks))
+    keys = sorted(set(tasks))  # every process builds the same plan, and a set has no order
     own = {key: _equations(stages, *key) for key in keys}
     again = {key: recomputed(stages, variables_read(own[key])) for key in keys}
     computed = {key: {var for eqn in own[key] for var in eqn.outvars} for key in keys}
@@ -60,6 +60,7 @@ def programs(stages: StageProgram, tasks: Iterable[TaskKey]) -> dict[TaskKey, Pr
         defined = {var for eqn in body for var in eqn.outvars}
         used = dict.fromkeys([*variables_read(body), *sums[key].values()])
         ins[key] = tuple(var for var in used if var not in defined)
+    # Only now: what a task gives is what the inputs of all others ask for.
     results = _results(stages)
     by_task = {}
     for key in keys:
@@ -135,7 +136,10 @@ def _results(stages: StageProgram) -> set[Atom]:
 
 
 def _exclusive(key: TaskKey, other: TaskKey) -> bool:
-    """Whether two tasks never run for the same microbatch (BW, or B and W), or are the same."""
+    """Whether two tasks never run for the same microbatch, or are the same.
+
+    A schedule may have BW for some microbatches and B and W for others: neither feeds the other.
+    """
     kinds = (key[0], other[0])
     whole = TaskKind.BACKWARD in kinds and TaskKind.FORWARD not in kinds
     return key == other or (key[1] == other[1] and whole)
