@@ -6,6 +6,7 @@ import pytest
 from pipeline_helpers import batch, chain_loss, layers, normal
 
 import meshwright as mw
+from meshwright import _compat
 from meshwright.pipelines.stages import split_into_stages
 from meshwright.pipelines.task_programs import programs
 from meshwright.pipelines.tracing import trace_step
@@ -131,3 +132,15 @@ def test_state_stays_in_the_stage_that_uses_it_however_late_it_is_written():
     stages = split_into_stages(traced.region)
     tasks = programs(stages, [(kind, n) for kind in ("F", "BW") for n in range(3)])
     assert stages.outs[1] in tasks["F", 0].outs
+
+
+def test_constants_become_the_first_inputs_of_a_program():
+    table = jnp.arange(4.0)
+    closed = jax.make_jaxpr(lambda x: (2.0 * x + table, 1.0))(jnp.ones(4))
+    opened = _compat.constants_as_inputs(closed.jaxpr)
+    assert not opened.constvars
+    assert opened.invars == [*closed.jaxpr.constvars, *closed.jaxpr.invars]
+    assert [_compat.is_literal(atom) for atom in opened.outvars] == [False, True]
+    jc = _compat.jaxprs()
+    result, _ = jc.jaxpr_as_fun(jc.ClosedJaxpr(opened, ()))(*closed.consts, jnp.ones(4))
+    assert result.tolist() == [2.0, 3.0, 4.0, 5.0]

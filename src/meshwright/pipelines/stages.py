@@ -113,11 +113,11 @@ def split_into_stages(region: Region) -> StageProgram:
 # In: a flat jaxpr. Out: `eqns`, `stage_of_eqn`, `recomputable`. Invariant: no equation of `eqns` is
 # a stage end or reads the result of one, and an equation comes after all that it reads. Example,
 # for the loss mean((stage_end(x @ a) @ b) ** 2):
-#     h = dot x a        F0        dy = mul 2 y ...     BW1 (no result comes from it)
-#     i = stage_end h    taken out db = dot h dy        BW1
-#     y = dot i b        F1        dh = dot dy b        BW1
-#     l = mean y * y     F1        di = stage_end dh    taken out, it has backward=True
-#                                  da = dot x dh        BW0
+#     h = dot x a        F0           dy = mul y ...       BW1 (no result comes from it)
+#     i = stage_end h    taken out    db = dot h dy        BW1
+#     y = dot i b        F1           dh = dot dy b        BW1
+#     l = ...            F1           di = stage_end dh    taken out (backward=True)
+#                                     da = dot x dh        BW0
 
 
 def assign_stages_by_order(program: StagedProgram) -> None:

@@ -18,8 +18,9 @@ Sum = tuple[int, int]  # (result, part): a result may be added up in parts, one 
 class Program:
     """The equations of one task.
 
-    `eqns` begins with `recomputed`, which other tasks may compute too. `sums` are the values, made
-    here or taken as inputs, that the task adds to accumulators; they are not among `outs`.
+    `eqns` begins with `recomputed`, which other tasks may compute too. `outs` are what other tasks
+    take and results of single microbatches; `sums` are values, made here or taken as inputs, that
+    the task adds to accumulators.
     """
 
     kind: str
