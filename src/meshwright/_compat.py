@@ -251,6 +251,27 @@ Eqn: TypeAlias = Any  # `jax.extend.core.JaxprEqn`: one primitive, its operands,
 Aval: TypeAlias = Any  # `jax.core.ShapedArray`: shape and dtype of a variable
 
 
+def is_literal(atom: Atom) -> bool:
+    """Return whether an operand is a literal, which has a value but no name."""
+    return isinstance(atom, jaxprs().Literal)
+
+
+def constants_as_inputs(jaxpr: Jaxpr) -> Jaxpr:
+    """Return a jaxpr without constants: its `constvars` become its first `invars`.
+
+    The names of arguments and results in `debug_info` are dropped: with `jax_enable_checks` JAX
+    wants one for every input (jax 0.10 to 0.12).
+    """
+    return jaxprs().Jaxpr(
+        (),
+        [*jaxpr.constvars, *jaxpr.invars],
+        jaxpr.outvars,
+        jaxpr.eqns,
+        jaxpr.effects,
+        jaxpr.debug_info._replace(arg_names=None, result_paths=None),
+    )
+
+
 @functools.cache
 def known_primitives() -> dict[str, Any]:
     """The primitives that hold programs or add cotangents, which cutting must know by name."""

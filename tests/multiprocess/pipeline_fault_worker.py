@@ -93,7 +93,7 @@ def main() -> None:
         print(time.time(), flush=True)
     limit = 2.0 if fault == "hang" else LONG
     groups = mw.MpmdMesh(mesh, "pp")
-    step = mw.pipeline(fn, groups, microbatches=2, limit=limit)
+    step = mw.pipeline(fn, groups, microbatches=2, timeout=limit)
     evaluate = mw.pipeline(loss, groups, schedule="forward", microbatches=2)
     if local_groups == "values":
         print(time.time(), flush=True)

@@ -26,7 +26,7 @@ def batch(rows=8, width=4):
 
 
 def chain_loss(params, x, y):
-    """One layer per stage, a mark after each but the last."""
+    """One layer per stage, a stage end after each but the last."""
     *first, last = sorted(params)
     for name in first:
         x = mw.stage_end(jnp.tanh(x @ params[name]))

@@ -17,7 +17,7 @@ def refused(loss, match, *, at=None, arguments=None, **options):
 
 
 def looping(loop):
-    """A loss whose only mark stands inside of some control flow."""
+    """A loss whose only stage end stands inside of some control flow."""
 
     def loss(params, x, y):
         return jnp.mean((loop(lambda x: mw.stage_end(jnp.tanh(x @ params["w0"])), x) - y) ** 2)
@@ -34,14 +34,14 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_marks_inside_of_control_flow_are_refused_with_their_line(name):
+def test_stage_ends_inside_of_control_flow_are_refused_with_their_line(name):
     line = looping.__code__.co_firstlineno + 4
     match = rf"test_pipeline_bad_input\.py:{line} is inside of .*cannot be cut"
     refused(looping(LOOPS[name]), match)
     refused(looping(LOOPS[name]), match, schedule="forward")
 
 
-def test_marks_inside_of_an_inner_gradient_are_refused_with_their_line():
+def test_stage_ends_inside_of_an_inner_gradient_are_refused_with_their_line():
     def loss(params, x, y):
         def inner(x):
             return jnp.sum(mw.stage_end(jnp.tanh(x @ params["w0"])) @ params["w1"])
@@ -52,26 +52,27 @@ def test_marks_inside_of_an_inner_gradient_are_refused_with_their_line():
     refused(loss, r"is inside of a gradient", schedule="forward")
 
 
-def test_a_mark_whose_result_is_dropped_is_refused_with_its_line():
+def test_a_stage_end_whose_result_is_dropped_is_refused_with_its_line():
     def loss(params, x, y):
         mw.stage_end(jnp.tanh(x @ params["w0"]))
         return chain_loss(params, x, y)
 
-    match = r"test_pipeline_bad_input\.py:\d+: its result is not used.*Write y = stage\(y\)"
+    match = r"test_pipeline_bad_input\.py:\d+: its result is not used.*Write y = stage_end\(y\)"
     refused(loss, match)
     refused(loss, match, schedule="forward")
 
 
-def test_marks_of_whole_numbers_are_refused():
+def test_stage_ends_of_integers_are_refused():
     def loss(params, x, y):
         return chain_loss(params, x, y) + mw.stage_end(jnp.arange(3))[0]
 
     refused(loss, r"test_pipeline_bad_input\.py:\d+: no array of floating-point numbers")
 
 
-def test_marks_of_nothing_are_refused():
+def test_stage_ends_of_nothing_are_refused():
     with pytest.raises(
-        mw.errors.PipelineError, match=r"test_pipeline_bad_input\.py:\d+: nothing to go on"
+        mw.errors.PipelineError,
+        match=r"test_pipeline_bad_input\.py:\d+: got an empty tree; pass the arrays",
     ):
         mw.stage_end(())
 
@@ -91,7 +92,7 @@ def test_a_bad_leaf_of_a_batch_is_named():
     refused(loss, "argument 1, y: 7 rows", arguments=(layers(2), {"x": x, "y": y[:7]}))
 
 
-def test_no_marks_with_several_groups():
+def test_no_stage_ends_with_several_groups():
     def loss(params, x, y):
         return jnp.mean((x @ params["w0"] - y) ** 2)
 
@@ -99,7 +100,7 @@ def test_no_marks_with_several_groups():
     refused(loss, match)
 
 
-def test_more_marks_than_groups_have_stages():
+def test_more_stage_ends_than_groups_have_stages():
     arguments = (layers(4), *batch())
     match = "2 groups make 2 stages, not 4.* Marks in the function: 3; one stage per group takes 1"
     refused(chain_loss, match, arguments=arguments)
@@ -138,7 +139,7 @@ def test_nonsense_microbatches(count):
     refused(chain_loss, "microbatches", microbatches=count)
 
 
-def test_marks_outside_of_the_differentiated_function():
+def test_stage_ends_outside_of_the_differentiated_function():
     def train_step(params, x, y):
         x = mw.stage_end(x * 2)
         return mw.value_and_grad(chain_loss)(params, x, y)
@@ -217,6 +218,14 @@ def test_unknown_words():
     refused(chain_loss, "reduce: 'max' is not 'mean' or 'sum'", reduce="max")
 
 
+def test_errors_carry_the_option_they_speak_of():
+    wrong = {"donate_argnums": "x", "timeout": 0, "schedule": 3, "has_axu": True}
+    for option, value in wrong.items():
+        with pytest.raises(mw.errors.PipelineError) as caught:
+            mw.pipeline(aux_loss, groups(2), microbatches=4, **{option: value})
+        assert caught.value.option == option
+
+
 def test_unknown_options():
     with pytest.raises((TypeError, mw.errors.PipelineError), match="has_axu"):
         mw.pipeline(aux_loss, groups(2), microbatches=4, has_axu=True)(layers(2), *batch())
@@ -265,7 +274,7 @@ def test_deleted_arguments_are_named():
 
 
 def test_donating_an_argument_that_is_not_there():
-    refused(chain_loss, "donate", donate=7)
+    refused(chain_loss, "donate_argnums=7", donate_argnums=7)
 
 
 def test_groups_that_are_none():
@@ -292,10 +301,10 @@ def test_an_array_is_donated_once():
 
     params = layers(2)
     match = "arguments 0/w0 and 1/w0 are the same array, donated twice. Copy one"
-    refused(train, match, arguments=(params, params, *batch()), donate=(0, 1))
+    refused(train, match, arguments=(params, params, *batch()), donate_argnums=(0, 1))
     assert not params["w0"].is_deleted()
     copied = jax.tree.map(jnp.copy, params)
-    mw.pipeline(train, groups(2), microbatches=4, donate=(0, 1))(copied, params, *batch())
+    mw.pipeline(train, groups(2), microbatches=4, donate_argnums=(0, 1))(copied, params, *batch())
 
 
 def test_what_is_cut_is_not_whole():

@@ -6,17 +6,18 @@ import pytest
 from pipeline_helpers import batch, chain_loss, layers, normal
 
 import meshwright as mw
-from meshwright.pipelines.stages import cut
+from meshwright import _compat
+from meshwright.pipelines.stages import split_into_stages
 from meshwright.pipelines.task_programs import programs
-from meshwright.pipelines.tracing import read
+from meshwright.pipelines.tracing import trace_step
 from meshwright.trees.split import split_arrays
 
 SPLIT = ("F", "B", "W")
 
 
 def tasks_of(loss, *arguments, kinds=SPLIT):
-    traced = read(loss, split_arrays(arguments), 4, False, {})
-    stages = cut(traced.region)
+    traced = trace_step(loss, split_arrays(arguments), 4, False, {})
+    stages = split_into_stages(traced.region)
     keys = [(kind, stage) for kind in kinds for stage in range(stages.stages)]
     names = dict(zip(stages.invars, traced.region.names, strict=True))
     return programs(stages, keys), names
@@ -61,7 +62,7 @@ def test_casts_at_the_top_are_computed_where_they_are_used():
         return chain_loss(low, x.astype(jnp.bfloat16), y)
 
     tasks, names = tasks_of(loss, layers(3), *batch())
-    assert all(len(tasks["F", n].cloned) == 1 for n in range(3))
+    assert all(len(tasks["F", n].recomputed) == 1 for n in range(3))
     assert takes(tasks["F", 1], names) == {"argument 0, w1"}
     assert all(tasks["W", n].sums for n in range(3) if products(tasks["W", n]))
 
@@ -127,7 +128,19 @@ def test_state_stays_in_the_stage_that_uses_it_however_late_it_is_written():
         return jnp.mean((out - y) ** 2), 0.9 * state + jnp.mean(h, axis=0)
 
     arguments = (layers(3), *batch(), jnp.zeros(4))
-    traced = read(loss, split_arrays(arguments), 4, False, {"carry": 3})
-    stages = cut(traced.region)
+    traced = trace_step(loss, split_arrays(arguments), 4, False, {"carry": 3})
+    stages = split_into_stages(traced.region)
     tasks = programs(stages, [(kind, n) for kind in ("F", "BW") for n in range(3)])
     assert stages.outs[1] in tasks["F", 0].outs
+
+
+def test_constants_become_the_first_inputs_of_a_program():
+    table = jnp.arange(4.0)
+    closed = jax.make_jaxpr(lambda x: (2.0 * x + table, 1.0))(jnp.ones(4))
+    opened = _compat.constants_as_inputs(closed.jaxpr)
+    assert not opened.constvars
+    assert opened.invars == [*closed.jaxpr.constvars, *closed.jaxpr.invars]
+    assert [_compat.is_literal(atom) for atom in opened.outvars] == [False, True]
+    jc = _compat.jaxprs()
+    result, _ = jc.jaxpr_as_fun(jc.ClosedJaxpr(opened, ()))(*closed.consts, jnp.ones(4))
+    assert result.tolist() == [2.0, 3.0, 4.0, 5.0]

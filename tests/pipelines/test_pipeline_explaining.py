@@ -137,7 +137,7 @@ def test_the_timeline_shows_itself(step):
 
 
 def test_the_timeline_does_not_eat_donated_arguments():
-    donating = mw.pipeline(loss, groups(), microbatches=4, donate=0)
+    donating = mw.pipeline(loss, groups(), microbatches=4, donate_argnums=0)
     params = jax.tree.map(jnp.copy, PARAMS)
     donating.timeline(params, ROWS)
     assert not params["a"].is_deleted()

@@ -1,4 +1,4 @@
-"""A list of stage functions is the same pipeline as a function with marks."""
+"""A list of stage functions is the same pipeline as a function with stage ends."""
 
 import jax
 import jax.numpy as jnp

@@ -78,7 +78,11 @@ def test_tied_weights_across_groups_of_different_sizes():
         return train_step
 
     step = mw.pipeline(
-        trainer(mw.value_and_grad(loss)), at, schedule="zb-h1", microbatches=2, donate=(0, 1)
+        trainer(mw.value_and_grad(loss)),
+        at,
+        schedule="zb-h1",
+        microbatches=2,
+        donate_argnums=(0, 1),
     )
     by_jit = jax.jit(trainer(looped(loss, 2)))
     theirs = (params, tx.init(params))

@@ -1,4 +1,4 @@
-"""Models of Flax NNX, Flax Linen and Equinox run as pipelines with marks and nothing else."""
+"""Models of Flax NNX, Flax Linen and Equinox run as pipelines with stage ends and nothing else."""
 
 import equinox as eqx
 import jax

@@ -66,7 +66,7 @@ def test_parameters_after_20_steps(name):
 def test_donated_parameters_are_used_up():
     tx = optax.adamw(1e-2)
     train_step = trainer(tx, mw.value_and_grad(chain_loss))
-    step = mw.pipeline(train_step, groups(2), microbatches=4, donate=(0, 1))
+    step = mw.pipeline(train_step, groups(2), microbatches=4, donate_argnums=(0, 1))
     by_jit = jax.jit(trainer(tx, looped(chain_loss, 4)))
     theirs = (layers(2), tx.init(layers(2)))
     local_groups = step(layers(2), tx.init(layers(2)), *batch())[:2]  # they lie in their groups now
@@ -88,7 +88,7 @@ def on_device_7(tree):
 def test_donated_parameters_that_had_to_be_moved_are_used_up_too():
     tx = optax.adamw(1e-2)
     step = mw.pipeline(
-        trainer(tx, mw.value_and_grad(chain_loss)), groups(2), microbatches=4, donate=(0, 1)
+        trainer(tx, mw.value_and_grad(chain_loss)), groups(2), microbatches=4, donate_argnums=(0, 1)
     )
     params, rest = on_device_7(layers(2)), on_device_7(batch())
     state = jax.tree.map(jnp.copy, tx.init(params))
@@ -106,7 +106,7 @@ def test_what_shares_memory_with_a_donated_array_stays():
         params["w0"], jax.sharding.NamedSharding(mw.mesh("tp:1", devices=jax.devices()[7:]), P())
     )
     assert same.unsafe_buffer_pointer() == params["w0"].unsafe_buffer_pointer()
-    step = mw.pipeline(chain_loss, groups(2), microbatches=4, donate=0)
+    step = mw.pipeline(chain_loss, groups(2), microbatches=4, donate_argnums=0)
     step(params, x, y)
     assert params["w1"].is_deleted()
     assert_close(same, layers(2)["w0"], 0)
@@ -114,7 +114,7 @@ def test_what_shares_memory_with_a_donated_array_stays():
 
 def test_an_array_that_is_also_an_argument_of_another_kind_stays():
     params = on_device_7(layers(2))
-    step = mw.pipeline(chain_loss, groups(2), microbatches=4, donate=0)
+    step = mw.pipeline(chain_loss, groups(2), microbatches=4, donate_argnums=0)
     step(params, params["w0"], params["w0"])
     assert params["w1"].is_deleted() and not params["w0"].is_deleted()
 
@@ -228,7 +228,7 @@ def test_donated_parameters_that_come_back_as_they_are():
         twice = 2 * params["w1"]  # something alike that could lie in its place
         return {**params, "w0": params["w0"] - 0.1 * grads["w0"]}, value, norm, twice
 
-    step = mw.pipeline(train_step, groups(2), microbatches=4, donate=0)
+    step = mw.pipeline(train_step, groups(2), microbatches=4, donate_argnums=0)
     params, *_ = step(layers(2), *batch())
     params, *_ = step(params, *batch())
     assert_close({"w1": params["w1"]}, {"w1": layers(2)["w1"]}, 0)

@@ -1,4 +1,4 @@
-"""Remat, scans, jitted functions around marks, and what is traced again."""
+"""Remat, scans, jitted functions around stage ends, and what is traced again."""
 
 import functools
 
@@ -23,7 +23,7 @@ both = pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 
 
 @both
-def test_remat_within_stages_and_around_marks(schedule):
+def test_remat_within_stages_and_around_stage_ends(schedule):
     def loss(params, x, y):
         @jax.checkpoint
         def block(w, x):
@@ -68,7 +68,7 @@ def test_one_stack_of_layers_scanned_in_pieces():
     assert_same_step(loss, normal(0, 4, 4, 4) / 2, *batch(), at=groups(3), schedule="zb-h1")
 
 
-def test_marks_inside_jitted_and_vmapped_functions():
+def test_stage_ends_inside_jitted_and_vmapped_functions():
     @jax.jit
     def two(params, x):
         return mw.stage_end(jnp.tanh(mw.stage_end(jnp.tanh(x @ params["w0"])) @ params["w1"]))
@@ -82,7 +82,7 @@ def test_marks_inside_jitted_and_vmapped_functions():
     assert_same_step(loss, layers(3), *batch(), at=groups(4))
 
 
-def test_one_marked_function_called_for_every_layer():
+def test_one_function_with_a_stage_end_called_for_every_layer():
     @jax.jit
     def layer(w, x):
         return mw.stage_end(jnp.tanh(x @ w))
@@ -141,7 +141,7 @@ def test_remat_around_the_whole_loss():
     assert [g.sharding.device_set for g in grads.values()] == [{d} for d in jax.devices()[:3]]
 
 
-def test_remat_around_one_function_with_marks_called_for_every_layer():
+def test_remat_around_one_function_with_stage_ends_called_for_every_layer():
     @jax.checkpoint
     def layer(params, x):
         x = mw.stage_end(jnp.sin(x @ params["a"]))

@@ -1,4 +1,4 @@
-"""What a loss function may do between its marks: a pipeline gives what one `jax.jit` gives."""
+"""What a loss function may do between its stage ends: a pipeline gives what one `jax.jit` gives."""
 
 import jax
 import jax.numpy as jnp
@@ -239,7 +239,31 @@ def test_scalar_parameters_used_in_several_stages():
     assert_same_step(loss, params, *batch(), at=groups(2), schedule="zb-h1")
 
 
-def test_whole_numbers_among_parameters_have_no_gradient():
+@both
+def test_a_constant_is_a_part_of_a_gradient_that_several_stages_make(schedule):
+    def loss(params, x, y):
+        scale = -params["scale"]
+        x = mw.stage_end(jnp.tanh(x @ params["w0"]) * scale)
+        return jnp.mean((x @ params["w1"] * scale - y) ** 2) + params["scale"]
+
+    params = {**layers(2), "scale": jnp.float32(1.5)}
+    assert_same_step(loss, params, *batch(), at=groups(2), schedule=schedule)
+
+
+@both
+def test_casts_of_a_constant_part_of_a_gradient(schedule):
+    def loss(params, x, y):
+        scale = params["scale"].astype(jnp.float32)
+        x = mw.stage_end(jnp.tanh(x @ params["w0"]) * scale)
+        return jnp.mean((x @ params["w1"] * scale - y) ** 2) + jnp.sum(scale)
+
+    params = {**layers(2), "scale": normal(7, 4).astype(jnp.bfloat16)}
+    step = mw.pipeline(loss, groups(2), schedule=schedule, microbatches=4)
+    expected = jax.jit(looped(loss, 4))(params, *batch())
+    assert_close(step(params, *batch()), expected, rtol=1e-2)  # parts are added in bfloat16
+
+
+def test_integers_among_parameters_have_no_gradient():
     def loss(params, x, y):
         x = mw.stage_end(jnp.tanh(x @ params["w0"]) * params["times"])
         return jnp.mean((x @ params["w1"] - y) ** 2)
@@ -299,7 +323,7 @@ def test_arguments_by_keyword():
         return jax.tree.map(lambda p, g: p - rate * g, params, grads), value
 
     params, (x, y) = layers(2), batch()
-    step = mw.pipeline(train, groups(2), microbatches=4, donate=0)
+    step = mw.pipeline(train, groups(2), microbatches=4, donate_argnums=0)
     expected = jax.jit(train)(params, x, y=y, rate=0.5)
     given = jax.tree.map(jnp.copy, params)
     assert step.explain(given, y=y, x=x, rate=0.5).stages[1].parameters == ("w1",)

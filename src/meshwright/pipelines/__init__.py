@@ -1,1 +1,28 @@
-"""In: a function with stage marks, groups, a schedule. Out: a step that runs it as a pipeline."""
+"""Run an ordinary function as a pipeline over groups of devices.
+
+In: a function with stage ends (`stage_mark.py`) around a loss that `value_and_grad`
+(`microbatching.py`) differentiates, groups of devices, a schedule. Out: a `PipelineStep`
+(`step.py`) that is called like the function. `api.py` checks what is asked for; `arguments.py` puts
+the arguments of a call in order.
+
+The first call with arguments of a kind makes a plan. `plan.py` runs seven passes, then compiles:
+
+1. `tracing.py`: trace the step, inline `jit` and what else hides stage ends, find the region of
+   microbatches.
+2. `stages.py`: inline remats, assign every equation of the region to a stage, forward or backward.
+   The equations and their stages are a `StagedProgram` (`staged_program.py`).
+3. `stage_outputs.py`: give every result and carried value a stage, and split gradients into one
+   part per stage.
+4. `task_programs.py`: the equations of each task of the schedule: its inputs, its outputs, and what
+   it adds up over microbatches.
+5. `mesh_rewrite.py`: rewrite meshes and shardings in equations to the group that runs them. Passes
+   6 and 7 call it for every program they make.
+6. `build_tasks.py`: tasks, slices of the batch, accumulators and transfers as operations on slots.
+7. `build_step.py`: what runs before and after the tasks (casts, the optimizer) as operations too;
+   pass 6 runs between the two. `outer_program.py` decides which group runs each equation.
+
+Passes 6 and 7 write into a `StepBuilder` (`step_graph.py`), which holds slots, operations and where
+values lie. A call then binds its arguments to slots and executes the operations of this process
+(`runtime.py`). In several processes the plans are compared before the first step
+(`consistency.py`). `explanation.py` and `profiling.py` are `step.explain()` and `step.timeline()`.
+"""

@@ -1,17 +1,18 @@
-"""`pipeline(...)`: what is asked for, checked before anything is traced."""
+"""`pipeline(...)`: checks what is asked for, before anything is traced, and makes the step."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from jax.sharding import AxisType
 
 from meshwright._checks import check_integer
 from meshwright.errors import PipelineError, ScheduleError, near, short
 from meshwright.mpmd.groups import Groups, as_groups
-from meshwright.pipelines.arguments import takes_places
+from meshwright.pipelines.arguments import takes_positional
+from meshwright.pipelines.microbatching import MicrobatchOptions
 from meshwright.pipelines.plan import Planner
 from meshwright.pipelines.stage_mark import stage_end
 from meshwright.pipelines.step import PipelineStep
@@ -29,23 +30,27 @@ def pipeline(
     microbatches: int,
     rules: Any = None,
     unused: str = "error",
-    donate: int | Sequence[int] = (),
-    limit: float = 60.0,
-    **options: Any,
+    donate_argnums: int | Sequence[int] = (),
+    timeout: float = 60.0,
+    **options: Unpack[MicrobatchOptions],
 ) -> PipelineStep:
-    """A step that runs as a pipeline over groups; call it like `fn`.
+    """Make a step that runs as a pipeline over groups; call it like `fn`.
 
-    `fn` is a loss function (the step then gives its value and gradients, with the options of
+    `fn` is a loss function (the step then gives its value and gradients, with the `options` of
     `value_and_grad`), a whole training step that calls `value_and_grad`, or a list of stage
     functions `f(params[i], x)`. `groups` is an `MpmdMesh`, a `MeshGroups` or a list of meshes.
-    `schedule` is a name, a `Schedule` or an `Auto`; "forward" has no gradients. Arguments but the
-    first are cut along dim 0 into `microbatches`. `rules` say how parameters are split inside
-    their groups, and `unused` whether all must be obeyed, as in `partition`; by default shapes
-    decide. Arguments that `donate` names are given up. The first call with arguments of a kind
+    `schedule` is a name, a `Schedule` or an `Auto`; "forward" has no gradients, and `outputs` then
+    says how results are reduced, as `aux` does. Arguments but the first are cut along dim 0 into
+    `microbatches`. `rules` say how parameters are split inside their groups, and `unused` whether
+    all must be obeyed, as in `partition`; by default shapes decide. Arguments that
+    `donate_argnums` numbers are given up, as in `jax.jit`. The first call with arguments of a kind
     traces, cuts and compiles.
 
     In several processes all call it, best as `with pipeline(...) as step`. When one of them
-    fails, or makes no progress for `limit` seconds, all end with a line that says why.
+    fails, or makes no progress for `timeout` seconds, all end with a line that says why.
+
+    Raises `PipelineError` for options that are wrong by themselves; what depends on the arguments
+    is checked at the first call.
 
     >>> import jax, jax.numpy as jnp, meshwright as mw
     >>> def loss(params, x):
@@ -57,51 +62,78 @@ def pipeline(
     >>> round(float(value), 3), grads["b"].shape
     (15.979, (4, 4))
     """
+    # Checked here, not at the first call: the user's line is still on the stack, no device was
+    # touched, and every process comes to the same verdict.
     if not callable(fn):
-        fn = chained(fn)
+        fn = chain_stages(fn)
     check_integer("pipeline: microbatches", microbatches, error=ScheduleError)
-    donated = donate if isinstance(donate, (tuple, list)) else (donate,)
-    if any(isinstance(n, bool) or not isinstance(n, int) for n in donated):
-        raise PipelineError(f"donate: {short(donate)} is not an argument's number, or several.")
-    _check_options(schedule, limit, options)
+    donated = _argument_numbers(donate_argnums)
+    _check_options(options)
+    _check_schedule(schedule)
+    _check_timeout(timeout)
     layouts = Layouts(_auto_axes(groups), rules, unused)
-    planner = Planner(takes_places(fn), layouts, schedule, microbatches, tuple(donated), options)
-    return PipelineStep(planner, limit)
+    planner = Planner(takes_positional(fn), layouts, schedule, microbatches, donated, dict(options))
+    return PipelineStep(planner, timeout)
 
 
-def _check_options(schedule: Any, limit: Any, options: dict[str, Any]) -> None:
-    known = ("argnums", "has_aux", "reduce", "aux", "carry", "whole", "cut", "outputs")
+def _argument_numbers(numbers: Any) -> tuple[int, ...]:
+    """Check `donate_argnums`; whether there are such arguments is known at the first call."""
+    as_list = numbers if isinstance(numbers, (tuple, list)) else (numbers,)
+    if any(isinstance(n, bool) or not isinstance(n, int) for n in as_list):
+        raise PipelineError(
+            f"donate_argnums: expected an int or a sequence of ints, got {short(numbers)}.",
+            option="donate_argnums",
+        )
+    return tuple(as_list)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    # Whether an option fits the step (`outputs` or `aux`) is known once it was traced.
+    known = tuple(MicrobatchOptions.__annotations__)
     for name in options:
         if name not in known:
-            raise PipelineError(
-                f"pipeline has no option {name!r}.{near(name, (*known, 'donate', 'rules'))}"
-            )
+            hint = near(name, (*known, "donate_argnums", "rules", "timeout"))
+            raise PipelineError(f"pipeline has no option {name!r}.{hint}", option=name)
+
+
+def _check_schedule(schedule: Any) -> None:
     if isinstance(schedule, str):
         check_name(schedule)
     elif not isinstance(schedule, (Schedule, Auto)):
-        raise PipelineError(f"schedule: {short(schedule)} is not a name, a Schedule or an Auto.")
-    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
-        raise PipelineError(f"limit: {short(limit)} is not a number of seconds.")
+        raise PipelineError(
+            f"schedule: {short(schedule)} is not a name, a Schedule or an Auto.", option="schedule"
+        )
+
+
+def _check_timeout(timeout: Any) -> None:
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise PipelineError(
+            f"timeout: {short(timeout)} is not a number of seconds.", option="timeout"
+        )
 
 
 def _auto_axes(groups: Any) -> Groups:
-    """Groups whose axes the compiler may use as it likes; others are refused."""
-    found = as_groups(groups)
-    for number, mesh in enumerate(found.meshes):
+    """Return groups whose axes are of type Auto; refuse others."""
+    checked = as_groups(groups)
+    # With Explicit axes shardings are part of a variable's type. The step is traced once, under one
+    # mesh, and the variables between its equations keep their types in every group.
+    for number, mesh in enumerate(checked.meshes):
         if any(kind != AxisType.Auto for kind in mesh.axis_types):
             raise PipelineError(
                 f"group {number}: its mesh has axes that are not of type Auto. Pipelines leave "
                 "shardings inside a group to the compiler: make the mesh with mw.mesh, or with "
-                "axis_types=(AxisType.Auto, ...)."
+                "axis_types=(AxisType.Auto, ...).",
+                option="groups",
             )
-    return found
+    return checked
 
 
-# A list of stage functions as one function with marks.
+# A list of stage functions becomes one function with stage ends, so that there is one kind of input
+# to everything that follows.
 
 
-def chained(functions: Any) -> Callable[..., Any]:
-    """Stage functions one after the other: `f(params[i], x)` gives the next one's `x`.
+def chain_stages(functions: Any) -> Callable[..., Any]:
+    """Call stage functions one after the other: `f(params[i], x)` gives the next one's `x`.
 
     The first takes the batch, or the beginning of it if it has no room for more. A later one that
     asks for more than `x` gets the end of the batch: `loss(params, x, labels)`.
@@ -109,11 +141,13 @@ def chained(functions: Any) -> Callable[..., Any]:
     if not isinstance(functions, Sequence) or not functions or not all(map(callable, functions)):
         raise PipelineError(f"{short(functions)} is not a function or a list of stage functions.")
     first, *later = functions
-    labels = [max(0, _asked(function) - 1) for function in later]
+    # How many arrays from the end of the batch each later function asks for.
+    labels = [max(0, _required_after_params(function) - 1) for function in later]
 
     def chain(params: Any, *batch: Any) -> Any:
         _check_parameters(params, len(functions))
-        taken = len(batch) if _has_room(first, len(batch)) else _asked(first)
+        accepts_all = _accepts(first, len(batch))
+        taken = len(batch) if accepts_all else _required_after_params(first)
         if taken + max(labels, default=0) < len(batch):
             raise PipelineError(
                 f"argument {taken + 1} goes to no stage function. The first takes {taken} after "
@@ -121,24 +155,25 @@ def chained(functions: Any) -> Callable[..., Any]:
                 "f(params, x, labels)."
             )
         value = first(params[0], *batch[:taken])
-        for before, function, own, count in zip(
+        for before, function, stage_params, count in zip(
             functions[:-1], later, params[1:], labels, strict=True
         ):
-            given = stage_end(value, getattr(before, "__name__", None))
-            value = function(own, given, *batch[len(batch) - count :])
+            x = stage_end(value, getattr(before, "__name__", None))
+            value = function(stage_params, x, *batch[len(batch) - count :])
         return value
 
     return chain
 
 
-def _asked(function: Callable[..., Any]) -> int:
-    """How many arguments a stage function needs after its parameters."""
+def _required_after_params(function: Callable[..., Any]) -> int:
+    """How many positional arguments without defaults a stage function has after its parameters."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    found = inspect.signature(function).parameters.values()
-    return sum(one.kind in kinds and one.default is one.empty for one in found) - 1
+    parameters = inspect.signature(function).parameters.values()
+    return sum(p.kind in kinds and p.default is p.empty for p in parameters) - 1
 
 
-def _has_room(function: Callable[..., Any], count: int) -> bool:
+def _accepts(function: Callable[..., Any], count: int) -> bool:
+    """Whether a stage function can be called with its parameters and `count` arguments."""
     try:
         inspect.signature(function).bind(None, *[None] * count)
     except TypeError:

@@ -10,10 +10,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from meshwright._compat import is_literal
 from meshwright.errors import PipelineError
 from meshwright.pipelines import outer_program
 from meshwright.pipelines.build_tasks import Part, Sums, Tasks
-from meshwright.pipelines.outer_program import EVERYWHERE, Node, Phase, is_literal, size
+from meshwright.pipelines.outer_program import EVERYWHERE, Node, Phase, size
 from meshwright.pipelines.stages import StageProgram
 from meshwright.pipelines.step_graph import StepBuilder, TaskFunction
 from meshwright.pipelines.task_programs import Program, TaskKey
@@ -55,7 +56,7 @@ def _homes(
     traced: Traced, cut: StageProgram, programs: dict[TaskKey, Program], proof: Proof
 ) -> dict[Any, int]:
     """Where parameters live: in the group of the first stage that uses them."""
-    made = {var for eqn in traced.before for var in eqn.outvars}
+    made = {var for eqn in traced.prologue for var in eqn.outvars}
     arguments = set(traced.invars) | made
     operand = dict(zip(cut.invars, traced.operands, strict=True))
     split = {
@@ -75,12 +76,12 @@ def _homes(
 
 def _before(traced: Traced, builder: StepBuilder, group_of_var: dict[Any, int]) -> None:
     """What is done to parameters before the microbatches, where they are used; else in group 0."""
-    nodes = [outer_program.equation_node(eqn) for eqn in traced.before]
+    nodes = [outer_program.equation_node(eqn) for eqn in traced.prologue]
     found = dict(group_of_var)
     outer_program.assign_groups(nodes, found)
     builder.group_of_var.update((var, at) for var, at in found.items() if var in builder.arguments)
     made = {var: node for node in nodes for var in node.outs}
-    later = [var for eqn in traced.after for var in eqn.invars]
+    later = [var for eqn in traced.epilogue for var in eqn.invars]
     wanted = {
         var: 0 if made[var].group == EVERYWHERE else made[var].group or 0
         for var in (*traced.operands, *later, *traced.outvars)
@@ -103,7 +104,7 @@ def _after(
     donated: frozenset[int],
 ) -> tuple[dict[int, int], ...]:
     nodes = _results(traced, cut, tasks, sums, group_of_var)
-    nodes += [outer_program.equation_node(eqn) for eqn in traced.after]
+    nodes += [outer_program.equation_node(eqn) for eqn in traced.epilogue]
     for node in nodes:
         if node.group is not None:
             group_of_var.update(dict.fromkeys(node.outs, node.group))

@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshwright import _compat
+from meshwright._compat import is_literal
 from meshwright.errors import PipelineError
 from meshwright.pipelines.mesh_rewrite import rewrite_to_group_mesh
 from meshwright.pipelines.outer_program import Node
-from meshwright.pipelines.staged_program import FREE
+from meshwright.pipelines.staged_program import NO_STAGE
 from meshwright.pipelines.stages import StageProgram
 from meshwright.pipelines.step_graph import StepBuilder, TaskFunction
 from meshwright.pipelines.task_programs import Program, Sum, TaskKey, all_sums, recomputed
-from meshwright.pipelines.tracing import Traced, program_of
+from meshwright.pipelines.tracing import Traced, equations_as_function
 from meshwright.schedules.validation import Proof
 
 
@@ -120,7 +120,7 @@ class Tasks:
         """The program of a task, with what it adds up: sums come first, and are given up."""
         program, group = self.programs[key], self.group(key)
         eqns = rewrite_to_group_mesh(program.eqns, self.builder.layouts.groups, group)
-        run = program_of(program.ins, [*program.outs, *program.sums.values()], eqns)
+        run = equations_as_function(program.ins, [*program.outs, *program.sums.values()], eqns)
         run = self.batch.picking(run, program.ins)
         adds = [self.sums.add(number) for number in program.sums]
         count, given = len(adds), len(program.outs)
@@ -233,22 +233,21 @@ class Sums:
         """The parts of a result that are the same for every microbatch."""
         place = number - len(self.cut.outs)
         if place >= 0:
-            return [var for home, var in self.cut.grads[place] if home == FREE]
+            return [var for home, var in self.cut.grads[place] if home == NO_STAGE]
         return [] if (number, 0) in self.vars else [self.cut.outs[number]]
 
     def _constant(self, var: Any, group: int) -> Any:
-        jc = _compat.jaxprs()
-        if isinstance(var, jc.Literal):
+        if is_literal(var):
             return jnp.full(var.aval.shape, var.val, var.aval.dtype)
         eqns = recomputed(self.cut, [var])
         made = {v for eqn in eqns for v in eqn.outvars}
-        used = {v for e in eqns for v in e.invars if not isinstance(v, jc.Literal)}
+        used = {v for e in eqns for v in e.invars if not is_literal(v)}
         if var not in made or used - made:
             raise PipelineError(
                 "a result depends on parameters, constants or keys alone, not on the batch. "
                 "Compute it outside of the differentiated function."
             )
-        return program_of(
+        return equations_as_function(
             (), (var,), rewrite_to_group_mesh(eqns, self.builder.layouts.groups, group)
         )()[0]
 

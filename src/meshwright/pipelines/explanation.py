@@ -137,7 +137,7 @@ def _note(plan: Plan, stage: int, names: Sequence[str], flops: dict[TaskKey, flo
     owned = _parameters(plan, tasks.values())
     recomputed: collections.Counter[str] = collections.Counter()
     for program in tasks.values():
-        recomputed.update(eqn.primitive.name for eqn in program.cloned)
+        recomputed.update(eqn.primitive.name for eqn in program.recomputed)
     back = {key: flops[key] for key in tasks if key[0] != "F" and key in flops}
     # BW stands for B and W together; count one of the two ways.
     back = {key: f for key, f in back.items() if key[0] == "BW"} or back
@@ -174,7 +174,7 @@ def _arguments(plan: Plan, operand: Any) -> list[int]:
     Those of its own shape, if there are any: a cast or scaled parameter, not its scale.
     """
     arguments = plan.assembled.builder.arguments
-    makers = {var: eqn for eqn in plan.traced.before for var in eqn.outvars}
+    makers = {var: eqn for eqn in plan.traced.prologue for var in eqn.outvars}
     found, queue = set[Any](), variables([operand])
     while queue:
         var = queue.pop()

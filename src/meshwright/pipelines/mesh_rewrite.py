@@ -1,4 +1,4 @@
-"""Programs on the mesh of the group that runs them: what names another mesh is moved there.
+"""Pass 5: rewrite equations to the mesh of the group that runs them.
 
 A step is traced once, under the mesh that the caller has set or names, which is the whole one as
 a rule. Its constraints, `shard_map`s and variables are rewritten to the group's mesh before
@@ -15,80 +15,97 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshwright import _compat
+from meshwright._compat import Eqn, Jaxpr, Var, is_literal
 from meshwright.errors import PipelineError, listing
 from meshwright.mpmd.groups import Groups
 from meshwright.trees.specs import entry_axes, shard_count
 
+# Pass 5, rewrite to a group's mesh.
+#
+# In: equations as they were traced, whose parameters, contexts and inner programs may name the
+# whole mesh. Out: equations that name the group's mesh in its place. Invariant: variables at the
+# top level stay the same objects, since other programs name them; those inside of inner programs
+# are replaced where their type holds a mesh. Example, for group 1 of MpmdMesh(mesh("pp:2, dp:4"),
+# "pp"):
+#     b = sharding_constraint[sharding=NamedSharding({pp: 2, dp: 4}, P("dp"))] a
+# becomes the same with NamedSharding({pp: 1, dp: 4}, P("dp")), a mesh of group 1's four devices.
 
-def rewrite_to_group_mesh(eqns: Iterable[Any], groups: Groups, group: int) -> tuple[Any, ...]:
-    """Equations as they run in a group; their variables stay."""
-    place = _Place(groups, group)
-    return tuple(place.equation(eqn, {}) for eqn in eqns)
+
+def rewrite_to_group_mesh(eqns: Iterable[Eqn], groups: Groups, group: int) -> tuple[Eqn, ...]:
+    """Return equations as they run in a group; their variables stay."""
+    rewriter = _Rewriter(groups, group)
+    return tuple(rewriter.equation(eqn, {}) for eqn in eqns)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
-    """A group, and the programs that were moved there: one that is called often stays one."""
+class _Rewriter:
+    """Rewrites to one group. `programs` caches inner programs by id.
+
+    A function that is called often is one jaxpr object, and stays one: JAX lowers it once.
+    """
 
     groups: Groups
     group: int
-    moved: dict[int, Any] = dataclasses.field(default_factory=dict)
+    programs: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def mesh(self) -> Mesh:
         return self.groups.meshes[self.group]
 
-    def equation(self, eqn: Any, renamed: dict[Any, Any]) -> Any:
+    def equation(self, eqn: Eqn, renamed: dict[Var, Var]) -> Eqn:
+        # By name: `jax.extend.core.primitives` does not have it (jax 0.10).
         if eqn.primitive.name == "shard_map":
             self._check_shard_map(eqn)
         if eqn.primitive is _compat.known_primitives()["constraint"]:
             self._check_constraint(eqn)
         return eqn.replace(
-            invars=[renamed.get(var, var) if _is_var(var) else var for var in eqn.invars],
+            invars=[v if is_literal(v) else renamed.get(v, v) for v in eqn.invars],
             outvars=[renamed.get(var, var) for var in eqn.outvars],
-            params={name: self._value(value) for name, value in eqn.params.items()},
-            ctx=_compat.equation_context(eqn.ctx, self._abstract(eqn.ctx.cur_abstract_mesh)),
+            params={name: self._parameter(value) for name, value in eqn.params.items()},
+            ctx=_compat.equation_context(eqn.ctx, self._abstract_mesh(eqn.ctx.cur_abstract_mesh)),
         )
 
-    def _value(self, value: Any) -> Any:
-        """A parameter of an equation, with every mesh and program in it moved."""
+    def _parameter(self, value: Any) -> Any:
+        """A parameter of an equation, with every mesh and program in it rewritten."""
         jc = _compat.jaxprs()
         if type(value) in (tuple, list):
-            return type(value)(map(self._value, value))
+            return type(value)(map(self._parameter, value))
         if isinstance(value, (jc.Jaxpr, jc.ClosedJaxpr)):
-            if id(value) not in self.moved:
-                closed = hasattr(value, "consts")
-                found = value.map_jaxpr(self._program) if closed else self._program(value)
-                self.moved[id(value)] = found
-            return self.moved[id(value)]
+            if id(value) not in self.programs:
+                is_closed = hasattr(value, "consts")
+                self.programs[id(value)] = (
+                    value.map_jaxpr(self._jaxpr) if is_closed else self._jaxpr(value)
+                )
+            return self.programs[id(value)]
         if isinstance(value, NamedSharding):
             spec = self.groups.local_spec(value.spec)
-            return NamedSharding(self._value(value.mesh), spec, memory_kind=value.memory_kind)
+            return NamedSharding(self._parameter(value.mesh), spec, memory_kind=value.memory_kind)
         if isinstance(value, PartitionSpec):
             return self.groups.local_spec(value)
         if isinstance(value, AbstractMesh):
-            return self._abstract(value)
+            return self._abstract_mesh(value)
         return self.mesh if isinstance(value, Mesh) and not value.empty else value
 
-    def _program(self, jaxpr: Any) -> Any:
-        made = [var for eqn in jaxpr.eqns for var in eqn.outvars]
-        renamed = {v: self._variable(v) for v in (*jaxpr.constvars, *jaxpr.invars, *made)}
+    def _jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
+        computed = [var for eqn in jaxpr.eqns for var in eqn.outvars]
+        renamed = {v: self._variable(v) for v in (*jaxpr.constvars, *jaxpr.invars, *computed)}
         return jaxpr.replace(
             constvars=[renamed[var] for var in jaxpr.constvars],
             invars=[renamed[var] for var in jaxpr.invars],
-            outvars=[renamed[var] if _is_var(var) else var for var in jaxpr.outvars],
+            outvars=[v if is_literal(v) else renamed[v] for v in jaxpr.outvars],
             eqns=[self.equation(eqn, renamed) for eqn in jaxpr.eqns],
             debug_info=jaxpr.debug_info,
         )
 
-    def _variable(self, var: Any) -> Any:
+    def _variable(self, var: Var) -> Var:
+        """A new variable where the type of the old one names a mesh, as inside of `shard_map`."""
         if not isinstance(var.aval, jax.core.ShapedArray) or var.aval.sharding.mesh.empty:
             return var
         sharding = var.aval.sharding
-        moved = NamedSharding(self._abstract(sharding.mesh), sharding.spec)
+        moved = NamedSharding(self._abstract_mesh(sharding.mesh), sharding.spec)
         return type(var)(var.aval.update(sharding=moved))  # type: ignore[no-untyped-call]
 
-    def _abstract(self, mesh: AbstractMesh) -> AbstractMesh:
+    def _abstract_mesh(self, mesh: AbstractMesh) -> AbstractMesh:
         """The group's mesh, manual along the axes along which the other one is."""
         if mesh.empty:
             return mesh
@@ -96,7 +113,8 @@ class _Place:
         moved: AbstractMesh = self.mesh.abstract_mesh.update_axis_types(kinds)
         return moved
 
-    def _check_constraint(self, eqn: Any) -> None:
+    def _check_constraint(self, eqn: Eqn) -> None:
+        """Refuse axes that the group does not have, and dims that they do not divide."""
         sharding, shape = eqn.params["sharding"], eqn.invars[0].aval.shape
         if not isinstance(sharding, NamedSharding):
             self._refuse(eqn, f"{sharding} names devices, not axes. Pass a PartitionSpec.")
@@ -112,16 +130,17 @@ class _Place:
                     "microbatches, so that each has more rows, or fewer axes.",
                 )
 
-    def _check_shard_map(self, eqn: Any) -> None:
-        """Blocks must have the shape, and collectives the reach, that they were traced with."""
-        params = eqn.params
-        sizes = params["mesh"].shape
-        for spec in (*params["in_specs"], *params["out_specs"]):
+    def _check_shard_map(self, eqn: Eqn) -> None:
+        """Refuse axes that have another size in the group.
+
+        The body was traced with the blocks and the collectives of the mesh that it names.
+        """
+        sizes = eqn.params["mesh"].shape
+        specs = (*eqn.params["in_specs"], *eqn.params["out_specs"])
+        for spec in specs:
             self._check_axes(eqn, spec)
-        used = {
-            axis for spec in (*params["in_specs"], *params["out_specs"]) for axis in _axes(spec)
-        }
-        used |= set(_names(params["jaxpr"].eqns)) & set(sizes)
+        used = {axis for spec in specs for axis in _axes(spec)}
+        used |= set(_strings(eqn.params["jaxpr"].eqns)) & set(sizes)
         for axis in sorted(used):
             if self.mesh.shape.get(axis) != sizes[axis]:
                 self._refuse(
@@ -131,7 +150,7 @@ class _Place:
                     "in every group.",
                 )
 
-    def _check_axes(self, eqn: Any, spec: PartitionSpec) -> None:
+    def _check_axes(self, eqn: Eqn, spec: PartitionSpec) -> None:
         for axis in _axes(spec):
             if axis not in self.mesh.shape:
                 self._refuse(
@@ -141,9 +160,9 @@ class _Place:
                     "this to the compiler.",
                 )
 
-    def _refuse(self, eqn: Any, what: str) -> None:
+    def _refuse(self, eqn: Eqn, reason: str) -> None:
         raise PipelineError(
-            f"{eqn.primitive.name} at {_compat.source_line(eqn)}, in group {self.group}: {what}"
+            f"{eqn.primitive.name} at {_compat.source_line(eqn)}, in group {self.group}: {reason}"
         )
 
 
@@ -151,16 +170,15 @@ def _axes(spec: PartitionSpec) -> list[str]:
     return [axis for entry in spec.partitions for axis in entry_axes(entry)]
 
 
-def _names(eqns: Sequence[Any]) -> Iterator[str]:
-    """Words among the parameters of equations, also inside of their programs: names of axes."""
+def _strings(eqns: Sequence[Eqn]) -> Iterator[str]:
+    """Strings among the parameters of equations, also inside of their programs.
+
+    Collectives keep their axis names in parameters of different names (`axes`, `axis_name`, ...).
+    """
     for eqn in eqns:
         for value in eqn.params.values():
             for item in value if isinstance(value, (tuple, list, frozenset)) else (value,):
                 if isinstance(item, str):
                     yield item
                 elif hasattr(item, "eqns"):
-                    yield from _names(item.eqns)
-
-
-def _is_var(var: Any) -> bool:
-    return not isinstance(var, _compat.jaxprs().Literal)
+                    yield from _strings(item.eqns)

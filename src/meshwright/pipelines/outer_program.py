@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from meshwright import _compat
+from meshwright._compat import is_literal
 from meshwright.mpmd.groups import Groups
 from meshwright.pipelines.mesh_rewrite import rewrite_to_group_mesh
 from meshwright.pipelines.tracing import run_equation
@@ -33,9 +33,8 @@ class Node:
 
 
 def equation_node(eqn: Any) -> Node:
-    jc = _compat.jaxprs()
-    ins = tuple(dict.fromkeys(v for v in eqn.invars if not isinstance(v, jc.Literal)))
-    return Node(ins, tuple(eqn.outvars), lambda values: run_equation(jc, eqn, values), eqn=eqn)
+    ins = tuple(dict.fromkeys(v for v in eqn.invars if not is_literal(v)))
+    return Node(ins, tuple(eqn.outvars), lambda values: run_equation(eqn, values), eqn=eqn)
 
 
 def assign_groups(nodes: Sequence[Node], group_of_var: dict[Any, int]) -> None:
@@ -185,10 +184,6 @@ def _with_free(body: Sequence[Node], free: dict[Any, Node], more: Sequence[Any])
 def _ins(body: Sequence[Node]) -> tuple[Any, ...]:
     made = {var for node in body for var in node.outs}
     return tuple(dict.fromkeys(v for node in body for v in node.ins if v not in made))
-
-
-def is_literal(var: Any) -> bool:
-    return isinstance(var, _compat.jaxprs().Literal)
 
 
 def size(var: Any) -> int:

@@ -15,7 +15,7 @@ from meshwright._progress import Bar
 from meshwright.errors import PipelineError, ScheduleError
 from meshwright.pipelines.build_step import Assembled, assemble
 from meshwright.pipelines.runtime import local_operations, place_constants
-from meshwright.pipelines.stages import StageProgram, cut
+from meshwright.pipelines.stages import StageProgram, split_into_stages
 from meshwright.pipelines.step_graph import (
     Layouts,
     Operation,
@@ -24,7 +24,7 @@ from meshwright.pipelines.step_graph import (
     free_after_last_use,
 )
 from meshwright.pipelines.task_programs import Program, TaskKey, programs
-from meshwright.pipelines.tracing import Traced, read
+from meshwright.pipelines.tracing import Traced, trace_step
 from meshwright.schedules.auto import Auto
 from meshwright.schedules.named import schedule as named_schedule
 from meshwright.schedules.types import Schedule
@@ -149,14 +149,14 @@ class Planner:
         compile_one: Compile = compile_here,
     ) -> Plan:
         """Trace, cut, prove, put together and compile what these groups run."""
-        traced = read(self.fn, parts, self.microbatches, self._is_forward(), self.options)
+        traced = trace_step(self.fn, parts, self.microbatches, self._is_forward(), self.options)
         if self._is_forward() == bool(traced.region.gradient):
             have = "has no backward" if self._is_forward() else "has one"
             raise PipelineError(
                 f"the step {'takes gradients' if traced.region.gradient else 'takes none'}, and "
                 f"the schedule {have}. Use 'forward' for steps without gradients only."
             )
-        stages = cut(traced.region)
+        stages = split_into_stages(traced.region)
         proof = check(self._schedule(stages.stages))
         tasks = {(task.kind, task.stage) for row in proof.schedule.tasks for task in row}
         numbers = [int(path.partition("/")[0]) for path in parts.paths]

@@ -1,4 +1,4 @@
-"""`stage_end(y)`: the end of a stage, inside an ordinary function."""
+"""`stage_end(y)`: marks the end of a pipeline stage inside an ordinary function."""
 
 from __future__ import annotations
 
@@ -13,13 +13,9 @@ import jax.numpy as jnp
 from meshwright import _compat
 from meshwright.errors import PipelineError
 
+# Every call of `stage_end` gets a number. One number may occur several times in a program: JAX
+# caches traces, so a jitted function that is called twice brings the same equation twice.
 _numbers = itertools.count()
-
-
-@functools.cache
-def mark() -> Any:
-    """The primitive in a traced program where a stage ends; its transpose ends it backwards."""
-    return _compat.identity_primitive("stage_mark")
 
 
 def stage_end(values: Any, name: str | None = None) -> Any:
@@ -27,7 +23,7 @@ def stage_end(values: Any, name: str | None = None) -> Any:
 
     `values` is what the next stage goes on with, an array or a tree of them; they come back
     unchanged. `explain()` calls the stage that ends here by its `name`. Outside of `pipeline(...)`
-    this does nothing.
+    this does nothing. An empty tree raises `PipelineError`.
 
     >>> import jax, jax.numpy as jnp, meshwright as mw
     >>> def loss(params, x):
@@ -38,31 +34,43 @@ def stage_end(values: Any, name: str | None = None) -> Any:
     Array(0., dtype=float32)
     """
     leaves, treedef = jax.tree.flatten(values)
-    where = caller(__file__)
+    where = caller_line(__file__)
     if not leaves:
-        raise PipelineError(f"stage_end(...) at {where}: nothing to go on with.")
-    # Whole numbers have no gradient, so no backward: beside others they need no mark.
+        raise PipelineError(
+            f"stage_end(...) at {where}: got an empty tree; pass the arrays the next stage uses."
+        )
+    # Integers have no gradient, so the backward never passes their stage end. Beside arrays that
+    # have one they go around it; alone they are bound, and `schedule="forward"` can use them.
     inexact = [n for n, leaf in enumerate(leaves) if jnp.issubdtype(_dtype(leaf), jnp.inexact)]
-    chosen = inexact or range(len(leaves))
-    marked = mark().bind(
-        *(jnp.asarray(leaves[n]) for n in chosen),
+    bound = inexact or range(len(leaves))
+    results = stage_end_primitive().bind(
+        *(jnp.asarray(leaves[n]) for n in bound),
         number=next(_numbers),
         where=where,
         name=name,
         backward=False,
     )
-    for n, value in zip(chosen, marked, strict=True):
+    for n, value in zip(bound, results, strict=True):
         leaves[n] = value
     return jax.tree.unflatten(treedef, leaves)
 
 
-def _dtype(leaf: Any) -> Any:
-    return getattr(leaf, "dtype", None) or jnp.result_type(type(leaf))
+@functools.cache
+def stage_end_primitive() -> Any:
+    """Return the primitive that ends a stage; its transpose, `backward=True`, begins its backward.
+
+    Made at the first use: `import meshwright` must not import `jax.interpreters`.
+    """
+    return _compat.identity_primitive("stage_end")
 
 
-def caller(file: str) -> str:
-    """File and line of the nearest frame outside of a file."""
+def caller_line(file: str) -> str:
+    """Return file and line of the nearest frame outside of `file`, as `path.py:3`."""
     frame: Any = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename == file:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _dtype(leaf: Any) -> Any:
+    return getattr(leaf, "dtype", None) or jnp.result_type(type(leaf))

@@ -1,4 +1,4 @@
-"""Settle the results of a microbatch: which forward makes each, and where carried state stays."""
+"""Pass 3: which stage makes each result, keeps carried state, adds up each part of a gradient."""
 
 from __future__ import annotations
 
@@ -11,178 +11,206 @@ import jax
 import jax.numpy as jnp
 
 from meshwright import _compat
+from meshwright._compat import Atom, Eqn, Var, is_literal
 from meshwright.pipelines.staged_program import (
-    FREE,
+    NO_STAGE,
     StagedProgram,
     StageKey,
-    is_literal,
     sources,
     variables,
 )
+from meshwright.schedules.types import TaskKind
+
+# Pass 3a, the stages of results.
+#
+# In: equations with stages. Out: `outs` of which each is made by an equation in some stage's
+# forward. Invariant: what is carried from one microbatch to the next is made in the stage that uses
+# it, so that a microbatch never waits for a later stage of the one before. Example: with `return
+# loss, 0.9 * state + mean(h)`, where stage 0 uses `state` and the last lines stand behind two stage
+# ends, `mul`, `mean` and `add` move from F2 to F0.
 
 
 def assign_result_stages(program: StagedProgram) -> None:
     """Give every result an equation in the forward of a stage, the right one where carried."""
-    used = first_uses(program)
-    at = _settle_state(program, used)
+    first_use = first_uses(program)
+    stage_of = _assign_state_stages(program, first_use)
     carried = iter(program.state)
-    made = {var for eqn in program.eqns for var in eqn.outvars}
-    for n, (var, how) in enumerate(zip(program.outs, program.reductions, strict=True)):
-        user = next(carried) if how == "carry" else None
-        stage = used.get(user, 0) if user is not None else 0
-        if is_literal(var) or var not in made:
-            roots = [] if is_literal(var) else sources(program, var)
-            stage = max(stage, *(used.get(root, 0) for root in roots), 0)
-            program.outs[n] = copied(program, var, ("F", stage))
-        elif user is not None and at[var] < stage:
-            program.outs[n] = copied(program, var, ("F", stage))
-        elif how in ("sum", "mean") and var.aval.dtype == jnp.bool_:
-            program.outs[n] = copied(program, var, ("F", at[var]), lambda x: x.astype(jnp.int32))
+    computed = {var for eqn in program.eqns for var in eqn.outvars}
+    for n, (atom, how) in enumerate(zip(program.outs, program.reductions, strict=True)):
+        operand = next(carried) if how == "carry" else None
+        stage = first_use.get(operand, 0) if operand is not None else 0
+        if is_literal(atom) or atom not in computed:
+            # Recomputable, or an operand as it came. No stage has made it: the first in which all
+            # that it comes from is at hand copies it.
+            roots = [] if is_literal(atom) else sources(program, atom)
+            stage = max(stage, *(first_use.get(root, 0) for root in roots), 0)
+            program.outs[n] = add_copy(program, atom, (TaskKind.FORWARD, stage))
+        elif operand is not None and stage_of[atom] < stage:
+            program.outs[n] = add_copy(program, atom, (TaskKind.FORWARD, stage))
+        elif how in ("sum", "mean") and atom.aval.dtype == jnp.bool_:
+            # Accumulators of booleans would saturate: jnp.add of two of them is "or".
+            at = (TaskKind.FORWARD, stage_of[atom])
+            program.outs[n] = add_copy(program, atom, at, lambda x: x.astype(jnp.int32))
 
 
-def first_uses(program: StagedProgram) -> dict[Any, int]:
-    """The first stage whose forward uses an operand or a constant."""
-    alone, found = set(_for_state_only(program)), dict[Any, int]()
-    for n, (eqn, home) in enumerate(zip(program.eqns, program.stage_of_eqn, strict=True)):
-        if n in alone or home is None or home[0] != "F":
+def first_uses(program: StagedProgram) -> dict[Var, int]:
+    """The first stage whose forward uses an operand or a constant, other than to update state."""
+    updates, stages = set(_state_updates(program)), dict[Var, int]()
+    for n, (eqn, at) in enumerate(zip(program.eqns, program.stage_of_eqn, strict=True)):
+        if n in updates or at is None or at[0] != TaskKind.FORWARD:
             continue
         for root in {root for var in variables(eqn.invars) for root in sources(program, var)}:
-            found[root] = min(home[1], found.get(root, home[1]))
-    return found
+            stages[root] = min(at[1], stages.get(root, at[1]))
+    return stages
 
 
-def _settle_state(program: StagedProgram, used: dict[Any, int]) -> dict[Any, int]:
-    """Move what is only carried on to its user's stage; the stage of all that forwards make."""
-    at = {
-        var: home[1]
-        for eqn, home in zip(program.eqns, program.stage_of_eqn, strict=True)
-        if home is not None and home[0] == "F"
+def _assign_state_stages(program: StagedProgram, first_use: dict[Var, int]) -> dict[Var, int]:
+    """Move updates of state to the stage that uses it; return the stages of forward variables."""
+    stage_of = {
+        var: at[1]
+        for eqn, at in zip(program.eqns, program.stage_of_eqn, strict=True)
+        if at is not None and at[0] == TaskKind.FORWARD
         for var in eqn.outvars
     }
-    at.update({var: used[var] for var in program.state if var in used})
-    alone = _for_state_only(program)
-    for n in alone:
+    stage_of.update({var: first_use[var] for var in program.state if var in first_use})
+    updates = _state_updates(program)
+    # Top down: an update runs as early as its operands allow.
+    for n in updates:
         eqn = program.eqns[n]
         for var in eqn.outvars:
-            at.pop(var, None)
-        known = [at[var] for var in variables(eqn.invars) if var in at]
+            stage_of.pop(var, None)
+        known = [stage_of[var] for var in variables(eqn.invars) if var in stage_of]
         if known:
-            at.update(dict.fromkeys(eqn.outvars, max(known)))
-    # State that nothing but its own update uses is updated where it meets other values.
-    for n in reversed(alone):
+            stage_of.update(dict.fromkeys(eqn.outvars, max(known)))
+    # Bottom up: state that nothing but its own update uses is updated where it meets other values.
+    for n in reversed(updates):
         eqn = program.eqns[n]
-        users = [m for m in alone if set(eqn.outvars) & set(variables(program.eqns[m].invars))]
-        if not any(var in at for var in eqn.outvars):
-            met = max((home[1] for m in users if (home := program.stage_of_eqn[m])), default=0)
-            at.update(dict.fromkeys(eqn.outvars, met))
-        program.stage_of_eqn[n] = ("F", max(at[var] for var in eqn.outvars if var in at))
-    return at
+        users = [m for m in updates if set(eqn.outvars) & set(variables(program.eqns[m].invars))]
+        if not any(var in stage_of for var in eqn.outvars):
+            met = max((at[1] for m in users if (at := program.stage_of_eqn[m])), default=0)
+            stage_of.update(dict.fromkeys(eqn.outvars, met))
+        stage = max(stage_of[var] for var in eqn.outvars if var in stage_of)
+        program.stage_of_eqn[n] = (TaskKind.FORWARD, stage)
+    return stage_of
 
 
-def _for_state_only(program: StagedProgram) -> list[int]:
+def _state_updates(program: StagedProgram) -> list[int]:
     """Forward equations that make nothing but what is carried on to the next microbatch."""
     outs = list(zip(program.outs, program.reductions, strict=True))
-    state = set(variables(var for var, how in outs if how == "carry"))
-    others = set(variables(var for var, how in outs if how != "carry"))
+    state = set(variables(atom for atom, how in outs if how == "carry"))
+    others = set(variables(atom for atom, how in outs if how != "carry"))
     others.update(variables(program.grads))
-    found = []
+    positions = []
     for n in reversed(range(len(program.eqns))):
-        eqn, home = program.eqns[n], program.stage_of_eqn[n]
-        if home is None:
+        eqn, at = program.eqns[n], program.stage_of_eqn[n]
+        if at is None:
             continue
-        if home[0] == "B" or eqn.effects or any(var in others for var in eqn.outvars):
+        backward = at[0] == TaskKind.BACKWARD
+        if backward or eqn.effects or any(var in others for var in eqn.outvars):
             others.update(variables(eqn.invars))
         elif any(var in state for var in eqn.outvars):
             state.update(variables(eqn.invars))
-            found.append(n)
-    return found[::-1]
+            positions.append(n)
+    return positions[::-1]
 
 
-# Gradients in parts: a sum over stages is added up once per step, not once per microbatch.
+# Pass 3b, gradients in parts.
+#
+# In: `grads`, one variable per parameter. Out: for each its parts, (stage, variable), whose sum it
+# is. Invariant: a part is made in its own stage's backward, so that accumulating it sends nothing;
+# a sum over stages is added up once per step, not once per microbatch. Example: a weight that
+# stages 0 and 2 use has the gradient `g = add_any g2 g0`, which stands in BW0 and would send g2
+# there for every microbatch. `g` is dropped, and the parts are ((BW2, g2), (BW0, g0)).
 
-
-Parts = tuple[tuple[StageKey, Any], ...]
-# What is the same of a sum as of its parts, added up.
+Parts = tuple[tuple[StageKey, Atom], ...]
+# f(a + b) = f(a) + f(b) for these, so that they may be applied to each part.
 _LINEAR = ("convert_element_type", "transpose", "reshape", "neg", "squeeze", "copy")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Flow:
-    """The equation that makes a variable, by its number, and how often a variable is used."""
+class _Dataflow:
+    """The position of the equation that makes a variable, and how often a variable is used."""
 
-    makers: dict[Any, int]
-    uses: collections.Counter[Any]
+    maker: dict[Var, int]
+    uses: collections.Counter[Var]
 
 
 def split_gradients_by_stage(program: StagedProgram) -> tuple[Parts, ...]:
-    """The parts of every gradient. What stood for their sum loses its home."""
-    flow = _Flow(
+    """Return the parts of every gradient; equations that only added them up are dropped."""
+    flow = _Dataflow(
         {var: n for n, eqn in enumerate(program.eqns) for var in eqn.outvars},
         collections.Counter(
             [var for eqn in program.eqns for var in variables(eqn.invars)]
             + variables((*program.outs, *program.grads))
         ),
     )
-    return tuple(_parts(program, flow, var) for var in program.grads)
+    return tuple(_parts(program, flow, atom) for atom in program.grads)
 
 
-def _parts(program: StagedProgram, flow: _Flow, var: Any) -> Parts:
-    """A gradient as sums that stay within their stages, to be added once per step.
-
-    A sum over stages is taken apart; so is a cast, a transpose and the like of such a sum.
-    """
-    if is_literal(var):
-        return ((FREE, var),)
-    if var in program.free or var in program.roots:
-        return _part_of_free(program, var)
-    if var not in flow.makers:
-        return ((("B", 0), var),)  # the batch itself
-    n = flow.makers[var]
-    eqn, home = program.eqns[n], program.stage_of_eqn[n]
-    if home is None:
-        return ((FREE, var),)
-    used = variables(eqn.invars)
+def _parts(program: StagedProgram, flow: _Dataflow, atom: Atom) -> Parts:
+    """Take a sum over stages apart; so a cast, a transpose and the like of such a sum."""
+    if is_literal(atom):
+        return ((NO_STAGE, atom),)
+    if atom in program.recomputable or atom in program.roots:
+        return _part_of_recomputable(program, atom)
+    if atom not in flow.maker:
+        return (((TaskKind.BACKWARD, 0), atom),)  # the batch itself
+    n = flow.maker[atom]
+    eqn, at = program.eqns[n], program.stage_of_eqn[n]
+    if at is None:
+        return ((NO_STAGE, atom),)
+    operands = variables(eqn.invars)
     adds = eqn.primitive is _compat.known_primitives()["add"]
-    linear = eqn.primitive.name in _LINEAR and len(used) == 1
-    if (adds or linear) and flow.uses[var] <= 1:
-        pieces = tuple(piece for side in used for piece in _parts(program, flow, side))
-        if len({stage for (_, stage), _ in pieces}) > 1:
+    linear = eqn.primitive.name in _LINEAR and len(operands) == 1
+    # A sum that something else uses too, such as an auxiliary output, must be computed as it is.
+    if (adds or linear) and flow.uses[atom] <= 1:
+        parts = tuple(part for operand in operands for part in _parts(program, flow, operand))
+        if len({stage for (_, stage), _ in parts}) > 1:
             program.stage_of_eqn[n] = None
             if adds:
-                return pieces
-            return tuple((at, again(program, eqn, at, piece)) for at, piece in pieces)
-    return ((home, var),)
+                # The 1.0 of `loss + w` is a part, too.
+                literals = [atom for atom in eqn.invars if is_literal(atom)]
+                return (*parts, *((NO_STAGE, literal) for literal in literals))
+            return tuple((key, add_equation(program, eqn, key, part)) for key, part in parts)
+    return ((at, atom),)
 
 
-def _part_of_free(program: StagedProgram, var: Any) -> Parts:
-    """The same for every microbatch, as the gradient of a weight decay is."""
+def _part_of_recomputable(program: StagedProgram, var: Var) -> Parts:
+    """One part for a gradient that every microbatch has the same, as that of a weight decay."""
     roots = sources(program, var)
     if not roots:
-        return ((FREE, var),)
-    used = first_uses(program)
-    last = ("B", max(used.get(root, 0) for root in roots))
-    return ((last, copied(program, var, last)),)
+        return ((NO_STAGE, var),)
+    first_use = first_uses(program)
+    key = (TaskKind.BACKWARD, max(first_use.get(root, 0) for root in roots))
+    return ((key, add_copy(program, var, key)),)
 
 
 # Equations that a program does not have, but a stage needs.
 
 
-def copied(
-    program: StagedProgram, var: Any, home: StageKey, how: Callable[[Any], Any] = jnp.copy
-) -> Any:
-    """A variable that an equation of this home makes of another."""
-    # A function of its own each time: JAX remembers traces, with their variables.
-    (eqn,) = jax.make_jaxpr(lambda x: how(x))(_like(var)).jaxpr.eqns
-    program.added.setdefault(home, []).append(eqn.replace(invars=[var]))
+def add_copy(
+    program: StagedProgram, atom: Atom, key: StageKey, how: Callable[[Any], Any] = jnp.copy
+) -> Var:
+    """Add an equation to a stage that computes `how` of a value; returns its variable."""
+    # A lambda of its own each time: JAX caches traces by function, with their variables.
+    (eqn,) = jax.make_jaxpr(lambda x: how(x))(_shape_of(atom)).jaxpr.eqns
+    program.added.setdefault(key, []).append(eqn.replace(invars=[atom]))
     return eqn.outvars[0]
 
 
-def again(program: StagedProgram, eqn: Any, home: StageKey, operand: Any) -> Any:
-    """The same equation of another operand, in another home; returns its variable."""
-    (fresh,) = jax.make_jaxpr(lambda x: x)(_like(eqn.outvars[0])).jaxpr.invars
-    program.added.setdefault(home, []).append(eqn.replace(invars=[operand], outvars=[fresh]))
+def add_equation(program: StagedProgram, eqn: Eqn, key: StageKey, operand: Atom) -> Var:
+    """Add an equation to a stage that is like `eqn` with another operand; returns its variable.
+
+    Without a stage it is recomputable, as its operand is.
+    """
+    (fresh,) = jax.make_jaxpr(lambda x: x)(_shape_of(eqn.outvars[0])).jaxpr.invars
+    added = eqn.replace(invars=[operand], outvars=[fresh])
+    if key == NO_STAGE:
+        program.recomputable[fresh] = added
+    else:
+        program.added.setdefault(key, []).append(added)
     return fresh
 
 
-def _like(var: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)  # type: ignore[no-untyped-call]
+def _shape_of(atom: Atom) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)  # type: ignore[no-untyped-call]

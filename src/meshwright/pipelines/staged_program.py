@@ -1,61 +1,74 @@
-"""`StagedProgram`: the flat program and, for every equation, the stage it is assigned to."""
+"""`StagedProgram`: one microbatch's flat program and, for every equation, its stage.
+
+The passes of `stages.py` and `stage_outputs.py` fill and change its tables.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from meshwright import _compat
+from meshwright._compat import Atom, Eqn, Jaxpr, Var, is_literal
 from meshwright.pipelines.microbatching import Region
-from meshwright.pipelines.stage_mark import mark
-from meshwright.pipelines.tracing import is_again
+from meshwright.pipelines.stage_mark import stage_end_primitive
+from meshwright.pipelines.tracing import is_rematerialized
+from meshwright.schedules.types import TaskKind
 
-StageKey = tuple[str, int]  # ("F" or "B", stage)
-FREE: StageKey = ("free", -1)
+# The forward or the whole backward of a stage: (FORWARD or BACKWARD, stage). Which part of the
+# backward is a schedule's B and which its W is decided later, in `task_programs.py`.
+StageKey = tuple[TaskKind, int]
+# Of values that no stage computes: they are the same for every microbatch.
+NO_STAGE: StageKey = (TaskKind.FORWARD, -1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StagedProgram:
-    """A flat program while it is split into stages; each pass fills and changes its tables.
+    """A flat program while it is split into stages.
 
-    `roots` are what free equations start from, `state` the operands that are carried from
-    microbatch to microbatch. `outs` and `grads` are the results, `reductions` say how the former
-    leave the microbatches. `stage_of_eqn` stands beside `eqns`, None for one that is dropped;
-    `added` holds equations that the jaxpr does not have, and `free` those without a stage.
+    An equation that depends on `roots` alone (parameters, constants, whole operands, random keys)
+    is *recomputable*: it has no stage, and every task that needs it computes it again. All others
+    are in `eqns`, with their stages beside them in `stage_of_eqn`.
     """
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     stages: int
-    roots: frozenset[Any]
-    state: tuple[Any, ...]
+    roots: frozenset[Var]
+    # Operands that are carried from microbatch to microbatch.
+    state: tuple[Var, ...]
+    # How the results `outs` leave the microbatches; `grads` are added up.
     reductions: tuple[str, ...]
-    outs: list[Any]
-    grads: list[Any]
-    eqns: list[Any] = dataclasses.field(default_factory=list)
+    outs: list[Atom]
+    grads: list[Atom]
+    # Equations without stage ends, in program order, and their stages: None where one is dropped.
+    eqns: list[Eqn] = dataclasses.field(default_factory=list)
     stage_of_eqn: list[StageKey | None] = dataclasses.field(default_factory=list)
-    added: dict[StageKey, list[Any]] = dataclasses.field(default_factory=dict)
-    free: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    # What a variable is called before all marks, and what is handed over at one.
-    alias: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    pinned: set[Any] = dataclasses.field(default_factory=set)
-    # The home of a variable as its users see it: past the mark.
-    home_of: dict[Any, StageKey] = dataclasses.field(default_factory=dict)
-    known_sources: dict[Any, frozenset[Any]] = dataclasses.field(default_factory=dict)
+    # Equations that the jaxpr does not have; they run last in their stage.
+    added: dict[StageKey, list[Eqn]] = dataclasses.field(default_factory=dict)
+    # A variable and the recomputable equation that makes it.
+    recomputable: dict[Var, Eqn] = dataclasses.field(default_factory=dict)
+    # A result of a stage end, and the variable it stands for: stage ends are taken out, so that
+    # users on both sides read the same variable.
+    alias: dict[Var, Atom] = dataclasses.field(default_factory=dict)
+    # Variables that pass a stage end: they stay where they are computed.
+    pinned: set[Var] = dataclasses.field(default_factory=set)
+    # The stage of a variable as its users see it. The result of a stage end belongs to the next
+    # stage, although the variable that it stands for is made in the one before.
+    stage_of_var: dict[Var, StageKey] = dataclasses.field(default_factory=dict)
+    source_cache: dict[Var, frozenset[Var]] = dataclasses.field(default_factory=dict)
 
 
-def make_staged_program(region: Region, jaxpr: Any) -> StagedProgram:
-    """A region's flat program, before anything is cut."""
+def make_staged_program(region: Region, jaxpr: Jaxpr) -> StagedProgram:
+    """Return a region's flat program with empty tables."""
     roles = list(zip(jaxpr.invars, region.roles, strict=True))
-    fixed = {var for var, role in roles if role in ("whole", "params") or _is_key(var)}
+    shared = {var for var, role in roles if role in ("whole", "params") or _is_key(var)}
     values = len(region.reductions)
     return StagedProgram(
         jaxpr,
-        sum(map(_ends_a_stage, jaxpr.eqns)) + 1,
-        frozenset(jaxpr.constvars) | fixed,
+        sum(map(_ends_stage, jaxpr.eqns)) + 1,
+        frozenset(jaxpr.constvars) | shared,
         tuple(var for var, role in roles if role == "carry"),
         region.reductions,
         list(jaxpr.outvars[:values]),
@@ -63,58 +76,58 @@ def make_staged_program(region: Region, jaxpr: Any) -> StagedProgram:
     )
 
 
-def stage_names(jaxpr: Any) -> tuple[str | None, ...]:
-    """What marks call the stages that they end; the last has none."""
-    return (*(eqn.params["name"] for eqn in jaxpr.eqns if _ends_a_stage(eqn)), None)
+def stage_names(jaxpr: Jaxpr) -> tuple[str | None, ...]:
+    """The names that stage ends give to their stages; the last stage has none."""
+    return (*(eqn.params["name"] for eqn in jaxpr.eqns if _ends_stage(eqn)), None)
 
 
-def equations(program: StagedProgram) -> dict[StageKey, list[Any]]:
-    """What has a home, by home: in program order, then what was added."""
-    found: dict[StageKey, list[Any]] = {}
-    for eqn, home in zip(program.eqns, program.stage_of_eqn, strict=True):
-        if home is not None:
-            found.setdefault(home, []).append(eqn)
-    for home, extra in program.added.items():
-        found.setdefault(home, []).extend(extra)
-    return found
+def equations_by_stage(program: StagedProgram) -> dict[StageKey, list[Eqn]]:
+    """The equations of every stage: in program order, then those that were added."""
+    by_stage: dict[StageKey, list[Eqn]] = {}
+    for eqn, at in zip(program.eqns, program.stage_of_eqn, strict=True):
+        if at is not None:
+            by_stage.setdefault(at, []).append(eqn)
+    for at, added in program.added.items():
+        by_stage.setdefault(at, []).extend(added)
+    return by_stage
 
 
-def look(program: StagedProgram, var: Any) -> Any:
-    """A variable as it was before all marks, which only hand it over."""
-    return var if is_literal(var) else program.alias.get(var, var)
+def resolve_alias(program: StagedProgram, atom: Atom) -> Atom:
+    """The variable before all stage ends, which only hand it over."""
+    return atom if is_literal(atom) else program.alias.get(atom, atom)
 
 
-def sources(program: StagedProgram, var: Any) -> frozenset[Any]:
-    """What a free variable comes from; any other comes from itself."""
-    if var not in program.known_sources:
-        eqn = program.free.get(var)
+def sources(program: StagedProgram, var: Var) -> frozenset[Var]:
+    """The roots that a recomputable variable comes from; any other comes from itself."""
+    if var not in program.source_cache:
+        eqn = program.recomputable.get(var)
         inner = [] if eqn is None else [sources(program, v) for v in variables(eqn.invars)]
-        program.known_sources[var] = frozenset([var]) if eqn is None else frozenset().union(*inner)
-    return program.known_sources[var]
+        program.source_cache[var] = frozenset([var]) if eqn is None else frozenset().union(*inner)
+    return program.source_cache[var]
 
 
-def variables(operands: Iterable[Any]) -> list[Any]:
+def variables(operands: Iterable[Atom]) -> list[Var]:
     """The operands that are not literals, as often as they stand there."""
-    return [var for var in operands if not is_literal(var)]
+    return [atom for atom in operands if not is_literal(atom)]
 
 
-def vars_of(eqns: Sequence[Any]) -> list[Any]:
+def variables_read(eqns: Sequence[Eqn]) -> list[Var]:
     """Every variable that equations read, once, in order."""
     return list(dict.fromkeys(var for eqn in eqns for var in variables(eqn.invars)))
 
 
-def is_literal(var: Any) -> bool:
-    return isinstance(var, _compat.jaxprs().Literal)
+def is_rematerialized_end(eqn: Eqn) -> bool:
+    """Return whether a stage end is one that a remat passes a second time, in the backward."""
+    return is_rematerialized(eqn) and not eqn.params["backward"]
 
 
-def is_recomputed(eqn: Any) -> bool:
-    """Whether a mark stands in what a remat computes again."""
-    return is_again(eqn) and not eqn.params["backward"]
+def _ends_stage(eqn: Eqn) -> bool:
+    return (
+        eqn.primitive is stage_end_primitive()
+        and not eqn.params["backward"]
+        and not is_rematerialized_end(eqn)
+    )
 
 
-def _ends_a_stage(eqn: Any) -> bool:
-    return eqn.primitive is mark() and not eqn.params["backward"] and not is_recomputed(eqn)
-
-
-def _is_key(var: Any) -> bool:
+def _is_key(var: Var) -> bool:
     return bool(jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key))

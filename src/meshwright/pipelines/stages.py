@@ -1,27 +1,29 @@
-"""Cut a flat program into stages: every equation gets a home in some stage's F or B.
+"""Pass 2: split a flat program into stages: every equation goes to a forward or a backward.
 
-Program order decides (`ordering`): what stands between two marks belongs to the stage between
-them, forwards and backwards. In the last stage the forward is what the results come from. The
-exceptions, each for a reason:
+Program order decides: what stands between two stage ends belongs to the stage between them,
+forwards and backwards. In the last stage the forward is what the results come from. The exceptions,
+each for a reason:
 
-- What depends only on parameters, constants and random keys is *free*: every task that needs it
-  computes it again. Else "cast all parameters first" would tie everything to stage 0.
+- What depends only on parameters, constants and random keys is *recomputable*: every task that
+  needs it computes it again. Else "cast all parameters first" would tie everything to stage 0.
 - A backward equation that touches one stage only goes back to that stage, however late it comes:
   the cast of a gradient, at the very end, belongs where the gradient is made.
-- A mark that a remat passes again ends no stage: behind it stands the value that was handed over
-  the first time. Where one trace was passed several times (a function called twice), nobody can
-  say which that was, and what is computed again goes on.
-- What depends only on the batch, before the first mark, moves to the stage that needs it (labels).
+- A stage end that a remat passes again ends no stage: behind it stands the value that was handed
+  over the first time. Where one trace was passed several times (a function called twice), nobody
+  can say which that was, and what is computed again goes on.
+- What depends only on the batch, before the first stage end, moves to the stage that needs it
+  (labels).
 - What nobody needs is dropped, unless it has effects. What a remat computes again goes to the
-  backward that needs it (`moving`).
+  backward that needs it.
 - What is computed only to be carried on stays in the stage that uses what is carried, and a
   carried value that is made earlier is copied into that stage.
-- A result that is free, or an operand as it came, is copied by the forward of the first stage by
-  which all that it comes from has been used. Truths that are to be summed are copied as whole
-  numbers (`settling`).
+- A result that is recomputable, or an operand as it came, is copied by the forward of the first
+  stage by which all that it comes from has been used. Booleans that are to be summed are copied as
+  integers.
 - A gradient that is a sum over stages stays in parts, one per stage; so does a cast, a transpose
-  and the like of such a sum. A gradient that is free is copied by one stage's backward
-  (`gradients`).
+  and the like of such a sum. A gradient that is recomputable is copied by one stage's backward.
+
+The last three are pass 3, in `stage_outputs.py`.
 """
 
 from __future__ import annotations
@@ -33,45 +35,47 @@ from typing import Any
 import jax.numpy as jnp
 
 from meshwright import _compat
+from meshwright._compat import Atom, Eqn, Var
 from meshwright.errors import PipelineError
 from meshwright.pipelines.microbatching import Region
-from meshwright.pipelines.stage_mark import mark
+from meshwright.pipelines.stage_mark import stage_end_primitive
 from meshwright.pipelines.stage_outputs import Parts, assign_result_stages, split_gradients_by_stage
 from meshwright.pipelines.staged_program import (
     StagedProgram,
     StageKey,
-    equations,
-    is_recomputed,
-    look,
+    equations_by_stage,
+    is_rematerialized_end,
     make_staged_program,
+    resolve_alias,
     stage_names,
     variables,
-    vars_of,
+    variables_read,
 )
-from meshwright.pipelines.tracing import flat, is_again
+from meshwright.pipelines.tracing import inline, is_rematerialized
+from meshwright.schedules.types import TaskKind
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StageProgram:
-    """A region's equations by home, in program order, with marks taken out.
+    """A region's equations by stage, in program order, with stage ends taken out.
 
-    `free` maps a variable to the equation that every user computes again. `outs` are the
-    region's results, `grads` the partial sums of each parameter's gradient: (home, variable).
+    `recomputable` maps a variable to the equation that every user computes again. `outs` are the
+    region's results, `grads` the partial sums of each parameter's gradient: (stage, variable).
     `names` are the stages', None where the user gave none.
     """
 
     region: Region
     stages: int
-    invars: tuple[Any, ...]
-    consts: dict[Any, Any]
-    eqns: dict[StageKey, list[Any]]
-    free: dict[Any, Any]
-    outs: tuple[Any, ...]
+    invars: tuple[Var, ...]
+    consts: dict[Var, Any]
+    eqns: dict[StageKey, list[Eqn]]
+    recomputable: dict[Var, Eqn]
+    outs: tuple[Atom, ...]
     grads: tuple[Parts, ...]
     names: tuple[str | None, ...]
 
     @property
-    def parameters(self) -> tuple[Any, ...]:
+    def parameters(self) -> tuple[Var, ...]:
         """The variables that stand for trained parameters."""
         return tuple(
             var
@@ -80,11 +84,13 @@ class StageProgram:
         )
 
 
-def cut(region: Region) -> StageProgram:
-    """Cut a region at its marks."""
-    closed = flat(region.jaxpr, open_remat=True)
+def split_into_stages(region: Region) -> StageProgram:
+    """Split a region at its stage ends: passes 2 and 3."""
+    closed = inline(region.jaxpr, remat=True)
     program = make_staged_program(region, closed.jaxpr)
     assign_stages_by_order(program)
+    # Results and gradients come last: they ask which stage's equations use an operand first, so
+    # these must be in place, and dead ones gone.
     sink_to_first_use(program)
     eliminate_dead_and_delay_remat(program)
     assign_result_stages(program)
@@ -94,56 +100,67 @@ def cut(region: Region) -> StageProgram:
         program.stages,
         tuple(closed.jaxpr.invars),
         dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)),
-        equations(program),
-        program.free,
+        equations_by_stage(program),
+        program.recomputable,
         tuple(program.outs),
         grads,
         stage_names(closed.jaxpr),
     )
 
 
-# Read a program from top to bottom: what stands between two marks is at home between them.
+# Pass 2a, stages by program order.
+#
+# In: a flat jaxpr. Out: `eqns`, `stage_of_eqn`, `recomputable`. Invariant: no equation of `eqns` is
+# a stage end or reads the result of one, and an equation comes after all that it reads. Example,
+# for the loss mean((stage_end(x @ a) @ b) ** 2):
+#     h = dot x a        F0           dy = mul y ...       BW1 (no result comes from it)
+#     i = stage_end h    taken out    db = dot h dy        BW1
+#     y = dot i b        F1           dh = dot dy b        BW1
+#     l = ...            F1           di = stage_end dh    taken out (backward=True)
+#                                     da = dot x dh        BW0
 
 
 def assign_stages_by_order(program: StagedProgram) -> None:
-    """Homes by program order; free equations and marks are taken out on the way."""
-    here: StageKey = ("F", 0)
-    opened: dict[int, list[int]] = {}  # a mark traced once may be passed several times
-    ends: dict[int, list[Any]] = {}
-    last, forwards = ("F", program.stages - 1), _needed_forwards(program)
-    used = {*variables([*program.outs, *program.grads]), *vars_of(program.jaxpr.eqns)}
+    """Read the program from top to bottom; take out recomputable equations and stage ends."""
+    here: StageKey = (TaskKind.FORWARD, 0)
+    # The stages that each stage end has closed and the backward not yet reopened: a list, since a
+    # stage end that is traced once may be passed several times.
+    closed: dict[int, list[int]] = {}
+    ends: dict[int, list[Eqn]] = {}
+    last, forwards = (TaskKind.FORWARD, program.stages - 1), _forward_equations(program)
+    used = {*variables([*program.outs, *program.grads]), *variables_read(program.jaxpr.eqns)}
     for n, eqn in enumerate(program.jaxpr.eqns):
-        if eqn.primitive is not mark():
-            ended = here == last and program.grads and n not in forwards
-            _place(program, eqn, ("B", here[1]) if ended else here)
-        elif is_recomputed(eqn):
+        if eqn.primitive is not stage_end_primitive():
+            is_backward = here == last and program.grads and n not in forwards
+            _assign(program, eqn, (TaskKind.BACKWARD, here[1]) if is_backward else here)
+        elif is_rematerialized_end(eqn):
             _pass_again(program, eqn, ends[eqn.params["number"]], here)
         else:
             _refuse_unused(eqn, used)
-            _refuse_whole_numbers(program, eqn)
-            _refuse_inner_gradient(program, eqn, here, opened)
+            _refuse_integers(program, eqn)
+            _refuse_inner_gradient(program, eqn, here, closed)
             if not eqn.params["backward"]:
                 ends.setdefault(eqn.params["number"], []).append(eqn)
-            here = _beyond(eqn, here, opened)
+            here = _stage_beyond(eqn, here, closed)
             _hand_over(program, eqn, here)
-    program.outs[:] = [look(program, var) for var in program.outs]
-    program.grads[:] = [look(program, var) for var in program.grads]
+    program.outs[:] = [resolve_alias(program, atom) for atom in program.outs]
+    program.grads[:] = [resolve_alias(program, atom) for atom in program.grads]
 
 
-def _needed_forwards(program: StagedProgram) -> set[int]:
+def _forward_equations(program: StagedProgram) -> set[int]:
     """Equations that the results come from: the last stage's forward; the rest is backward."""
     needed = set(variables(program.outs))
-    found = set()
+    positions = set()
     for n in reversed(range(len(program.jaxpr.eqns))):
         eqn = program.jaxpr.eqns[n]
         if eqn.effects or any(var in needed for var in eqn.outvars):
-            found.add(n)
+            positions.add(n)
             needed.update(variables(eqn.invars))
-    return found
+    return positions
 
 
-def _refuse_unused(eqn: Any, used: set[Any]) -> None:
-    """A mark that nothing comes after divides nothing: its result was dropped."""
+def _refuse_unused(eqn: Eqn, used: set[Var]) -> None:
+    """Refuse a stage end that nothing comes after: it divides nothing."""
     if not eqn.params["backward"] and not used.intersection(eqn.outvars):
         raise PipelineError(
             f"stage_end(...) at {eqn.params['where']}: its result is not used, so the next stage "
@@ -151,120 +168,149 @@ def _refuse_unused(eqn: Any, used: set[Any]) -> None:
         )
 
 
-def _refuse_whole_numbers(program: StagedProgram, eqn: Any) -> None:
-    """A gradient must be able to come back through every mark."""
+def _refuse_integers(program: StagedProgram, eqn: Eqn) -> None:
+    """Refuse a stage end through which no gradient can come back."""
     if program.grads and not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars):
         raise PipelineError(
             f"stage_end(...) at {eqn.params['where']}: no array of floating-point numbers to go on "
-            "with, so no gradient comes back. Mark what the next stage is computed from."
+            "with, so no gradient comes back. Pass what the next stage is computed from."
         )
 
 
 def _refuse_inner_gradient(
-    program: StagedProgram, eqn: Any, here: StageKey, opened: dict[int, list[int]]
+    program: StagedProgram, eqn: Eqn, here: StageKey, closed: dict[int, list[int]]
 ) -> None:
-    """All marks are passed forwards, then all backwards, unless there are two gradients."""
+    """Refuse stage ends that are not passed all forwards, then all backwards.
+
+    That is so when the function takes a gradient itself, through a stage end.
+    """
     back = eqn.params["backward"]
-    if (back and program.grads and opened.get(eqn.params["number"])) or (
-        not back and here[0] == "F"
+    if (back and program.grads and closed.get(eqn.params["number"])) or (
+        not back and here[0] == TaskKind.FORWARD
     ):
         return
     raise PipelineError(
         f"stage_end(...) at {eqn.params['where']} is inside of a gradient that the function itself "
-        "takes, which cannot be cut. Move the mark outside of it."
+        "takes, which cannot be cut. Move stage_end outside of it."
     )
 
 
-def _beyond(eqn: Any, here: StageKey, opened: dict[int, list[int]]) -> StageKey:
-    """The home of what comes after a mark; `opened` keeps the stages that marks have ended."""
-    passes = opened.setdefault(eqn.params["number"], [])
+def _stage_beyond(eqn: Eqn, here: StageKey, closed: dict[int, list[int]]) -> StageKey:
+    """The stage of what comes after a stage end; `closed` is brought up to date."""
+    passes = closed.setdefault(eqn.params["number"], [])
     if not eqn.params["backward"]:
         passes.append(here[1])
-        return ("F", here[1] + 1)
+        return (TaskKind.FORWARD, here[1] + 1)
     stage = passes.pop()
-    return ("B", stage) if here[0] == "F" or stage < here[1] else here
+    # The backward goes from the last stage to the first; it never goes back to a later one.
+    ahead = here[0] == TaskKind.FORWARD or stage < here[1]
+    return (TaskKind.BACKWARD, stage) if ahead else here
 
 
-def _hand_over(program: StagedProgram, eqn: Any, here: StageKey) -> None:
-    """Take a mark out: beyond it, its values keep their old names."""
+def _hand_over(program: StagedProgram, eqn: Eqn, here: StageKey) -> None:
+    """Take a stage end out: beyond it, its values keep their old names."""
     for before, after in zip(eqn.invars, eqn.outvars, strict=True):
-        origin = look(program, before)
+        origin = resolve_alias(program, before)
         program.alias[after] = origin
-        program.home_of[after] = here
+        program.stage_of_var[after] = here
         program.pinned.update(variables([origin]))
 
 
-def _pass_again(program: StagedProgram, eqn: Any, ends: Sequence[Any], here: StageKey) -> None:
-    """A mark in what a remat computes again: the stage has its value from the first time."""
+def _pass_again(program: StagedProgram, eqn: Eqn, ends: Sequence[Eqn], here: StageKey) -> None:
+    """Take out a stage end that a remat passes again.
+
+    The stage has its value from the first time, unless the trace was passed several times and
+    nobody can say which of `ends` was the first: then what was computed again goes on.
+    """
     for n, (before, after) in enumerate(zip(eqn.invars, eqn.outvars, strict=True)):
-        only = ends[0].outvars[n] if len(ends) == 1 else None
-        program.alias[after] = look(program, before if only is None else only)
-        program.home_of[after] = here if only is None else program.home_of[only]
+        first = ends[0].outvars[n] if len(ends) == 1 else None
+        program.alias[after] = resolve_alias(program, before if first is None else first)
+        program.stage_of_var[after] = here if first is None else program.stage_of_var[first]
 
 
-def _place(program: StagedProgram, eqn: Any, here: StageKey) -> None:
-    """Free, or at home here, or back in the one stage that a backward equation touches."""
-    plain = eqn.replace(invars=[look(program, var) for var in eqn.invars])
-    used = variables(plain.invars)
-    if all(var in program.free or var in program.roots for var in used) and not eqn.effects:
-        program.free.update(dict.fromkeys(eqn.outvars, plain))
+def _assign(program: StagedProgram, eqn: Eqn, here: StageKey) -> None:
+    """Make an equation recomputable, or give it the stage `here`.
+
+    A backward equation that touches one stage only goes back to that one.
+    """
+    plain = eqn.replace(invars=[resolve_alias(program, atom) for atom in eqn.invars])
+    if not eqn.effects and all(
+        var in program.recomputable or var in program.roots for var in variables(plain.invars)
+    ):
+        program.recomputable.update(dict.fromkeys(eqn.outvars, plain))
         return
-    if here[0] == "B":
-        seen = variables(eqn.invars)
-        touched = {program.home_of[var] for var in seen if var in program.home_of}
+    if here[0] == TaskKind.BACKWARD:
+        # The original operands, not `plain`: an alias knows on which side of a stage end it is.
+        operands = variables(eqn.invars)
+        touched = {program.stage_of_var[var] for var in operands if var in program.stage_of_var}
         stages = {stage for _, stage in touched}
-        if len(stages) == 1 and any(kind == "B" for kind, _ in touched):
-            here = ("B", stages.pop())
+        if len(stages) == 1 and any(kind == TaskKind.BACKWARD for kind, _ in touched):
+            here = (TaskKind.BACKWARD, stages.pop())
     program.eqns.append(plain)
     program.stage_of_eqn.append(here)
-    program.home_of.update(dict.fromkeys(eqn.outvars, here))
+    program.stage_of_var.update(dict.fromkeys(eqn.outvars, here))
 
 
-# Move equations from where they stand to where they are needed, and drop the others.
+# Pass 2b, sink to the first use.
+#
+# In: equations with stages. Out: equations of F0 that no stage end hands over, in the forward of
+# the first stage that needs them. Invariant: an equation still runs no later than its first user.
+# Example: `one_hot(labels)` at the top of the loss moves from F0 to the last stage, so that the
+# labels go there, not to stage 0 and from there through all stages.
 
 
 def sink_to_first_use(program: StagedProgram) -> None:
-    """What nobody hands over at the first mark goes to the first stage that needs it."""
+    """Move what no stage end hands over from the first stage to the first that needs it."""
     dropped = _compat.jaxprs().DropVar
-    needed: dict[Any, int] = {}
+    needed: dict[Var, int] = {}  # the first stage that needs a variable
     kept = set(variables(program.outs)) | program.pinned
+    # Backwards, so that users have moved before what they use.
     for n in reversed(range(len(program.eqns))):
-        eqn, home = program.eqns[n], program.stage_of_eqn[n]
-        made = [var for var in eqn.outvars if not isinstance(var, dropped)]
-        stage = home[1] if home is not None else 0
-        if home == ("F", 0) and not any(var in kept for var in made):
-            stage = min((needed[var] for var in made if var in needed), default=0)
-            program.stage_of_eqn[n] = ("F", stage)
+        eqn, at = program.eqns[n], program.stage_of_eqn[n]
+        outs = [var for var in eqn.outvars if not isinstance(var, dropped)]
+        stage = at[1] if at is not None else 0
+        if at == (TaskKind.FORWARD, 0) and not any(var in kept for var in outs):
+            stage = min((needed[var] for var in outs if var in needed), default=0)
+            program.stage_of_eqn[n] = (TaskKind.FORWARD, stage)
         for var in variables(eqn.invars):
             needed[var] = min(stage, needed.get(var, stage))
 
 
-def eliminate_dead_and_delay_remat(program: StagedProgram) -> None:
-    """Drop what nobody needs; what only later backwards need is computed there.
+# Pass 2c, eliminate dead equations, delay what a remat computes again.
+#
+# In: equations with stages. Out: None as the stage of those that have no effect and that no result
+# comes from; what a remat computes again, in the backward of its first user. Invariant: backwards
+# run from the last stage to the first, so an equation may move to a lower stage as long as no user
+# is in a higher one. Example: a remat around a loss of three stages computes all of it again where
+# the backward begins, in BW2; what belongs to stages 0 and 1 moves to BW0 and BW1.
 
-    The latter is what a remat computes again, for several stages at once.
-    """
+
+def eliminate_dead_and_delay_remat(program: StagedProgram) -> None:
+    """Drop what nobody needs; what a remat computes again moves to the backward that needs it."""
     results = set(variables((*program.outs, *program.grads)))
     fixed = results | program.pinned | _cotangents(program)
-    users: dict[Any, set[StageKey]] = {}
+    users: dict[Var, set[StageKey]] = {}
     for n in reversed(range(len(program.eqns))):
-        eqn, home = program.eqns[n], program.stage_of_eqn[n]
+        eqn, at = program.eqns[n], program.stage_of_eqn[n]
         needed = any(var in results or var in users for var in eqn.outvars)
-        if home is None or not (needed or eqn.effects):
+        if at is None or not (needed or eqn.effects):
             program.stage_of_eqn[n] = None
             continue
-        if home[0] == "B" and not any(var in fixed for var in eqn.outvars):
-            stages = [at[1] for var in eqn.outvars for at in users.get(var, ())]
-            home = program.stage_of_eqn[n] = ("B", min(home[1], max(stages, default=home[1])))
+        if at[0] == TaskKind.BACKWARD and not any(var in fixed for var in eqn.outvars):
+            stages = [user[1] for var in eqn.outvars for user in users.get(var, ())]
+            latest = min(at[1], max(stages, default=at[1]))
+            at = program.stage_of_eqn[n] = (TaskKind.BACKWARD, latest)
         for var in variables(eqn.invars):
-            users.setdefault(var, set()).add(home)
+            users.setdefault(var, set()).add(at)
 
 
-def _cotangents(program: StagedProgram) -> set[Any]:
+def _cotangents(program: StagedProgram) -> set[Var]:
     """What the backward makes, but for what a remat computes again from the forward."""
-    found: set[Any] = set()
-    for eqn, home in zip(program.eqns, program.stage_of_eqn, strict=True):
-        if home is not None and home[0] == "B":
-            if not is_again(eqn) or any(var in found for var in variables(eqn.invars)):
-                found.update(eqn.outvars)
-    return found
+    cotangents: set[Var] = set()
+    for eqn, at in zip(program.eqns, program.stage_of_eqn, strict=True):
+        if at is not None and at[0] == TaskKind.BACKWARD:
+            if not is_rematerialized(eqn) or any(
+                var in cotangents for var in variables(eqn.invars)
+            ):
+                cotangents.update(eqn.outvars)
+    return cotangents

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from meshwright.errors import PipelineError
-from meshwright.pipelines.arguments import by_place
+from meshwright.pipelines.arguments import positional_arguments
 from meshwright.pipelines.consistency import PlanConsistency, process_context
 from meshwright.pipelines.explanation import Explanation, explain
 from meshwright.pipelines.plan import Plan, Planner
@@ -49,7 +49,7 @@ class PipelineStep:
         self._plans: dict[Any, Plan] = {}
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
-        parts = self._checked(by_place(self.fn, args, keywords))
+        parts = self._checked(positional_arguments(self.fn, args, keywords))
         plan = self._begun(parts)
         builder = plan.assembled.builder
         slots = bind_arguments(builder, parts.arrays, self.local_groups, plan.donated)
@@ -104,7 +104,9 @@ class PipelineStep:
             )
         for number in self.donated:
             if number not in range(len(args)):
-                raise PipelineError(f"donate={number}: the step was called with {len(args)}.")
+                raise PipelineError(
+                    f"donate_argnums={number}: the step was called with {len(args)}."
+                )
         parts = split_arrays(args, 1)
         self._refuse_twice(parts)
         for path, value in zip(parts.paths, parts.arrays, strict=True):
@@ -149,7 +151,7 @@ class PipelineStep:
 
         Takes the arguments of a call; without them it means the last one. Nothing runs.
         """
-        places = by_place(self.fn, args, keywords)
+        places = positional_arguments(self.fn, args, keywords)
         plan = self.plan_of(*places) if places else self._last()
         return explain(plan, plan.names)
 
@@ -164,7 +166,7 @@ class PipelineStep:
         The results are dropped; donated arguments are copied first. In several processes all
         call it, and all get the whole.
         """
-        places = by_place(self.fn, args, keywords)
+        places = positional_arguments(self.fn, args, keywords)
         if not places:
             raise PipelineError("timeline() runs a step: pass its arguments.")
         plan = self._begun(self._checked(places), " (its timeline)")

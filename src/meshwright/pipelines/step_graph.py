@@ -109,7 +109,7 @@ class StepBuilder:
 
     def slot_in_group(self, var: Any, group: int) -> int:
         """The slot of a variable in a group; it is brought there once."""
-        if isinstance(var, _compat.jaxprs().Literal):
+        if _compat.is_literal(var):
             return self.constant(jax.numpy.asarray(var.val), group)
         if (var, group) not in self.slot_of:
             self.slot_of[var, group] = self._bring(var, group)

@@ -1,4 +1,4 @@
-"""A step as it was traced: what comes before its microbatches, the region, what comes after."""
+"""Pass 1: trace a step, inline what hides stage ends, and find its region of microbatches."""
 
 from __future__ import annotations
 
@@ -10,75 +10,91 @@ from typing import Any
 import jax
 
 from meshwright import _compat
+from meshwright._compat import Atom, Eqn, Jaxpr, Var, is_literal
 from meshwright.errors import MeshwrightError, PipelineError
 from meshwright.pipelines.microbatching import (
     Region,
     forward,
+    recording_regions,
     region_primitive,
-    tracing,
     value_and_grad,
 )
-from meshwright.pipelines.stage_mark import mark
+from meshwright.pipelines.stage_mark import stage_end_primitive
 from meshwright.trees.split import Split, as_shape, split_arrays
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Traced:
-    """A step, flat. `operands` and `results` are the region's, as variables of the step."""
+    """A traced step: the equations before its region of microbatches, the region, those after.
 
-    invars: tuple[Any, ...]
-    consts: dict[Any, Any]
-    before: tuple[Any, ...]
+    `prologue` is what the region's operands are computed from, `epilogue` everything else, which
+    includes equations that stand before the region but do not lead to it. `operands` and `results`
+    are the region's, as variables of the step. `out` rebuilds what the step returns.
+    """
+
+    invars: tuple[Var, ...]
+    consts: dict[Var, Any]
+    prologue: tuple[Eqn, ...]
     region: Region
-    operands: tuple[Any, ...]
-    results: tuple[Any, ...]
-    after: tuple[Any, ...]
-    outvars: tuple[Any, ...]
+    operands: tuple[Atom, ...]
+    results: tuple[Var, ...]
+    epilogue: tuple[Eqn, ...]
+    outvars: tuple[Atom, ...]
     out: Split
 
 
-def read(
+# Pass 1, trace.
+#
+# In: a Python function and the shapes of its arguments. Out: a `Traced`. Invariant: exactly one
+# equation is a region; no `jit` is left at the top level, and no stage end is anywhere but in the
+# region. Example: `loss, g = value_and_grad(f)(w * 2, x); return w - g` becomes
+#     prologue [b = mul w 2.0]   region (b, x) -> (loss, g)   epilogue [c = sub w g]
+
+
+def trace_step(
     fn: Callable[..., Any], args: Split, microbatches: int, forward_only: bool, options: Any
 ) -> Traced:
-    """Trace a step, or a loss function, whose gradients are then the step."""
+    """Trace a step, or a loss function, whose value and gradients are then the step."""
     wrapped = (forward if forward_only else value_and_grad)(fn, **options)
-    with tracing(microbatches) as step:
+    with recording_regions(microbatches) as trace:
         try:
             closed, out = _trace(fn, args)
         except Exception as error:
-            if step.regions or isinstance(error, MeshwrightError):
+            if trace.regions or isinstance(error, MeshwrightError):
                 raise
-            # A loss function may be made for the rows of a microbatch alone.
+            # A loss function may only work with the rows of one microbatch: try it as that.
             closed, out = _trace(wrapped, args)
         else:
             if options and _regions(closed.jaxpr):
                 raise PipelineError(
                     f"{', '.join(sorted(options))}: the step calls value_and_grad itself. Give "
-                    "these options there."
+                    "these options there.",
+                    option=min(options),
                 )
     if not _regions(closed.jaxpr):
         _refuse_gradients(closed.jaxpr)
-        with tracing(microbatches):
+        with recording_regions(microbatches):
             closed, out = _trace(wrapped, args)
     jaxpr = closed.jaxpr
-    (place,) = _regions(jaxpr) if len(_regions(jaxpr)) == 1 else (None,)
-    if place is None:
+    regions = _regions(jaxpr)
+    if len(regions) != 1:
         raise PipelineError(
-            f"the step calls value_and_grad {len(_regions(jaxpr))} times. A pipeline runs one "
+            f"the step calls value_and_grad {len(regions)} times. A pipeline runs one "
             "region of microbatches per step: put the losses into one function."
         )
-    for what in (found for eqn in jaxpr.eqns for found in _outside(eqn)):
+    for text in _stage_ends_outside(jaxpr.eqns):
         raise PipelineError(
-            f"{what} is outside of the differentiated function. Marks belong into "
+            f"{text} is outside of the differentiated function. Stage ends belong in "
             "the function that value_and_grad is given."
         )
+    (place,) = regions
     eqn = jaxpr.eqns[place]
-    before = _ancestors(jaxpr.eqns[:place], eqn.invars)
-    rest = [e for n, e in enumerate(jaxpr.eqns[:place]) if n not in before]
+    prologue = _ancestors(jaxpr.eqns[:place], eqn.invars)
+    rest = [e for n, e in enumerate(jaxpr.eqns[:place]) if n not in prologue]
     return Traced(
         tuple(jaxpr.invars),
         dict(zip(jaxpr.constvars, closed.consts, strict=True)),
-        tuple(jaxpr.eqns[n] for n in sorted(before)),
+        tuple(jaxpr.eqns[n] for n in sorted(prologue)),
         eqn.params["region"],
         tuple(eqn.invars),
         tuple(eqn.outvars),
@@ -89,7 +105,7 @@ def read(
 
 
 def _trace(fn: Callable[..., Any], args: Split) -> tuple[Any, Split]:
-    """The program of the arrays; what else is returned stands in the split of the result."""
+    """Trace `fn` as a program of its arrays; what it returns besides arrays is in the `Split`."""
     shapes = [as_shape(array) for array in args.arrays]
     outs: list[Split] = []
 
@@ -99,32 +115,30 @@ def _trace(fn: Callable[..., Any], args: Split) -> tuple[Any, Split]:
         return out.arrays
 
     closed = jax.make_jaxpr(arrays)(*shapes)
-    jc, jaxpr = _compat.jaxprs(), closed.jaxpr
-    names = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
-    opened = jc.Jaxpr(
-        (), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, jaxpr.effects, names
-    )
-    flattened = flat(opened, open_remat=False)
-    count = len(closed.consts)
-    inner = flattened.jaxpr
+    # `inline` evaluates a program of its inputs alone, so the constants are inputs meanwhile.
+    inlined = inline(_compat.constants_as_inputs(closed.jaxpr), remat=False)
+    jaxpr, count = inlined.jaxpr, len(closed.consts)
+    jc = _compat.jaxprs()
     lifted = jc.Jaxpr(
-        [*inner.constvars, *inner.invars[:count]],
-        inner.invars[count:],
-        inner.outvars,
-        inner.eqns,
-        inner.effects,
-        inner.debug_info._replace(arg_names=None, result_paths=None),
+        [*jaxpr.constvars, *jaxpr.invars[:count]],
+        jaxpr.invars[count:],
+        jaxpr.outvars,
+        jaxpr.eqns,
+        jaxpr.effects,
+        jaxpr.debug_info._replace(arg_names=None, result_paths=None),
     )
-    return jc.ClosedJaxpr(lifted, [*flattened.consts, *closed.consts]), outs[-1]
+    return jc.ClosedJaxpr(lifted, [*inlined.consts, *closed.consts]), outs[-1]
 
 
-def _regions(jaxpr: Any) -> list[int]:
+def _regions(jaxpr: Jaxpr) -> list[int]:
+    """The positions of regions among a program's equations."""
     return [n for n, eqn in enumerate(jaxpr.eqns) if eqn.primitive is region_primitive()]
 
 
-def _refuse_gradients(jaxpr: Any) -> None:
+def _refuse_gradients(jaxpr: Jaxpr) -> None:
+    """Refuse a step that differentiates through stage ends with `jax.grad`."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive is mark() and eqn.params["backward"]:
+        if eqn.primitive is stage_end_primitive() and eqn.params["backward"]:
             raise PipelineError(
                 f"stage_end(...) at {eqn.params['where']} is inside of a gradient that the step "
                 "takes by itself. Take it with meshwright.value_and_grad, which a pipeline runs in "
@@ -132,149 +146,156 @@ def _refuse_gradients(jaxpr: Any) -> None:
             )
 
 
-def _outside(eqn: Any) -> Sequence[str]:
-    """Marks of an equation that is not a region."""
-    return () if eqn.primitive is region_primitive() else list(marks_of([eqn]))
+def _stage_ends_outside(eqns: Iterable[Eqn]) -> Iterator[str]:
+    """Stage ends in equations that are no regions, in words."""
+    return boundaries_of(eqn for eqn in eqns if eqn.primitive is not region_primitive())
 
 
-def _ancestors(eqns: Sequence[Any], targets: Sequence[Any]) -> set[int]:
-    jc = _compat.jaxprs()
-    needed = {var for var in targets if not isinstance(var, jc.Literal)}
-    found = set()
+def _ancestors(eqns: Sequence[Eqn], targets: Sequence[Atom]) -> set[int]:
+    """The positions of the equations that `targets` are computed from."""
+    needed = {var for var in targets if not is_literal(var)}
+    positions = set()
     for n in reversed(range(len(eqns))):
         if any(var in needed for var in eqns[n].outvars):
-            found.add(n)
-            needed.update(v for v in eqns[n].invars if not isinstance(v, jc.Literal))
-    return found
+            positions.add(n)
+            needed.update(v for v in eqns[n].invars if not is_literal(v))
+    return positions
 
 
-# Flatten a traced program: every jit is opened, every remat, and whatever else hides a mark.
+# Inline.
+#
+# In: a jaxpr. Out: a closed jaxpr that computes the same. Invariant: stage ends and regions are at
+# its top level; `jit` is always inlined, `remat` if asked or if it holds a boundary, `closed_call`,
+# `custom_jvp` and `custom_vjp` only if they hold one. What a remat computes in the backward is
+# marked by the name scope REMAT_SCOPE. Example:
+#     b = jit[jaxpr={ c = tanh a; d = stage_end c; e = sin d }] a
+# becomes c = tanh a; d = stage_end c; e = sin d.
+
+REMAT_SCOPE = "computed_again"
 
 
-AGAIN = "computed_again"  # the scope of what a remat computes in the backward
+def is_rematerialized(eqn: Eqn) -> bool:
+    """Return whether a remat computes this equation a second time, for the backward."""
+    return REMAT_SCOPE in str(eqn.source_info.name_stack).split("/")
 
 
-def is_again(eqn: Any) -> bool:
-    return AGAIN in str(eqn.source_info.name_stack).split("/")
+def inline(jaxpr: Jaxpr, *, remat: bool) -> Any:
+    """Return the program, closed, with stage ends and regions at its top level.
 
-
-def flat(jaxpr: Any, *, open_remat: bool) -> Any:
-    """The same program, closed, with marks and regions at its top level.
-
-    A remat is opened because its forward and its backward become different programs, so that
-    nothing can undo it.
+    With `remat=True` every remat is inlined. Within one program the compiler could then merge what
+    is computed twice; here forward and backward become different programs, so nothing undoes it.
     """
     avals = [var.aval for var in jaxpr.invars]
-    return jax.make_jaxpr(lambda *args: _run(jaxpr, args, open_remat))(
+    return jax.make_jaxpr(lambda *args: _evaluate(jaxpr, args, remat))(
         *(jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals)  # type: ignore[no-untyped-call]
     )
 
 
-def _run(jaxpr: Any, args: Sequence[Any], open_remat: bool) -> list[Any]:
-    jc, known = _compat.jaxprs(), _compat.known_primitives()
+def _evaluate(jaxpr: Jaxpr, args: Sequence[Any], remat: bool) -> list[Any]:
+    known = _compat.known_primitives()
     values = dict(zip(jaxpr.invars, args, strict=True))
 
-    def read(var: Any) -> Any:
-        return var.val if isinstance(var, jc.Literal) else values[var]
+    def read(atom: Atom) -> Any:
+        return atom.val if is_literal(atom) else values[atom]
 
     for eqn in jaxpr.eqns:
-        operands = [read(var) for var in eqn.invars]
-        inner = _opened(eqn, known, open_remat)
-        if inner is not None:
-            second = eqn.primitive is known["remat"] and eqn.params["differentiated"]
-            with jax.named_scope(AGAIN) if second else contextlib.nullcontext():
-                found = _run(inner[0], [*inner[1], *operands], open_remat)
+        body = _body_to_inline(eqn, known, remat)
+        if body is None:
+            results = run_equation(eqn, values)
         else:
-            found = run_equation(jc, eqn, values)
-        values.update(zip(eqn.outvars, found, strict=True))
-    return [read(var) for var in jaxpr.outvars]
+            inner, consts = body
+            # `differentiated` is set on the copy of a remat that its backward holds.
+            again = eqn.primitive is known["remat"] and eqn.params["differentiated"]
+            with jax.named_scope(REMAT_SCOPE) if again else contextlib.nullcontext():
+                results = _evaluate(inner, [*consts, *map(read, eqn.invars)], remat)
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
 
 
-def _opened(eqn: Any, known: dict[str, Any], open_remat: bool) -> tuple[Any, Sequence[Any]] | None:
-    """The program inside an equation, with its constants, where it must be opened."""
+def _body_to_inline(
+    eqn: Eqn, known: dict[str, Any], remat: bool
+) -> tuple[Jaxpr, Sequence[Any]] | None:
+    """The program inside an equation, with its constants, where it must be inlined."""
     primitive = eqn.primitive
-    inside = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    if primitive is known["remat"] and (open_remat or has_marks(inside)):
-        return _closed(inside)
+    body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    if primitive is known["remat"] and (remat or any(boundaries_in(body))):
+        return _opened(body)
     if primitive is known["jit"]:
-        return _closed(inside)
-    hidden = [where for program in _programs(eqn) for where in marks_in(program)]
+        return _opened(body)
+    hidden = [text for inner in _inner_programs(eqn) for text in boundaries_in(inner)]
     if not hidden:
         return None
+    # Inlining loses a custom derivative, which nobody asks for any more: gradients are in the
+    # trace.
     if primitive in (known["closed_call"], known["custom_jvp"], known["custom_vjp"]):
-        return _closed(inside)
+        return _opened(body)
     raise PipelineError(
         f"{hidden[0]} is inside of {primitive.name}, which runs as one program and cannot be cut. "
-        f"{_way_out(hidden[0], primitive.name)}"
+        f"{_remedy(hidden[0], primitive.name)}"
     )
 
 
-def _way_out(what: str, name: str) -> str:
-    """What to do about a mark or a region that control flow hides."""
-    if what.startswith("value_and_grad"):
+def _remedy(boundary: str, primitive: str) -> str:
+    """What to do about a stage end or a region that control flow hides."""
+    if boundary.startswith("value_and_grad"):
         return "Call it once in a step, outside of control flow."
-    if name == "cond":
-        return "Choose in Python, or with jnp.where after the mark, or move the mark outside."
-    if name in ("scan", "while"):
-        return "Write the loop out in Python around the marks, or move the mark outside."
-    return "Move the mark outside."
+    if primitive == "cond":
+        return "Choose in Python, or with jnp.where after stage_end, or move stage_end outside."
+    if primitive in ("scan", "while"):
+        return "Write the loop out in Python around stage_end, or move stage_end outside."
+    return "Move stage_end outside."
 
 
-def _closed(program: Any) -> tuple[Any, Sequence[Any]]:
-    """A program whose constants are its first operands."""
-    jc = _compat.jaxprs()
-    consts = getattr(program, "consts", ())
+def _opened(program: Any) -> tuple[Jaxpr, Sequence[Any]]:
+    """A jaxpr, closed or not, as one whose first inputs are its constants; and the constants."""
     jaxpr = getattr(program, "jaxpr", program)
     if not jaxpr.constvars:
         return jaxpr, ()
-    names = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
-    opened = jc.Jaxpr(
-        (), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, jaxpr.effects, names
-    )
-    return opened, consts
+    return _compat.constants_as_inputs(jaxpr), getattr(program, "consts", ())
 
 
-def run_equation(jc: Any, eqn: Any, values: dict[Any, Any]) -> list[Any]:
-    """One equation on its own: a program of one line needs no rules for its parameters."""
-    used = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, jc.Literal)))
-    made = [v for v in eqn.outvars if not isinstance(v, jc.DropVar)]
-    run = program_of(used, made, [eqn])
-    results = dict(zip(made, run(*(values[v] for v in used)), strict=True))
+def run_equation(eqn: Eqn, values: dict[Var, Any]) -> list[Any]:
+    """Run one equation, as a program of one line: that needs no rules for its parameters."""
+    ins = list(dict.fromkeys(v for v in eqn.invars if not is_literal(v)))
+    outs = [v for v in eqn.outvars if not isinstance(v, _compat.jaxprs().DropVar)]
+    run = equations_as_function(ins, outs, [eqn])
+    results = dict(zip(outs, run(*(values[v] for v in ins)), strict=True))
     return [results.get(var) for var in eqn.outvars]
 
 
-def program_of(ins: Sequence[Any], outs: Sequence[Any], eqns: Sequence[Any]) -> Callable[..., Any]:
-    """Equations as a function of `ins` that gives `outs`."""
+def equations_as_function(
+    ins: Sequence[Var], outs: Sequence[Atom], eqns: Sequence[Eqn]
+) -> Callable[..., Any]:
+    """Return a function of the values of `ins` that gives those of `outs`."""
     jc = _compat.jaxprs()
     effects = jc.no_effects.union(*(eqn.effects for eqn in eqns)) if eqns else jc.no_effects
-    names = jc.DebugInfo("pipeline", "task", None, None)
-    jaxpr = jc.Jaxpr((), list(ins), list(outs), list(eqns), effects, names)
+    debug_info = jc.DebugInfo("pipeline", "task", None, None)
+    jaxpr = jc.Jaxpr((), list(ins), list(outs), list(eqns), effects, debug_info)
     run: Callable[..., Any] = jc.jaxpr_as_fun(jc.ClosedJaxpr(jaxpr, ()))
     return run
 
 
-def has_marks(program: Any) -> bool:
-    return next(marks_in(program), None) is not None
+# Boundaries are what a pipeline cuts at: stage ends, and regions of microbatches.
 
 
-def marks_in(program: Any) -> Iterator[str]:
-    """The marks and regions inside a program, in words, with the lines they come from."""
-    return marks_of(getattr(program, "jaxpr", program).eqns)
+def boundaries_in(program: Any) -> Iterator[str]:
+    """The boundaries inside a jaxpr, closed or not, in words, with the lines they come from."""
+    return boundaries_of(getattr(program, "jaxpr", program).eqns)
 
 
-def marks_of(eqns: Iterable[Any]) -> Iterator[str]:
-    """The same, of equations."""
+def boundaries_of(eqns: Iterable[Eqn]) -> Iterator[str]:
+    """The boundaries among equations and inside of them, in words."""
     for eqn in eqns:
-        if eqn.primitive is mark():
+        if eqn.primitive is stage_end_primitive():
             yield f"stage_end(...) at {eqn.params['where']}"
         elif eqn.primitive is region_primitive():
             yield f"value_and_grad(...) at {eqn.params['region'].where}"
-        for inner in _programs(eqn):
-            yield from marks_in(inner)
+        for inner in _inner_programs(eqn):
+            yield from boundaries_in(inner)
 
 
-def _programs(eqn: Any) -> Iterator[Any]:
-    """Programs among an equation's parameters."""
+def _inner_programs(eqn: Eqn) -> Iterator[Any]:
+    """Jaxprs among an equation's parameters; those of a region are hidden in a `Region`."""
     jc = _compat.jaxprs()
     for value in eqn.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
