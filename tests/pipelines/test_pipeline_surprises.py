@@ -265,7 +265,7 @@ def test_parameters_cast_before_the_microbatches_stay_in_their_group():
     groups = [set(mesh.devices.flat) for mesh in PAIR.unstack]
     assert [params[name].sharding.device_set for name in "ab"] == groups
     (plan,) = step._plans.values()
-    before = [o for o in plan.operations if o.task is None and o.code is not None][:2]
+    before = [o for o in plan.operations if o.task is None and o.function is not None][:2]
     assert sorted(operation.group for operation in before) == [0, 1]
 
 

@@ -15,7 +15,7 @@ from meshwright.pipelines.arguments import takes_places
 from meshwright.pipelines.plan import Planner
 from meshwright.pipelines.stage_mark import stage_end
 from meshwright.pipelines.step import PipelineStep
-from meshwright.pipelines.step_graph import Layouts
+from meshwright.pipelines.step_graph import GroupShardings
 from meshwright.schedules.auto import Auto
 from meshwright.schedules.named import check_name
 from meshwright.schedules.types import Schedule
@@ -64,7 +64,7 @@ def pipeline(
     if any(isinstance(n, bool) or not isinstance(n, int) for n in donated):
         raise PipelineError(f"donate: {short(donate)} is not an argument's number, or several.")
     _check_options(schedule, limit, options)
-    layouts = Layouts(_auto_axes(groups), rules, unused)
+    layouts = GroupShardings(_auto_axes(groups), rules, unused)
     planner = Planner(takes_places(fn), layouts, schedule, microbatches, tuple(donated), options)
     return PipelineStep(planner, limit)
 
