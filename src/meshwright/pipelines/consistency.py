@@ -64,7 +64,7 @@ class ProcessContext:
             return
         _process_context = None if _process_context is self else _process_context
         try:
-            if not self.watchdog.closed:
+            if not self.watchdog.closed:  # it is after an error, which has ended the others too
                 self.watchdog.close()
         finally:
             self.link.close()
@@ -92,6 +92,7 @@ _process_context: ProcessContext | None = None
 def process_context() -> ProcessContext:
     """The context of this process; made for its first pipeline."""
     global _process_context
+    # Not kept after its last pipeline was closed: the next one connects anew, in all processes.
     if _process_context is None:
         _process_context = ProcessContext()
     return _process_context
@@ -107,7 +108,7 @@ class PlanConsistency:
         self.process_context, self.number = process_context, number
         self._names: dict[Hashable, str] = {}
         self._checked: set[Hashable] = set()
-        self._first: Summary = {}
+        self._first: Summary = {}  # of the arguments of plan 0
 
     def begin_step(self, key: Hashable, parts: Split, why: str = "") -> None:
         """Begin a step with the plan of this key.
@@ -117,6 +118,7 @@ class PlanConsistency:
         if key not in self._names:
             summary = _summarize_arguments(parts.paths, map(_type_and_shape, parts.arrays))
             self._first = self._first or summary
+            # Most programs have one pipeline; its plans need no more than a number.
             whose = f" of pipeline {self.number}" if self.number else ""
             difference = _first_difference(summary, self._first)
             self._names[key] = f"plan {len(self._names)}{whose}{difference}"
@@ -149,6 +151,8 @@ def plan_summary(plan: Plan) -> dict[str, str]:
         key=lambda program: (program.stage, program.kind != TaskKind.FORWARD),
     )
     for program in in_order:
+        # Names of primitives, not jaxprs: those print addresses of functions, which differ between
+        # processes, and take megabytes for a large model.
         names = [eqn.primitive.name for eqn in program.eqns]
         counts = [f"{count} {name}" for name, count in collections.Counter(names).items()]
         summary[f"task {program.name}"] = ", ".join([*counts, f"checksum {_checksum(names)}"])
@@ -183,6 +187,7 @@ def values_summary(parts: Split) -> dict[str, str]:
 def _sample(value: np.ndarray) -> np.ndarray:
     """Some of an array's elements, in the dtype that JAX would use."""
     flat = value.reshape(-1)
+    # Strided over the whole array: a batch in another order differs in more than its beginning.
     flat = flat[:: max(1, flat.size // _SAMPLE)]
     return flat.astype(jax.dtypes.canonicalize_dtype(value.dtype), copy=False)
 

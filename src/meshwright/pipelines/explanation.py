@@ -131,6 +131,7 @@ def _costs(plan: Plan, flops: dict[TaskKey, float]) -> str | list[Costs]:
     """The costs of tasks by their FLOPs; all alike where some were compiled elsewhere."""
     stages = range(plan.stage_program.stages)
     forwards = [flops.get((TaskKind.FORWARD, stage), 0.0) for stage in stages]
+    # Half of the truth would mislead: with FLOPs of some stages only, all count the same.
     known = all(key in flops for key, program in plan.programs.items() if program.eqns)
     if not known or not all(forwards):
         return "F=1,B=1,W=1"
@@ -161,6 +162,7 @@ def _note(plan: Plan, stage: int, names: Sequence[str], flops: dict[TaskKey, flo
         sum(_bytes(var) for _, var in parameters),
         flops.get((TaskKind.FORWARD, stage)),
         _backward_flops(tasks, flops),
+        # Residuals: what the forward hands to the backward of its own stage.
         sum(_bytes(var) for var in forward.outs if any(var in b.ins for b in backward)),
         sum(_bytes(var) for var in forward.outs if var in read_elsewhere),
         sum(_bytes(var) for b in backward for var in b.outs if var in read_elsewhere),
@@ -215,6 +217,7 @@ def _why_whole(plan: Plan, stage: int) -> str | None:
     b = plan.programs[TaskKind.INPUT_GRADIENT, stage]
     if not b.eqns:
         return "backward runs whole in W, and B is empty: no stage waits for what it computes."
+    # The transpose of a loop is one loop equation: its B and W cannot be told apart.
     loops = {eqn.primitive.name for eqn in b.eqns} & {"scan", "while", "cond"}
     if loops:
         return (
@@ -233,6 +236,7 @@ def _flops(plan: Plan) -> dict[TaskKey, float]:
         task, function = operation.task, operation.function
         if task is None or function is None or (task.kind, task.stage) in flops:
             continue
+        # Not every backend counts: `cost_analysis()` may give None, or no FLOPs.
         analysis = function.compiled.cost_analysis() or {}
         if "flops" in analysis:
             flops[task.kind, task.stage] = float(analysis["flops"])

@@ -230,14 +230,6 @@ def _thread_pool(count: int) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
 
 
 def _lower(builder: StepBuilder, function: TaskFunction, operation: Operation) -> Any:
-    shapes = [
-        jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
-            builder.avals[slot].shape,
-            builder.avals[slot].dtype,
-            sharding=builder.slot_shardings[slot],
-        )
-        for slot in operation.ins
-    ]
     jitted = jax.jit(
         function.fn,
         out_shardings=function.out_shardings,
@@ -245,7 +237,7 @@ def _lower(builder: StepBuilder, function: TaskFunction, operation: Operation) -
     )
     # A mesh that the caller has set would be taken for the program's own.
     with jax.set_mesh(builder.shardings.meshes[operation.group]):
-        return jitted.lower(*shapes)
+        return jitted.lower(*map(builder.shape, operation.ins))
 
 
 def _read_output_shardings(builder: StepBuilder, operations: Sequence[Operation]) -> None:

@@ -67,14 +67,7 @@ def local_operations(
 
 
 def _route(builder: StepBuilder, operation: Operation) -> Route:
-    shapes = [
-        jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
-            builder.avals[slot].shape,
-            builder.avals[slot].dtype,
-            sharding=builder.slot_shardings[slot],
-        )
-        for slot in operation.ins
-    ]
+    shapes = [builder.shape(slot) for slot in operation.ins]
     return route(shapes, [builder.slot_shardings[slot] for slot in operation.outs])
 
 

@@ -47,7 +47,7 @@ class PipelineStep:
         self.fn, self.donated = planner.fn, planner.donated
         self.groups = planner.shardings.groups
         self.local_groups = local_groups(self.groups)
-        # A single process needs no link, no watchdog, and nobody to compare its plans with.
+        # A single process needs no link, no watchdog, and no other's plans to compare with.
         self.process_context = process_context() if self.groups.spans_processes else None
         self.link = None if self.process_context is None else self.process_context.link
         self.consistency = (

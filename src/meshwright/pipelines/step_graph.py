@@ -151,6 +151,11 @@ class StepBuilder:
         self.operations.append(Operation(group, name, tuple(slots), tuple(outs), source=source))
         return outs
 
+    def shape(self, slot: int) -> jax.ShapeDtypeStruct:
+        """Shape, dtype and sharding of a slot, for lowering and for routes."""
+        aval, sharding = self.avals[slot], self.slot_shardings[slot]
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)  # type: ignore[no-untyped-call]
+
     def constant(self, value: Any, group: int) -> int:
         """Add a slot with a constant, replicated over the group."""
         slot = self.new_slot(jax.typeof(value), self.shardings.replicated(group), group)
