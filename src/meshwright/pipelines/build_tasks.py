@@ -48,7 +48,7 @@ class TaskWriter:
     ):
         self.builder, self.stage_program, self.programs = builder, stage_program, programs
         self.proof, self.schedule = proof, proof.schedule
-        self.traced, self.accumulators = traced, accumulators
+        self.accumulators = accumulators
         self.values: dict[tuple[Var, int, int], int] = {}  # slots by (variable, microbatch, group)
         self.operand = dict(zip(stage_program.invars, traced.operands, strict=True))
         roles = zip(stage_program.invars, stage_program.region.roles, strict=True)

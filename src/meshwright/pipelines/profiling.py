@@ -159,10 +159,8 @@ def record(
             values = execute(operation, slots)
             end = time.perf_counter()
             if operation.task is not None:
-                before = begin - last - waited
-                dispatches.append(
-                    RecordedDispatch(operation.number, before, end - begin, waited > 0)
-                )
+                times = (begin - last - waited, end - begin)
+                dispatches.append(RecordedDispatch(operation.number, *times, waited > 0))
                 last, waited = end, 0.0
             elif operation.waits:
                 waited += end - begin
@@ -193,10 +191,8 @@ def record(
         {
             number: _arrival(end, waits.get(number)) + offset
             for group in transfers
-            for number, end, has_values in zip(
-                group.numbers, group.ends, group.has_values, strict=True
-            )
-            if has_values  # a send alone has none
+            for number, end, values in zip(group.numbers, group.ends, group.filled, strict=True)
+            if values  # the sending side of a transfer has none
         },
         [dispatches],
     )
@@ -216,7 +212,7 @@ class _Completions:
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
-        self.has_values: list[bool] = []
+        self.filled: list[bool] = []  # whether it has values at all
         self.dispatched: list[float] = []
         self.inputs: list[Sequence[Pending]] = []
         self.ends: list[float] = []
@@ -228,7 +224,7 @@ class _Completions:
     def add(self, number: int, at: float, inputs: Sequence[Pending], values: Sequence[Any]) -> int:
         """Wait for the values of an operation dispatched at `at`; returns its index here."""
         self.numbers.append(number)
-        self.has_values.append(bool(values))
+        self.filled.append(bool(values))
         self.dispatched.append(at)
         self.inputs.append(inputs)
         self._values.put(values)
@@ -295,7 +291,8 @@ def measured_timeline(plan: Plan, record: Record) -> MeasuredTimeline:
     costs = _mean_costs(schedule, starts, ends)
     latency = 1e3 * _mean_latency(operations, record)
     measured = Timeline(schedule, costs, latency, starts, ends)
-    predicted = predict(schedule, costs, latency, _mean_dispatches(operations, record))
+    dispatches = [_mean_dispatches(operations, process) for process in record.dispatches]
+    predicted = predict(schedule, costs, latency, dispatches)
     undelayed = simulate(plan.proof.schedule, list(costs), latency)
     return MeasuredTimeline(measured, predicted, undelayed)
 
@@ -343,34 +340,19 @@ def _mean_costs(
     return tuple(costs)
 
 
-def _mean_dispatches(operations: Sequence[Operation], record: Record) -> list[list[Dispatch]]:
-    """What every process did, with the mean times of each kind and stage, in milliseconds."""
-    return [
-        _with_mean_times(
-            [
-                (task, dispatch)
-                for dispatch in process
-                if (task := operations[dispatch.task].task) is not None
-            ]
-        )
-        for process in record.dispatches
-    ]
-
-
-def _with_mean_times(dispatches: Sequence[tuple[Task, RecordedDispatch]]) -> list[Dispatch]:
+def _mean_dispatches(
+    operations: Sequence[Operation], process: Sequence[RecordedDispatch]
+) -> list[Dispatch]:
+    """What a process did, with the mean times of each kind and stage, in milliseconds."""
+    recorded = [(task, d) for d in process if (task := operations[d.task].task) is not None]
     by_kind: dict[TaskKey, list[RecordedDispatch]] = collections.defaultdict(list)
-    for task, dispatch in dispatches:
+    for task, dispatch in recorded:
         by_kind[task.kind, task.stage].append(dispatch)
-    before, call = (
-        {
-            key: 1e3 * statistics.fmean(getattr(d, part) for d in all_)
-            for key, all_ in by_kind.items()
-        }
-        for part in ("before", "call")
-    )
+    before = {key: 1e3 * statistics.fmean(d.before for d in ds) for key, ds in by_kind.items()}
+    call = {key: 1e3 * statistics.fmean(d.call for d in ds) for key, ds in by_kind.items()}
     return [
         Dispatch(task, before[task.kind, task.stage], call[task.kind, task.stage], dispatch.waited)
-        for task, dispatch in dispatches
+        for task, dispatch in recorded
     ]
 
 
