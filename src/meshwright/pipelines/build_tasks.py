@@ -206,7 +206,7 @@ class Accumulators:
         ]
         sums = all_sums(stage_program)
         self.vars: dict[Sum, Var] = {number: var for number, (_, var) in sums.items()}
-        self.group = {number: group_of[home[1]] for number, (home, _) in sums.items()}
+        self.group = {number: group_of[stage] for number, ((_, stage), _) in sums.items()}
         self.slots: dict[Sum, int] = {}
 
     def write_initial_values(self) -> None:
@@ -272,7 +272,7 @@ class Accumulators:
         """The parts of a result that are the same for every microbatch."""
         index = self._gradient_index(number)
         if index is not None:
-            return [var for home, var in self.stage_program.grads[index] if home == FREE]
+            return [var for key, var in self.stage_program.grads[index] if key == FREE]
         return [] if (number, 0) in self.vars else [self.stage_program.outs[number]]
 
     def _evaluate(self, var: Atom, group: int) -> Any:
@@ -328,7 +328,7 @@ class Microbatches:
         slots = [self.builder.slot_in_group(batch, group) for batch in batches]
         if used and shardings.meshes[group].size > 1:
             # Rows are sharded over the devices in order, so that a microbatch, a range of rows,
-            # lies on some devices only. Reshaped to (microbatches, rows) and sharded along the
+            # is on some devices only. Reshaped to (microbatches, rows) and sharded along the
             # rows, each device holds a part of every microbatch.
             avals = [var.aval.update(shape=(self.count, *var.aval.shape)) for var in used]
             outs = [shardings.over_data_axes(group, aval.shape, 1) for aval in avals]

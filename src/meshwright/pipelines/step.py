@@ -40,6 +40,16 @@ class PipelineStep:
 
     The first call with arguments of a kind (shapes, dtypes, settings) makes a `Plan`: it traces,
     cuts and compiles. Later calls run that plan. `timeout` is in seconds, as for `pipeline`.
+
+    >>> import jax.numpy as jnp, meshwright as mw
+    >>> def loss(params, x):
+    ...     return jnp.mean(mw.stage_end(x @ params["a"]) @ params["b"])
+    >>> params = {"a": jnp.eye(4), "b": jnp.eye(4)}
+    >>> step = mw.pipeline(loss, mw.MpmdMesh(mw.mesh("pp:2, dp:4"), "pp"), microbatches=2)
+    >>> step
+    <PipelineStep loss: 1f1b, 2 groups, 2 microbatches>
+    >>> step.explain(params, jnp.ones((8, 4)))
+    <Explanation 2 stages in 2 groups, 1f1b, 2 microbatches>
     """
 
     def __init__(self, planner: Planner, timeout: float):

@@ -184,10 +184,10 @@ class StepBuilder:
         if is_literal(var):
             return self.constant(jax.numpy.asarray(var.val), group)
         if (var, group) not in self.slot_of:
-            self.slot_of[var, group] = self._bring(var, group)
+            self.slot_of[var, group] = self._make_slot(var, group)
         return self.slot_of[var, group]
 
-    def _bring(self, var: Var, group: int) -> int:
+    def _make_slot(self, var: Var, group: int) -> int:
         if var in self.consts:
             return self.constant(jax.numpy.asarray(self.consts[var]), group)
         sharding = self.sharding(var, group)
