@@ -45,8 +45,8 @@ def until_the_other_waits() -> None:
     """Process 0 is in the next step and waits, this one is outside, and both have said so."""
     room, client = "meshwright/watch/pipeline/0", _compat.coordination_client()
     for _ in range(1000 * LONG):
-        told = dict(client.key_value_dir_get(room))
-        other, own = (json.loads(told[f"{room}/{key}"]) for key in ("news/0", "states/1"))
+        states = dict(client.key_value_dir_get(room))
+        other, own = (json.loads(states[f"{room}/{key}"]) for key in ("news/0", "states/1"))
         if (other["step"], own["step"], own["doing"]) == (LAST + 1, LAST, "") and other["waiting"]:
             return
         time.sleep(0.001)
@@ -87,15 +87,15 @@ def main() -> None:
     port, me, processes, fault = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     start(port, me, processes, 1)
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(processes, 1), ("pp", "dp"))
-    local_groups = fault if me == 1 and fault != "goes on" else ""
-    fn = other_loss if local_groups == "program" else loss
-    if local_groups == "program":
+    own_fault = fault if me == 1 and fault != "goes on" else ""
+    fn = other_loss if own_fault == "program" else loss
+    if own_fault == "program":
         print(time.time(), flush=True)
     limit = 2.0 if fault == "hang" else LONG
     groups = mw.MpmdMesh(mesh, "pp")
     step = mw.pipeline(fn, groups, microbatches=2, timeout=limit)
     evaluate = mw.pipeline(loss, groups, schedule="forward", microbatches=2)
-    if local_groups == "values":
+    if own_fault == "values":
         print(time.time(), flush=True)
     if fault == "values":
         step(PARAMS, np.full((4, 4), me, "float32"))
@@ -104,7 +104,7 @@ def main() -> None:
         goes_on(step, evaluate)
     with contextlib.nullcontext() if "bare" in fault else evaluate:
         with contextlib.nullcontext() if "bare" in fault else step:
-            train(step, evaluate, local_groups)
+            train(step, evaluate, own_fault)
     if "bare" not in fault:
         os._exit(0)
 

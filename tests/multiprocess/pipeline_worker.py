@@ -45,30 +45,30 @@ def train(groups, schedule: str, stages: int):
         return optax.apply_updates(params, updates), state, value, peak
 
     with mw.pipeline(step, groups, schedule=schedule, microbatches=4) as run:
-        found, last = steps(run, tx)
+        arrays, last = steps(run, tx)
         seen = run.timeline(*last)
-    return {name: array for name, array in found.items() if array.addressable_shards}, seen
+    return {name: array for name, array in arrays.items() if array.addressable_shards}, seen
 
 
 def steps(run, tx):
     params = make_params()
     state = jax.tree.map(np.asarray, tx.init(params))
     rng = np.random.default_rng(1)
-    found = {}
+    arrays = {}
     for n in range(STEPS):
         x = rng.normal(size=(ROWS, WIDTH)).astype("float32")
         batch = x, np.roll(x, 1, axis=1)
         params, state, value, peak = run(params, state, *batch)
-        found |= {f"value {n}": value, f"peak {n}": peak}
-    found |= {
+        arrays |= {f"value {n}": value, f"peak {n}": peak}
+    arrays |= {
         f"params{jax.tree_util.keystr(k)}": v
         for k, v in jax.tree_util.tree_leaves_with_path(params)
     }
-    found |= {
+    arrays |= {
         f"state{jax.tree_util.keystr(k)}": v for k, v in jax.tree_util.tree_leaves_with_path(state)
     }
-    jax.block_until_ready([a for a in found.values() if a.addressable_shards])
-    return found, (params, state, *batch)
+    jax.block_until_ready([a for a in arrays.values() if a.addressable_shards])
+    return arrays, (params, state, *batch)
 
 
 def main() -> None:

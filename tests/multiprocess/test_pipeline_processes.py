@@ -24,8 +24,8 @@ def outcome(processes, devices, groups, schedule, stages):
     """Every result, by name, and a timeline, from each process that has them."""
     with tempfile.TemporaryDirectory() as folder:
         seen = launch(WORKER, processes, devices, groups, schedule, stages, folder)
-        found = [dict(np.load(Path(folder) / f"{me}.npz")) for me in range(processes)]
-    return found, seen
+        arrays = [dict(np.load(Path(folder) / f"{me}.npz")) for me in range(processes)]
+    return arrays, seen
 
 
 def results(*run):

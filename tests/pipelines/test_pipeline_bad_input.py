@@ -96,13 +96,17 @@ def test_no_stage_ends_with_several_groups():
     def loss(params, x, y):
         return jnp.mean((x @ params["w0"] - y) ** 2)
 
-    match = "2 groups make 2 stages, not 1.* Marks in the function: 0; one stage per group takes 1"
+    match = (
+        "2 groups make 2 stages, not 1.* Stage ends in the function: 0; one stage per group takes 1"
+    )
     refused(loss, match)
 
 
 def test_more_stage_ends_than_groups_have_stages():
     arguments = (layers(4), *batch())
-    match = "2 groups make 2 stages, not 4.* Marks in the function: 3; one stage per group takes 1"
+    match = (
+        "2 groups make 2 stages, not 4.* Stage ends in the function: 3; one stage per group takes 1"
+    )
     refused(chain_loss, match, arguments=arguments)
     refused(chain_loss, "3 groups.*not 4|4 stages", at=groups(3), arguments=arguments)
     refused(

@@ -85,7 +85,7 @@ def test_the_compiler_obeys():
         step = mw.pipeline(loss, AT, microbatches=2)
         step.explain(PARAMS, ROWS)
         (plan,) = step._plans.values()
-        tasks = {str(o.task): o.code.compiled for o in plan.operations if o.task is not None}
+        tasks = {str(o.task): o.function.compiled for o in plan.operations if o.task is not None}
         return {axis for s in tasks["0F0"].output_shardings for axis in s.spec}
 
     assert "tp" in kept(P(None, "tp"))

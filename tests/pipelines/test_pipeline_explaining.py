@@ -1,5 +1,6 @@
 """A pipeline says what became of the function, and when its tasks ran."""
 
+import dataclasses
 import json
 
 import jax
@@ -40,15 +41,15 @@ def step():
 
 
 def test_stages_name_their_parameters_and_what_they_send(step):
-    found = step.explain(PARAMS, ROWS)
-    assert [note.parameters for note in found.stages] == [("a",), ("b",)]
-    assert [note.parameter_bytes for note in found.stages] == [4 * WIDTH * WIDTH] * 2
+    explained = step.explain(PARAMS, ROWS)
+    assert [note.parameters for note in explained.stages] == [("a",), ("b",)]
+    assert [note.parameter_bytes for note in explained.stages] == [4 * WIDTH * WIDTH] * 2
     row = 2 * WIDTH * 4
-    assert [(note.sent_on_bytes, note.sent_back_bytes) for note in found.stages] == [
+    assert [(note.sent_on_bytes, note.sent_back_bytes) for note in explained.stages] == [
         (row, 0),
         (0, row),
     ]
-    assert all(note.forward_flops > 0 and note.backward_flops > 0 for note in found.stages)
+    assert all(note.forward_flops > 0 and note.backward_flops > 0 for note in explained.stages)
 
 
 def test_parameters_that_are_cast_first_are_named_where_they_are_used():
@@ -62,9 +63,9 @@ def test_parameters_that_are_cast_first_are_named_where_they_are_used():
         return mw.value_and_grad(scaled)(half, x)
 
     params = {**PARAMS, "c": jnp.ones(2), "t": jnp.float32(1)}
-    found = mw.pipeline(train, groups(), microbatches=4).explain(params, 2.0, ROWS)
-    assert [note.parameters for note in found.stages] == [("a",), ("b", "c", "t", "1")]
-    assert found.stages[0].parameter_bytes == 2 * WIDTH * WIDTH
+    explained = mw.pipeline(train, groups(), microbatches=4).explain(params, 2.0, ROWS)
+    assert [note.parameters for note in explained.stages] == [("a",), ("b", "c", "t", "1")]
+    assert explained.stages[0].parameter_bytes == 2 * WIDTH * WIDTH
 
 
 def test_stages_are_called_as_their_marks_say():
@@ -72,26 +73,26 @@ def test_stages_are_called_as_their_marks_say():
         h = mw.stage_end(jnp.tanh(x @ params["a"]), "encoder")
         return jnp.mean((h @ params["b"]) ** 2)
 
-    found = mw.pipeline(named, groups(), microbatches=4).explain(PARAMS, ROWS)
-    assert [note.name for note in found.stages] == ["encoder", None]
-    assert "0 encoder" in str(found)
+    explained = mw.pipeline(named, groups(), microbatches=4).explain(PARAMS, ROWS)
+    assert [note.name for note in explained.stages] == ["encoder", None]
+    assert "0 encoder" in str(explained)
 
 
 def test_casts_of_parameters_are_cloned_and_said(step):
-    found = step.explain(PARAMS, ROWS)
-    assert found.stages[1].cloned["convert_element_type"] >= 2
-    assert "cloned: equations that depend only on parameters" in str(found)
+    explained = step.explain(PARAMS, ROWS)
+    assert explained.stages[1].cloned["convert_element_type"] >= 2
+    assert "cloned: equations that depend only on parameters" in str(explained)
 
 
 def test_a_backward_that_is_not_split_says_why(step):
-    found = step.explain(PARAMS, ROWS)
-    assert "whole in W, and B is empty: no stage waits" in found.stages[0].whole
-    assert "stage 0: backward runs whole in W" in str(found)
-    assert found.stages[1].whole is None
+    explained = step.explain(PARAMS, ROWS)
+    assert "whole in W, and B is empty: no stage waits" in explained.stages[0].whole
+    assert "stage 0: backward runs whole in W" in str(explained)
+    assert explained.stages[1].whole is None
     scanned = mw.pipeline(looping, groups(), schedule="zb-h1", microbatches=4)
-    found = scanned.explain(PARAMS, ROWS)
-    assert "scan runs whole in B" in found.stages[1].whole
-    assert "Unroll it" in str(found)
+    explained = scanned.explain(PARAMS, ROWS)
+    assert "scan runs whole in B" in explained.stages[1].whole
+    assert "Unroll it" in str(explained)
 
 
 def test_nothing_to_explain_before_the_first_call():
@@ -103,37 +104,56 @@ def test_nothing_to_explain_before_the_first_call():
 
 
 def test_the_explanation_is_plain_data_and_a_picture(step):
-    found = step.explain(PARAMS, ROWS)
-    assert json.loads(json.dumps(found.to_json()))["stages"][1]["group"] == 1
-    assert "<svg" in found._repr_html_()
+    explained = step.explain(PARAMS, ROWS)
+    assert json.loads(json.dumps(explained.to_json()))["stages"][1]["group"] == 1
+    assert "<svg" in explained._repr_html_()
+
+
+def test_reprs_are_one_short_line_however_long_the_names(step):
+    timeline, explained = step.timeline(PARAMS, ROWS), step.explain(PARAMS, ROWS)
+    assert repr(step) == "<PipelineStep loss: zb-h1, 2 groups, 4 microbatches>"
+    assert repr(explained) == "<Explanation 2 stages in 2 groups, zb-h1, 4 microbatches>"
+    assert repr(timeline).startswith("<MeasuredTimeline zb-h1: ")
+    long = dataclasses.replace(timeline.measured.schedule, name="n" * 500)
+    measured = dataclasses.replace(timeline.measured, schedule=long)
+    many = tuple("p" * 500 for _ in range(10))
+    values = (
+        step.plan_of(PARAMS, ROWS),
+        dataclasses.replace(explained.stages[0], parameters=many),
+        dataclasses.replace(explained, cut=many, timeline=measured),
+        dataclasses.replace(timeline, measured=measured),
+        mw.pipeline(loss, groups(), schedule=long, microbatches=4),
+    )
+    for value in (step, explained, timeline, *values):
+        assert len(repr(value)) <= 200 and "\n" not in repr(value)
 
 
 def test_the_timeline_has_every_task_in_its_group_s_order(step):
-    made = step.timeline(PARAMS, ROWS)
-    assert [len(row) for row in made.measured.schedule.tasks] == [8, 12]
-    for starts, ends in zip(made.measured.starts, made.measured.ends, strict=True):
+    timeline = step.timeline(PARAMS, ROWS)
+    assert [len(row) for row in timeline.measured.schedule.tasks] == [8, 12]
+    for starts, ends in zip(timeline.measured.starts, timeline.measured.ends, strict=True):
         assert all(start <= end for start, end in zip(starts, ends, strict=True))
         assert list(ends) == sorted(ends)
-    assert made.predicted.makespan > 0 and made.ratio > 0
+    assert timeline.predicted.makespan > 0 and timeline.ratio > 0
 
 
 def test_a_first_stage_that_only_has_weights_runs_as_predicted(step):
     """Nobody waits for its B, so all is W, which a schedule may put off."""
     predicted = step.explain(PARAMS, ROWS).timeline
     assert predicted.costs[0].B == 0 and predicted.costs[0].W > 0
-    made = step.timeline(PARAMS, ROWS)
-    assert {task.kind for task in made.measured.schedule.tasks[0]} == {"F", "W"}
-    assert made.predicted.costs[0].B == 0 and made.predicted.costs[0].W > 0
+    timeline = step.timeline(PARAMS, ROWS)
+    assert {task.kind for task in timeline.measured.schedule.tasks[0]} == {"F", "W"}
+    assert timeline.predicted.costs[0].B == 0 and timeline.predicted.costs[0].W > 0
 
 
 def test_the_timeline_shows_itself(step):
-    made = step.timeline(PARAMS, ROWS)
-    assert "predicted / measured" in str(made)
-    assert made.svg().startswith("<svg")
-    arrows = [event for event in made.trace()["traceEvents"] if event["ph"] == "s"]
+    timeline = step.timeline(PARAMS, ROWS)
+    assert "predicted / measured" in str(timeline)
+    assert timeline.svg().startswith("<svg")
+    arrows = [event for event in timeline.trace()["traceEvents"] if event["ph"] == "s"]
     assert len(arrows) == 2 * 4  # each microbatch goes on once, and comes back once
-    assert json.loads(json.dumps(made.to_json()))["measured"]["groups"] == 2
-    assert "predicted" in made._repr_html_()
+    assert json.loads(json.dumps(timeline.to_json()))["measured"]["groups"] == 2
+    assert "predicted" in timeline._repr_html_()
 
 
 def test_the_timeline_does_not_eat_donated_arguments():
@@ -163,8 +183,8 @@ def recorded(value):
 
 
 def test_a_result_that_is_being_given_up_counts_as_done():
-    found = recorded(Failing("BlockHostUntilReady() called on deleted or donated buffer"))
-    assert list(found.tasks) == [3]
+    recording = recorded(Failing("BlockHostUntilReady() called on deleted or donated buffer"))
+    assert list(recording.tasks) == [3]
 
 
 def test_a_task_that_fails_while_it_is_timed_says_so_to_the_caller():

@@ -86,12 +86,12 @@ def test_tied_weights_across_groups_of_different_sizes():
     )
     by_jit = jax.jit(trainer(looped(loss, 2)))
     theirs = (params, tx.init(params))
-    local_groups = jax.tree.map(jnp.copy, theirs)  # they are donated
+    ours = jax.tree.map(jnp.copy, theirs)  # they are donated
     for _ in range(20):
-        *local_groups, value = step(*local_groups, *batch(8, 128))
+        *ours, value = step(*ours, *batch(8, 128))
         *theirs, expected = by_jit(*theirs, *batch(8, 128))
         assert_close(value, expected)
-    assert_close(local_groups[0], theirs[0], 2e-5)  # adam divides small numbers by small numbers
+    assert_close(ours[0], theirs[0], 2e-5)  # adam divides small numbers by small numbers
 
 
 def test_microbatches_smaller_than_the_data_axis():

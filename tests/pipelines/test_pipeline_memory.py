@@ -29,7 +29,7 @@ def held(step, args):
     jax.block_until_ready(step(*args))
     (plan,) = step._plans.values()
     slots = bind_arguments(plan.assembled.builder, split_arrays(args).arrays, step.local_groups)
-    made, most = {}, [0] * GROUPS
+    activations, most = {}, [0] * GROUPS
     for operation in plan.operations:
         results = operation.call(*[slots[slot] for slot in operation.ins])
         for slot, result in zip(operation.outs, results, strict=True):
@@ -37,9 +37,11 @@ def held(step, args):
         task = operation.task
         if task is not None and task.kind == "F":
             kept = operation.outs[: len(plan.programs["F", task.stage].outs)]
-            made.update(dict.fromkeys(kept, (operation.group, task.stage, task.microbatch)))
+            activations.update(dict.fromkeys(kept, (operation.group, task.stage, task.microbatch)))
         for group in range(GROUPS):
-            live = {at for slot, at in made.items() if slots[slot] is not None and at[0] == group}
+            live = {
+                at for slot, at in activations.items() if slots[slot] is not None and at[0] == group
+            }
             most[group] = max(most[group], len(live))
         for slot in operation.drop:
             slots[slot] = None

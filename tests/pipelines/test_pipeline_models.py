@@ -93,14 +93,14 @@ def test_equinox_modules_with_functions_among_their_leaves():
         return eqx.apply_updates(params, updates), state, value
 
     step = mw.pipeline(train_step, groups(2), microbatches=2)
-    local_groups, theirs = (model, tx.init(params)), (params, tx.init(params))
+    ours, theirs = (model, tx.init(params)), (params, tx.init(params))
     by_jit = jax.jit(by_parts)
     for _ in range(20):
-        new, state, value = step(*local_groups, *batch())
-        local_groups = (eqx.combine(new, static), state)
+        new, state, value = step(*ours, *batch())
+        ours = (eqx.combine(new, static), state)
         *theirs, expected = by_jit(*theirs, *batch())
         assert_close(value, expected)
-    assert_close(eqx.filter(local_groups[0], eqx.is_array), theirs[0])
+    assert_close(eqx.filter(ours[0], eqx.is_array), theirs[0])
 
 
 class Scaled(eqx.Module):
@@ -138,14 +138,14 @@ def test_settings_of_a_module_stay_settings_over_many_steps(tx):
     state = tx.init(eqx.filter(model, eqx.is_inexact_array))
     step = mw.pipeline(trained(mw.value_and_grad(error), tx), groups(2), microbatches=2)
     plain = eqx.filter_jit(trained(eqx.filter_value_and_grad(error), tx))
-    local_groups = theirs = (model, state)
+    ours = theirs = (model, state)
     for _ in range(3):
-        *local_groups, value = step(*local_groups, *batch())
+        *ours, value = step(*ours, *batch())
         *theirs, wanted = plain(*theirs, *batch())
-        assert type(local_groups[0].scale) is float and local_groups[0].scale == 2.0
-        assert local_groups[0].centred is True
+        assert type(ours[0].scale) is float and ours[0].scale == 2.0
+        assert ours[0].centred is True
     assert_close(
-        (eqx.filter(local_groups, eqx.is_array), value), (eqx.filter(theirs, eqx.is_array), wanted)
+        (eqx.filter(ours, eqx.is_array), value), (eqx.filter(theirs, eqx.is_array), wanted)
     )
     assert len(step._plans) == 1
 
@@ -155,8 +155,8 @@ def test_a_step_that_returns_a_module_alone_keeps_its_settings():
         _, grads = mw.value_and_grad(error)(model, x, y)
         return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads))
 
-    found = mw.pipeline(train, groups(2), microbatches=2)(scaled(), *batch())
-    assert type(found.scale) is float
+    model = mw.pipeline(train, groups(2), microbatches=2)(scaled(), *batch())
+    assert type(model.scale) is float
 
 
 def test_settings_that_are_equal_but_of_another_type_have_their_own_plan():
@@ -181,13 +181,13 @@ def test_functions_in_a_module_are_returned_as_they_came():
     model = eqx.nn.MLP(4, 4, 4, 1, key=jax.random.key(0))
     step = mw.pipeline(train(mw.value_and_grad), groups(2), microbatches=2)
     plain = eqx.filter_jit(train(eqx.filter_value_and_grad))
-    local_groups = theirs = model
+    ours = theirs = model
     for _ in range(2):
-        local_groups, value = step(local_groups, *batch())
+        ours, value = step(ours, *batch())
         theirs, wanted = plain(theirs, *batch())
-    assert local_groups.activation is model.activation
+    assert ours.activation is model.activation
     pairs = (
-        (eqx.filter(local_groups, eqx.is_array), value),
+        (eqx.filter(ours, eqx.is_array), value),
         (eqx.filter(theirs, eqx.is_array), wanted),
     )
     assert_close(*pairs)

@@ -54,13 +54,13 @@ def test_parameters_after_20_steps(name):
         trainer(tx, mw.value_and_grad(tied_loss)), groups(3), schedule="zb-h1", microbatches=4
     )
     by_jit = jax.jit(trainer(tx, looped(tied_loss, 4)))
-    local_groups = theirs = (tied_params(), tx.init(tied_params()))
+    ours = theirs = (tied_params(), tx.init(tied_params()))
     for _ in range(20):
-        *local_groups, value, norm = step(*local_groups, *batch())
+        *ours, value, norm = step(*ours, *batch())
         *theirs, expected, expected_norm = by_jit(*theirs, *batch())
         assert_close((value, norm), (expected, expected_norm))
-    assert_close(local_groups[0], theirs[0])
-    assert_close(local_groups[1], theirs[1], 1e-4)
+    assert_close(ours[0], theirs[0])
+    assert_close(ours[1], theirs[1], 1e-4)
 
 
 def test_donated_parameters_are_used_up():
@@ -69,15 +69,15 @@ def test_donated_parameters_are_used_up():
     step = mw.pipeline(train_step, groups(2), microbatches=4, donate_argnums=(0, 1))
     by_jit = jax.jit(trainer(tx, looped(chain_loss, 4)))
     theirs = (layers(2), tx.init(layers(2)))
-    local_groups = step(layers(2), tx.init(layers(2)), *batch())[:2]  # they lie in their groups now
+    ours = step(layers(2), tx.init(layers(2)), *batch())[:2]  # they lie in their groups now
     theirs = by_jit(*theirs, *batch())[:2]
     for _ in range(19):
-        before = local_groups
-        local_groups = step(*before, *batch())[:2]
+        before = ours
+        ours = step(*before, *batch())[:2]
         theirs = by_jit(*theirs, *batch())[:2]
         arrays = [x for x in jax.tree.leaves(before) if x.size > 1]
         assert all(x.is_deleted() for x in arrays)
-    assert_close(local_groups[0], theirs[0])
+    assert_close(ours[0], theirs[0])
 
 
 def on_device_7(tree):
@@ -143,11 +143,11 @@ def test_an_average_of_parameters_follows():
 
     step = mw.pipeline(trainer(mw.value_and_grad(chain_loss)), groups(3), microbatches=4)
     by_jit = jax.jit(trainer(looped(chain_loss, 4)))
-    local_groups = theirs = (layers(3), layers(3), tx.init(layers(3)))
+    ours = theirs = (layers(3), layers(3), tx.init(layers(3)))
     for _ in range(20):
-        *local_groups, value = step(*local_groups, *batch())
+        *ours, value = step(*ours, *batch())
         *theirs, expected = by_jit(*theirs, *batch())
-    assert_close((local_groups, value), (theirs, expected))
+    assert_close((ours, value), (theirs, expected))
 
 
 def test_parameters_moments_and_average_lie_with_their_stage():
@@ -166,8 +166,8 @@ def test_numbers_that_a_step_returns_stay_numbers():
         value, _ = mw.value_and_grad(chain_loss)(params, x, y)
         return {"value": value, "two": 2, "fine": True}
 
-    found = mw.pipeline(train_step, groups(2), microbatches=4)(layers(2), *batch())
-    assert (type(found["two"]), found["two"], found["fine"]) == (int, 2, True)
+    returned = mw.pipeline(train_step, groups(2), microbatches=4)(layers(2), *batch())
+    assert (type(returned["two"]), returned["two"], returned["fine"]) == (int, 2, True)
 
 
 def test_work_before_and_after_the_microbatches():
@@ -206,11 +206,11 @@ def test_aux_outputs_and_carried_statistics_in_a_train_step():
     options = {"has_aux": True, "aux": "max", "carry": 1}
     step = mw.pipeline(trainer(mw.value_and_grad(loss, **options)), groups(2), microbatches=4)
     by_jit = jax.jit(trainer(looped(loss, 4, **options)))
-    local_groups = theirs = (layers(2), jnp.zeros(4))
+    ours = theirs = (layers(2), jnp.zeros(4))
     for _ in range(20):
-        *local_groups, out = step(*local_groups, *batch())
+        *ours, out = step(*ours, *batch())
         *theirs, expected = by_jit(*theirs, *batch())
-    assert_close((local_groups, out), (theirs, expected))
+    assert_close((ours, out), (theirs, expected))
 
 
 def test_outside_of_a_pipeline_a_train_step_is_an_ordinary_function():

@@ -190,9 +190,9 @@ def test_an_argument_that_is_not_to_be_cut_goes_whole():
     expected, wanted = jax.value_and_grad(masked)(PARAMS, ROWS, mask)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     np.testing.assert_allclose(grads["a"], wanted["a"], rtol=1e-4, atol=1e-6)
-    found = step.explain()
-    assert (found.cut, found.whole) == (("argument 1",), ("argument 2",))
-    assert "cut into 4 microbatches: argument 1; whole in each: argument 2" in str(found)
+    explained = step.explain()
+    assert (explained.cut, explained.whole) == (("argument 1",), ("argument 2",))
+    assert "cut into 4 microbatches: argument 1; whole in each: argument 2" in str(explained)
     with pytest.raises(mw.errors.PipelineError, match="whole=7: the function got 3 arguments"):
         mw.pipeline(masked, PAIR, microbatches=4, whole=7)(PARAMS, ROWS, mask)
 
@@ -272,7 +272,7 @@ def test_parameters_cast_before_the_microbatches_stay_in_their_group():
     groups = [set(mesh.devices.flat) for mesh in PAIR.unstack]
     assert [params[name].sharding.device_set for name in "ab"] == groups
     (plan,) = step._plans.values()
-    before = [o for o in plan.operations if o.task is None and o.code is not None][:2]
+    before = [o for o in plan.operations if o.task is None and o.function is not None][:2]
     assert sorted(operation.group for operation in before) == [0, 1]
 
 
@@ -322,8 +322,8 @@ def test_values_made_before_the_microbatches_are_there_after_them(train, second)
 
 def test_keys_split_before_the_microbatches_are_returned():
     key = jax.random.key(3)
-    _, found, _ = mw.pipeline(augmented, PAIR, microbatches=4)(PARAMS, key, ROWS)
-    assert found == jax.random.split(key)[0]
+    _, new_key, _ = mw.pipeline(augmented, PAIR, microbatches=4)(PARAMS, key, ROWS)
+    assert new_key == jax.random.split(key)[0]
 
 
 def test_whole_numbers_cross_stages_where_there_are_no_gradients():
@@ -331,5 +331,5 @@ def test_whole_numbers_cross_stages_where_there_are_no_gradients():
         h = mw.stage_end((x @ params["a"]).astype(jnp.int8))
         return h.astype(jnp.float32) @ params["b"]
 
-    found = mw.pipeline(quantized, PAIR, microbatches=4, schedule="forward")(PARAMS, 9 * ROWS)
-    assert_close(found.reshape(16, WIDTH), jax.jit(quantized)(PARAMS, 9 * ROWS))
+    outputs = mw.pipeline(quantized, PAIR, microbatches=4, schedule="forward")(PARAMS, 9 * ROWS)
+    assert_close(outputs.reshape(16, WIDTH), jax.jit(quantized)(PARAMS, 9 * ROWS))

@@ -1,4 +1,4 @@
-"""Predicting a step: tasks wait for their group, their inputs, and for being handed over."""
+"""Predicting a step: tasks wait for their group, their inputs, and for their dispatch."""
 
 import dataclasses
 
@@ -13,8 +13,8 @@ COSTS = (Costs(1.0, 1.0, 1.0, 2.0),) * 4
 PLAIN = mw.schedules.schedule("1f1b", groups=4, microbatches=8)
 
 
-def handed(schedule, groups, before=0.0, call=0.0, waited=False):
-    """What a process does that hands over the tasks of some groups."""
+def dispatches(schedule, groups, before=0.0, call=0.0, waited=False):
+    """What a process does that dispatches the tasks of some groups."""
     return [
         Dispatch(task, before, call, waited)
         for group, first, last in execution_order(schedule)
@@ -24,38 +24,38 @@ def handed(schedule, groups, before=0.0, call=0.0, waited=False):
 
 
 @pytest.mark.parametrize("latency", [0.0, 0.25])
-def test_free_handing_over_gives_what_simulate_gives(latency):
-    one = [handed(PLAIN, range(4))]
-    many = [handed(PLAIN, [group], waited=True) for group in range(4)]
+def test_free_dispatching_gives_what_simulate_gives(latency):
+    one = [dispatches(PLAIN, range(4))]
+    many = [dispatches(PLAIN, [group], waited=True) for group in range(4)]
     expected = mw.schedules.simulate(PLAIN, list(COSTS), latency)
     assert predict(PLAIN, COSTS, latency, one).ends == expected.ends
     assert predict(PLAIN, COSTS, latency, many).ends == expected.ends
 
 
 def test_one_process_that_is_slower_than_all_groups_bounds_the_step():
-    made = predict(PLAIN, COSTS, 0.0, [handed(PLAIN, range(4), before=2.0, call=3.0)])
+    timeline = predict(PLAIN, COSTS, 0.0, [dispatches(PLAIN, range(4), before=2.0, call=3.0)])
     # 64 tasks, one every 5; the last, a backward that takes 2, starts when its turn has come.
-    assert made.makespan == pytest.approx(63 * 5 + 2)
+    assert timeline.makespan == pytest.approx(63 * 5 + 2)
 
 
-def test_processes_of_their_own_hand_over_side_by_side():
-    several = [handed(PLAIN, [group], call=2.0) for group in range(4)]
-    together = [handed(PLAIN, range(4), call=2.0)]
+def test_processes_of_their_own_dispatch_side_by_side():
+    several = [dispatches(PLAIN, [group], call=2.0) for group in range(4)]
+    together = [dispatches(PLAIN, range(4), call=2.0)]
     assert predict(PLAIN, COSTS, 0.0, several).makespan < 64 * 2
     assert predict(PLAIN, COSTS, 0.0, together).makespan == pytest.approx(63 * 2 + 2)
 
 
-def test_a_process_that_waits_for_what_comes_hands_over_nothing_meanwhile():
-    quick = [handed(PLAIN, [group], call=1.5) for group in range(4)]
-    asleep = [handed(PLAIN, [group], call=1.5, waited=True) for group in range(4)]
+def test_a_process_that_waits_for_what_comes_dispatches_nothing_meanwhile():
+    quick = [dispatches(PLAIN, [group], call=1.5) for group in range(4)]
+    asleep = [dispatches(PLAIN, [group], call=1.5, waited=True) for group in range(4)]
     assert predict(PLAIN, COSTS, 0.5, quick).makespan < predict(PLAIN, COSTS, 0.5, asleep).makespan
 
 
 def test_a_task_of_several_processes_starts_with_the_last_of_them():
     single = mw.schedules.schedule("1f1b", groups=1, microbatches=1)
-    pair = [handed(single, [0], before=before) for before in (1.0, 4.0)]
-    made = predict(single, COSTS[:1], 0.0, pair)
-    assert made.starts == ((0.0, 4.0),)  # the first starts at 4 of the clock, the second at 8
+    pair = [dispatches(single, [0], before=before) for before in (1.0, 4.0)]
+    timeline = predict(single, COSTS[:1], 0.0, pair)
+    assert timeline.starts == ((0.0, 4.0),)  # the first starts at 4 of the clock, the second at 8
 
 
 def test_a_task_without_work_passes_on_what_it_would_wait_for():
@@ -71,7 +71,7 @@ def test_a_task_without_work_passes_on_what_it_would_wait_for():
         for task in split.tasks[group][first:last]
         if (task.kind, task.stage) != ("B", 0)
     ]
-    made = predict(run, COSTS[:2], 0.0, [order])
-    begun = dict(zip(rows[0], made.starts[0], strict=True))
-    ended = dict(zip(rows[1], made.ends[1], strict=True))
+    timeline = predict(run, COSTS[:2], 0.0, [order])
+    begun = dict(zip(rows[0], timeline.starts[0], strict=True))
+    ended = dict(zip(rows[1], timeline.ends[1], strict=True))
     assert all(begun["W", 0, n] >= ended["B", 1, n] for n in range(2))

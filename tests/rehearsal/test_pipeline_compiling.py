@@ -48,9 +48,9 @@ def test_a_task_is_the_same_compiled_elsewhere(tmp_path):
     there = step.planner.plan(split_arrays((PARAMS, X), 1), step.local_groups, step.link, compiler)
     assert there.assembled.builder.slot_shardings == here.assembled.builder.slot_shardings
     for one, other in zip(here.operations, there.operations, strict=True):
-        if one.code is None:
+        if one.function is None:
             continue
-        local_groups, others = one.code.compiled, other.code.compiled
+        local_groups, others = one.function.compiled, other.function.compiled
         assert list(local_groups.output_shardings) == list(others.output_shardings)
         for part in ("argument", "output", "alias", "temp"):
             name = f"{part}_size_in_bytes"

@@ -16,7 +16,7 @@ from meshwright.pipelines.microbatching import MicrobatchOptions
 from meshwright.pipelines.plan import Planner
 from meshwright.pipelines.stage_mark import stage_end
 from meshwright.pipelines.step import PipelineStep
-from meshwright.pipelines.step_graph import Layouts
+from meshwright.pipelines.step_graph import GroupShardings
 from meshwright.schedules.auto import Auto
 from meshwright.schedules.named import check_name
 from meshwright.schedules.types import Schedule
@@ -71,7 +71,7 @@ def pipeline(
     _check_options(options)
     _check_schedule(schedule)
     _check_timeout(timeout)
-    layouts = Layouts(_auto_axes(groups), rules, unused)
+    layouts = GroupShardings(_auto_axes(groups), rules, unused)
     planner = Planner(takes_positional(fn), layouts, schedule, microbatches, donated, dict(options))
     return PipelineStep(planner, timeout)
 

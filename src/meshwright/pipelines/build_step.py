@@ -1,4 +1,12 @@
-"""Put a step together: what comes before the tasks, the tasks, and what comes after."""
+"""Pass 7: put a step together: what comes before the tasks, the tasks, and what comes after."""
+
+# Input: the traced step, its stages and task programs, and a proved schedule. Output: all
+# operations of all groups on the builder, in an order in which they can run, and the slots of the
+# results. Every process writes the same list and then keeps its own part (`runtime`), which is why
+# the operations can be numbered and compared. Invariant: an argument is donated only to its last
+# reader, and only if a result takes its memory. For a training step:
+#
+#     group 0: update 0 (casts of parameters); group 0: zeros; 0F0; ...; 0BW7; group 0: update 0
 
 from __future__ import annotations
 
@@ -10,11 +18,18 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from meshwright._compat import is_literal
+from meshwright._compat import Var, is_literal
 from meshwright.errors import PipelineError
-from meshwright.pipelines import outer_program
-from meshwright.pipelines.build_tasks import Part, Sums, Tasks
-from meshwright.pipelines.outer_program import EVERYWHERE, Node, Phase, size
+from meshwright.pipelines.build_tasks import Accumulators, PartialResult, TaskWriter
+from meshwright.pipelines.outer_program import (
+    EVERYWHERE,
+    Node,
+    Phase,
+    assign_groups,
+    equation_node,
+    fuse_by_group_and_level,
+    num_elements,
+)
 from meshwright.pipelines.stages import StageProgram
 from meshwright.pipelines.step_graph import StepBuilder, TaskFunction
 from meshwright.pipelines.task_programs import Program, TaskKey
@@ -24,8 +39,11 @@ from meshwright.schedules.validation import Proof
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Assembled:
-    """A step as operations. `results` are the slots of what it returns, by group: arrays have
-    one home, single numbers are known to every group."""
+    """A step as operations on a builder, and its results: for each, its slot by group.
+
+    Arrays have one group; single numbers (a loss) have a slot in every group, so that every
+    process can read them.
+    """
 
     builder: StepBuilder
     results: tuple[dict[int, int], ...]
@@ -33,177 +51,197 @@ class Assembled:
 
 def assemble(
     traced: Traced,
-    cut: StageProgram,
+    stage_program: StageProgram,
     programs: dict[TaskKey, Program],
     proof: Proof,
     builder: StepBuilder,
     donated: frozenset[int],
 ) -> Assembled:
-    """Write everything onto the builder, in the order in which it runs."""
-    group_of_var = _homes(traced, cut, programs, proof)
+    """Write a step onto the builder, in the order in which it runs.
+
+    `donated` are the numbers of the arguments whose memory may be reused.
+    """
+    group_of_var = _parameter_groups(traced, stage_program, programs, proof)
     builder.group_of_var = dict(group_of_var)
-    _before(traced, builder, group_of_var)
-    sums = Sums(builder, cut, traced, proof.schedule.group_of)
-    sums.begin()
-    tasks = Tasks(builder, cut, programs, proof, traced, sums)
-    tasks.bring_batch()
+    _write_prologue(traced, builder, group_of_var)
+    accumulators = Accumulators(builder, stage_program, traced, proof.schedule.group_of)
+    accumulators.write_initial_values()
+    tasks = TaskWriter(builder, stage_program, programs, proof, traced, accumulators)
+    tasks.place_batch()
     tasks.write()
-    results = _after(traced, cut, tasks, sums, builder, group_of_var, donated)
+    results = _write_epilogue(traced, tasks, builder, group_of_var, donated)
     return Assembled(builder, results)
 
 
-def _homes(
-    traced: Traced, cut: StageProgram, programs: dict[TaskKey, Program], proof: Proof
-) -> dict[Any, int]:
-    """Where parameters live: in the group of the first stage that uses them."""
-    made = {var for eqn in traced.prologue for var in eqn.outvars}
-    arguments = set(traced.invars) | made
-    operand = dict(zip(cut.invars, traced.operands, strict=True))
-    split = {
-        var for var, role in zip(traced.operands, cut.region.roles, strict=True) if role == "split"
-    }
-    group_of_var: dict[Any, int] = {}
+def _parameter_groups(
+    traced: Traced,
+    stage_program: StageProgram,
+    programs: dict[TaskKey, Program],
+    proof: Proof,
+) -> dict[Var, int]:
+    """The groups in which parameters live: that of the first stage that reads them."""
+    roles = stage_program.region.roles
+    # What is computed before the microbatches (a cast parameter) counts like an argument.
+    computed = {var for eqn in traced.prologue for var in eqn.outvars}
+    arguments = set(traced.invars) | computed
+    operands = dict(zip(stage_program.invars, traced.operands, strict=True))
+    batch = {var for var, role in zip(traced.operands, roles, strict=True) if role == "split"}
+    group_of_var: dict[Var, int] = {}
     for key in sorted(programs, key=lambda key: (key[1], key[0])):
         for var in programs[key].ins:
-            found = operand.get(var)
-            if found in arguments and found not in split and size(found) > 1:
-                group_of_var.setdefault(found, proof.schedule.group_of[key[1]])
-    for found, role in zip(traced.operands, cut.region.roles, strict=True):
-        if role == "params" and found in arguments and size(found) > 1:
-            group_of_var.setdefault(found, 0)  # nothing uses it
+            operand = operands.get(var)
+            if operand in arguments and operand not in batch and num_elements(operand) > 1:
+                group_of_var.setdefault(operand, proof.schedule.group_of[key[1]])
+    for operand, role in zip(traced.operands, roles, strict=True):
+        if role == "params" and operand in arguments and num_elements(operand) > 1:
+            group_of_var.setdefault(operand, 0)  # no stage reads it
     return group_of_var
 
 
-def _before(traced: Traced, builder: StepBuilder, group_of_var: dict[Any, int]) -> None:
-    """What is done to parameters before the microbatches, where they are used; else in group 0."""
-    nodes = [outer_program.equation_node(eqn) for eqn in traced.prologue]
-    found = dict(group_of_var)
-    outer_program.assign_groups(nodes, found)
-    builder.group_of_var.update((var, at) for var, at in found.items() if var in builder.arguments)
-    made = {var: node for node in nodes for var in node.outs}
+def _write_prologue(traced: Traced, builder: StepBuilder, group_of_var: dict[Var, int]) -> None:
+    """Write what is done to parameters before the microbatches, in the groups that use them."""
+    nodes = [equation_node(eqn) for eqn in traced.prologue]
+    assigned = dict(group_of_var)
+    assign_groups(nodes, assigned)
+    builder.group_of_var.update(_of_arguments(builder, assigned))
+    maker = {var: node for node in nodes for var in node.outs}
     later = [var for eqn in traced.epilogue for var in eqn.invars]
+    # What is computed everywhere comes out of group 0; the builder sends it on where it is read.
     wanted = {
-        var: 0 if made[var].group == EVERYWHERE else made[var].group or 0
+        var: 0 if maker[var].group == EVERYWHERE else maker[var].group or 0
         for var in (*traced.operands, *later, *traced.outvars)
-        if not is_literal(var) and var in made
+        if not is_literal(var) and var in maker
     }
+    # Groups of intermediate values are forgotten: nothing after the prologue reads them.
     group_of_var.update(
-        (var, at) for var, at in found.items() if var in builder.arguments or var in wanted
+        (var, group) for var, group in assigned.items() if var in builder.arguments or var in wanted
     )
-    for phase in outer_program.fuse_by_group_and_level(nodes, list(wanted.items())):
-        _run(phase, builder, ())
+    for phase in fuse_by_group_and_level(nodes, list(wanted.items())):
+        _write_phase(phase, builder, ())
 
 
-def _after(
+def _write_epilogue(
     traced: Traced,
-    cut: StageProgram,
-    tasks: Tasks,
-    sums: Sums,
+    tasks: TaskWriter,
     builder: StepBuilder,
-    group_of_var: dict[Any, int],
+    group_of_var: dict[Var, int],
     donated: frozenset[int],
 ) -> tuple[dict[int, int], ...]:
-    nodes = _results(traced, cut, tasks, sums, group_of_var)
-    nodes += [outer_program.equation_node(eqn) for eqn in traced.epilogue]
+    """Write what follows the microbatches; returns the slots of the step's results by group."""
+    nodes = _result_nodes(traced, tasks, group_of_var)
+    nodes += [equation_node(eqn) for eqn in traced.epilogue]
     for node in nodes:
         if node.group is not None:
             group_of_var.update(dict.fromkeys(node.outs, node.group))
-    outer_program.assign_groups(nodes, group_of_var)
-    builder.group_of_var.update(
-        (var, at) for var, at in group_of_var.items() if var in builder.arguments
-    )
-    made = {var: node for node in nodes for var in node.outs}
+    assign_groups(nodes, group_of_var)
+    builder.group_of_var.update(_of_arguments(builder, group_of_var))
+    maker = {var: node for node in nodes for var in node.outs}
     everywhere: Sequence[int] = range(builder.groups)
-    at = {
-        var: everywhere if made[var].group == EVERYWHERE else [made[var].group or 0]
+    wanted = {
+        var: everywhere if maker[var].group == EVERYWHERE else [maker[var].group or 0]
         for var in traced.outvars
-        if not is_literal(var) and var in made
+        if not is_literal(var) and var in maker
     }
-    phases = outer_program.fuse_by_group_and_level(
-        nodes, [(var, group) for var, groups in at.items() for group in groups]
+    phases = fuse_by_group_and_level(
+        nodes, [(var, group) for var, groups in wanted.items() for group in groups]
     )
-    last = {var: phase for phase in phases for var in phase.ins}
-    _keep_layouts(builder, phases)
-    kept = {var for var in traced.outvars if not is_literal(var)}
+    _inherit_shardings(builder, phases)
+    last_reader = {var: phase for phase in phases for var in phase.ins}
+    returned = {var for var in traced.outvars if not is_literal(var)}
     for phase in phases:
-        gone = {
+        free = {
             n: var
             for n, var in enumerate(phase.ins)
-            if builder.arguments.get(var) in donated and last[var] is phase and var not in kept
+            if builder.arguments.get(var) in donated
+            and last_reader[var] is phase
+            and var not in returned
         }
-        _run(phase, builder, _usable(gone, phase))
-    found = []
+        _write_phase(phase, builder, _donatable(free, phase))
+    results = []
     for var in traced.outvars:
         groups = everywhere
-        if not is_literal(var) and size(var) != 1:
-            groups = at.get(var, [group_of_var.get(var, 0)])
-        found.append({group: builder.slot_in_group(var, group) for group in groups})
-    return tuple(found)
+        if not is_literal(var) and num_elements(var) != 1:
+            groups = wanted.get(var, [group_of_var.get(var, 0)])
+        results.append({group: builder.slot_in_group(var, group) for group in groups})
+    return tuple(results)
 
 
-def _usable(gone: dict[int, Any], phase: Phase) -> tuple[int, ...]:
-    """Of the arguments that may be given up, those whose memory some result can take."""
+def _of_arguments(builder: StepBuilder, group_of_var: dict[Var, int]) -> dict[Var, int]:
+    return {var: group for var, group in group_of_var.items() if var in builder.arguments}
+
+
+def _donatable(free: dict[int, Var], phase: Phase) -> tuple[int, ...]:
+    """Of the operands that may be donated, those whose memory some result can take.
+
+    JAX pairs a donated buffer with a result of the same shape and dtype, and warns of others.
+    """
     room = collections.Counter((var.aval.shape, var.aval.dtype) for var in phase.outs)
-    found = []
-    for n, var in gone.items():
+    chosen = []
+    for n, var in free.items():
         kind = (var.aval.shape, var.aval.dtype)
         if room[kind]:
             room[kind] -= 1
-            found.append(n)
-    return tuple(found)
+            chosen.append(n)
+    return tuple(chosen)
 
 
-def _run(phase: Phase, builder: StepBuilder, donated: tuple[int, ...]) -> None:
+def _write_phase(phase: Phase, builder: StepBuilder, donated: tuple[int, ...]) -> None:
     ins = [builder.slot_in_group(var, phase.group) for var in phase.ins]
-    outs = [builder.layout(var, phase.group) for var in phase.outs]
-    run = phase.rewrite_to_group_mesh(builder.layouts.groups).run
-    code = TaskFunction(f"group {phase.group}: update {phase.level}", run, list(outs), donated)
-    slots = builder.run(phase.group, code, ins, [var.aval for var in phase.outs])
+    shardings = [builder.sharding(var, phase.group) for var in phase.outs]
+    run = phase.rewrite_to_group_mesh(builder.shardings.groups).run
+    function = TaskFunction(f"group {phase.group}: update {phase.level}", run, shardings, donated)
+    slots = builder.add_call(phase.group, function, ins, [var.aval for var in phase.outs])
     for var, slot in zip(phase.outs, slots, strict=True):
         builder.slot_of[var, phase.group] = slot
 
 
-def _keep_layouts(builder: StepBuilder, phases: Sequence[Phase]) -> None:
-    """A result lies as the nearest value of its shape that it is computed from."""
+def _inherit_shardings(builder: StepBuilder, phases: Sequence[Phase]) -> None:
+    """Shard each result like the nearest value of its shape that it is computed from.
+
+    A new parameter is then sharded as the old one was, and the next step takes it as it is.
+    """
     for phase in phases:
-        made = {var: node for node in phase.nodes for var in node.outs}
+        maker = {var: node for node in phase.nodes for var in node.outs}
         for var in phase.outs:
-            if size(var) > 1:
-                builder.layout_of[var, phase.group] = _nearest(builder, phase.group, made, var)
+            if num_elements(var) > 1:
+                sharding = _nearest_sharding(builder, phase.group, maker, var)
+                builder.var_shardings[var, phase.group] = sharding
 
 
-def _nearest(builder: StepBuilder, group: int, made: dict[Any, Node], var: Any) -> NamedSharding:
+def _nearest_sharding(
+    builder: StepBuilder, group: int, maker: dict[Var, Node], var: Var
+) -> NamedSharding:
+    """Search breadth first from `var` to what it is computed from."""
     queue, seen = [var], {var}
     while queue:
         found = queue.pop(0)
-        if found in builder.arguments or (found, group) in builder.layout_of:
-            return builder.layout(found, group)
-        for other in made[found].ins if found in made else ():
-            if other.aval.shape == var.aval.shape and other not in seen:
-                seen.add(other)
-                queue.append(other)
-    return builder.layouts.whole(group)
+        if found in builder.arguments or (found, group) in builder.var_shardings:
+            return builder.sharding(found, group)
+        for operand in maker[found].ins if found in maker else ():
+            if operand.aval.shape == var.aval.shape and operand not in seen:
+                seen.add(operand)
+                queue.append(operand)
+    return builder.shardings.replicated(group)
 
 
-def _results(
-    traced: Traced, cut: StageProgram, tasks: Tasks, sums: Sums, group_of_var: dict[Any, int]
-) -> list[Node]:
-    """The region's results, from sums and from values of single microbatches."""
+def _result_nodes(traced: Traced, tasks: TaskWriter, group_of_var: dict[Var, int]) -> list[Node]:
+    """The nodes that make the region's results of totals and values of single microbatches."""
+    reductions = tasks.stage_program.region.all_reductions
     nodes = []
-    for number, (var, how) in enumerate(
-        zip(traced.results, cut.region.all_reductions, strict=True)
-    ):
+    for number, (var, how) in enumerate(zip(traced.results, reductions, strict=True)):
         if how in ("stack", "carry"):
-            nodes.append(_stacked(cut, tasks, number, var, how))
+            nodes.append(_stack_node(tasks, number, var, how))
             continue
-        place = number - len(cut.outs)
-        home = group_of_var.get(sums.operands[place]) if place >= 0 else None
-        nodes.append(sums.result(number, var, home))
+        # A gradient goes to its parameter, where the optimizer will need it.
+        parameter = tasks.accumulators.parameter(number)
+        group = None if parameter is None else group_of_var.get(parameter)
+        nodes.append(tasks.accumulators.result_node(number, var, group))
     return nodes
 
 
-def _stacked(cut: StageProgram, tasks: Tasks, number: int, var: Any, how: str) -> Node:
-    inner, count = cut.outs[number], tasks.schedule.microbatches
+def _stack_node(tasks: TaskWriter, number: int, var: Var, how: str) -> Node:
+    """The node that stacks the values of all microbatches, or takes that of the last (carry)."""
+    inner, count = tasks.stage_program.outs[number], tasks.schedule.microbatches
     groups = [tasks.group(key) for key, program in tasks.programs.items() if inner in program.outs]
     if not groups:
         raise PipelineError(
@@ -212,12 +250,12 @@ def _stacked(cut: StageProgram, tasks: Tasks, number: int, var: Any, how: str) -
         )
     group = groups[0]
     parts = []
-    for i in range(count) if how == "stack" else (count - 1,):
-        part = Part(inner.aval)
-        tasks.builder.slot_of[part, group] = tasks.values[inner, i, group]
+    for microbatch in range(count) if how == "stack" else (count - 1,):
+        part = PartialResult(inner.aval)
+        tasks.builder.slot_of[part, group] = tasks.values[inner, microbatch, group]
         parts.append(part)
 
-    def stack(values: dict[Any, Any]) -> list[Any]:
+    def stack(values: dict[Var, Any]) -> list[Any]:
         items = [values[part] for part in parts]
         return [jnp.stack(items)] if how == "stack" else items
 

@@ -1,4 +1,12 @@
-"""The tasks of the schedule as operations, with the transfers between them."""
+"""Pass 6: write the tasks of the schedule as operations, with the transfers between them."""
+
+# Input: the programs of all kinds of tasks, and a schedule with the order in which it was proved.
+# Output: operations on the builder; `TaskWriter.values` has the slots of what single microbatches
+# give, `Accumulators.slots` those of what is added up. Invariant: an operation stands after those
+# that fill its slots, and what a task makes is sent right after it, so that it is on its way while
+# the group goes on. For two stages and one microbatch:
+#
+#     0F0; send its output to group 1; 1F0; 1BW0; send the cotangent to group 0; 0BW0
 
 from __future__ import annotations
 
@@ -12,40 +20,42 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshwright._compat import is_literal
+from meshwright._compat import Atom, Aval, Var, is_literal
 from meshwright.errors import PipelineError
 from meshwright.pipelines.mesh_rewrite import rewrite_to_group_mesh
 from meshwright.pipelines.outer_program import Node
-from meshwright.pipelines.staged_program import NO_STAGE
+from meshwright.pipelines.staged_program import NO_STAGE, variables_read
 from meshwright.pipelines.stages import StageProgram
 from meshwright.pipelines.step_graph import StepBuilder, TaskFunction
 from meshwright.pipelines.task_programs import Program, Sum, TaskKey, all_sums, recomputed
 from meshwright.pipelines.tracing import Traced, equations_as_function
 from meshwright.schedules.validation import Proof
 
+Run = Callable[..., list[Any]]
 
-class Tasks:
+
+class TaskWriter:
     """Writes the tasks onto the builder, in the order in which the schedule was proved."""
 
     def __init__(
         self,
         builder: StepBuilder,
-        cut: StageProgram,
+        stage_program: StageProgram,
         programs: dict[TaskKey, Program],
         proof: Proof,
         traced: Traced,
-        sums: Sums,
+        accumulators: Accumulators,
     ):
-        self.builder, self.cut, self.programs, self.proof = builder, cut, programs, proof
-        self.traced, self.sums = traced, sums
-        self.schedule = proof.schedule
-        self.values: dict[tuple[Any, int, int], int] = {}  # (variable, microbatch, group)
-        self.operand = dict(zip(cut.invars, traced.operands, strict=True))
-        roles = zip(cut.invars, cut.region.roles, strict=True)
+        self.builder, self.stage_program, self.programs = builder, stage_program, programs
+        self.proof, self.schedule = proof, proof.schedule
+        self.accumulators = accumulators
+        self.values: dict[tuple[Var, int, int], int] = {}  # slots by (variable, microbatch, group)
+        self.operand = dict(zip(stage_program.invars, traced.operands, strict=True))
+        roles = zip(stage_program.invars, stage_program.region.roles, strict=True)
         split = {var: self.operand[var] for var, role in roles if role == "split"}
         self.batch = Microbatches(builder, split, self.schedule.microbatches)
         self.carried = self._carried()
-        self.readers: dict[Any, set[int]] = {}  # a variable, and the groups whose tasks take it
+        self.readers: dict[Var, set[int]] = {}  # a variable, and the groups whose tasks read it
         for key, program in programs.items():
             for var in program.ins:
                 self.readers.setdefault(var, set()).add(self.group(key))
@@ -53,50 +63,55 @@ class Tasks:
     def group(self, key: TaskKey) -> int:
         return self.schedule.group_of[key[1]]
 
-    def bring_batch(self) -> None:
-        """To each group what its tasks need."""
+    def place_batch(self) -> None:
+        """Place in each group the arguments of the batch that its tasks read."""
         for group in range(self.schedule.groups):
             used = [var for var in self.batch.split if group in self.readers.get(var, ())]
-            self.batch.bring(group, used)
+            self.batch.place(group, used)
 
     def write(self) -> None:
-        codes = {key: self._code(key) for key in self.programs}
+        """Write all tasks, each followed by the transfers of its results."""
+        functions = {key: self._function(key) for key in self.programs}
         for group, task in self.proof.order:
             program = self.programs[task.kind, task.stage]
+            # A stage may have nothing to do in a B or W that its schedule names.
             if not program.eqns and not program.sums:
                 continue
-            i = task.microbatch
-            adding = [self.sums.slots[number] for number in program.sums]
+            microbatch = task.microbatch
+            totals = [self.accumulators.slots[number] for number in program.sums]
             own = [var for var in program.ins if var not in self.batch.split]
-            ins = [self._input(var, i, group) for var in own]
-            ins += self.batch.inputs(program.ins, i, group)
+            ins = [self._input(var, microbatch, group) for var in own]
+            ins += self.batch.inputs(program.ins, microbatch, group)
             avals = [var.aval for var in (*program.outs, *program.sums.values())]
-            code = codes[task.kind, task.stage]
-            outs = self.builder.run(group, code, [*adding, *ins], avals, task)
-            given = len(program.outs)
-            for var, slot in zip(program.outs, outs[:given], strict=True):
-                self.values[var, i, group] = slot
-            self.sums.slots.update(zip(program.sums, outs[given:], strict=True))
-            self._hand_over(program, i, group)
+            function = functions[task.kind, task.stage]
+            outs = self.builder.add_call(group, function, [*totals, *ins], avals, task)
+            count = len(program.outs)
+            for var, slot in zip(program.outs, outs[:count], strict=True):
+                self.values[var, microbatch, group] = slot
+            self.accumulators.slots.update(zip(program.sums, outs[count:], strict=True))
+            self._send_results(program, microbatch, group)
 
-    def _hand_over(self, program: Program, microbatch: int, group: int) -> None:
-        """Send what other groups need, together for each of them."""
+    def _send_results(self, program: Program, microbatch: int, group: int) -> None:
+        """Send what other groups read: one transfer for each of them, with all its values."""
         for target in range(self.schedule.groups):
-            used = [v for v in program.outs if target in self.readers.get(v, ())]
+            used = [var for var in program.outs if target in self.readers.get(var, ())]
             if target != group and used:
-                layouts = [self.builder.layouts.rows(target, var.aval.shape) for var in used]
+                shardings = [
+                    self.builder.shardings.over_data_axes(target, var.aval.shape) for var in used
+                ]
                 slots = [self.values[var, microbatch, group] for var in used]
-                for var, slot in zip(used, self.builder.send(slots, target, layouts), strict=True):
+                arrived = self.builder.add_transfer(slots, target, shardings)
+                for var, slot in zip(used, arrived, strict=True):
                     self.values[var, microbatch, target] = slot
 
-    def _input(self, var: Any, microbatch: int, group: int) -> int:
+    def _input(self, var: Var, microbatch: int, group: int) -> int:
+        """The slot of a task's input: made by a task, a constant, carried, or an operand."""
         if (var, microbatch, group) in self.values:
             return self.values[var, microbatch, group]
-        if var in self.cut.consts:
+        if var in self.stage_program.consts:
             if (var, group) not in self.builder.slot_of:
-                self.builder.slot_of[var, group] = self.builder.constant(
-                    self.cut.consts[var], group
-                )
+                value = self.stage_program.consts[var]
+                self.builder.slot_of[var, group] = self.builder.constant(value, group)
             return self.builder.slot_of[var, group]
         if var in self.carried and microbatch:
             before = (self.carried[var], microbatch - 1, group)
@@ -109,150 +124,173 @@ class Tasks:
             return self.values[before]
         return self.builder.slot_in_group(self.operand[var], group)
 
-    def _carried(self) -> dict[Any, Any]:
-        """A carried operand, and the variable that holds it after a microbatch."""
-        region = self.cut.region
-        into = [v for v, role in zip(self.cut.invars, region.roles, strict=True) if role == "carry"]
-        out = [v for v, how in zip(self.cut.outs, region.reductions, strict=True) if how == "carry"]
-        return dict(zip(into, out, strict=True))
+    def _carried(self) -> dict[Var, Var]:
+        """Maps a carried operand to the variable that holds it after a microbatch."""
+        program, region = self.stage_program, self.stage_program.region
+        before = [
+            var for var, role in zip(program.invars, region.roles, strict=True) if role == "carry"
+        ]
+        after = [
+            var for var, how in zip(program.outs, region.reductions, strict=True) if how == "carry"
+        ]
+        return dict(zip(before, after, strict=True))
 
-    def _code(self, key: TaskKey) -> TaskFunction:
-        """The program of a task, with what it adds up: sums come first, and are given up."""
+    def _function(self, key: TaskKey) -> TaskFunction:
+        """A task's program together with what it adds up: totals come first, and are donated."""
         program, group = self.programs[key], self.group(key)
-        eqns = rewrite_to_group_mesh(program.eqns, self.builder.layouts.groups, group)
+        eqns = rewrite_to_group_mesh(program.eqns, self.builder.shardings.groups, group)
         run = equations_as_function(program.ins, [*program.outs, *program.sums.values()], eqns)
-        run = self.batch.picking(run, program.ins)
-        adds = [self.sums.add(number) for number in program.sums]
-        count, given = len(adds), len(program.outs)
+        run = self.batch.with_index(run, program.ins)
+        combines = [self.accumulators.combine(number) for number in program.sums]
+        num_totals, num_outs = len(combines), len(program.outs)
 
         def task(*values: Any) -> list[Any]:
-            results = run(*values[count:])
-            return [
-                *results[:given],
-                *(
-                    add(total, more)
-                    for add, total, more in zip(adds, values[:count], results[given:], strict=True)
-                ),
-            ]
+            results = run(*values[num_totals:])
+            terms = zip(combines, values[:num_totals], results[num_outs:], strict=True)
+            return [*results[:num_outs], *(combine(total, x) for combine, total, x in terms)]
 
+        # The name appears in profiles and in the compiler's dumps.
         task.__name__ = task.__qualname__ = program.name
-        outs = [self._layout(var, key) for var in program.outs]
-        outs += [self.sums.layout(number, group) for number in program.sums]
-        return TaskFunction(program.name, task, outs, tuple(range(count)))
+        out_shardings = [self._out_sharding(var, key) for var in program.outs]
+        out_shardings += [self.accumulators.sharding(number, group) for number in program.sums]
+        return TaskFunction(program.name, task, out_shardings, tuple(range(num_totals)))
 
-    def _layout(self, var: Any, key: TaskKey) -> NamedSharding | None:
-        """Rows cut over data axes where a value leaves its stage; else as the compiler likes.
-
-        What is carried lies as it came, since it takes that place.
-        """
+    def _out_sharding(self, var: Var, key: TaskKey) -> NamedSharding | None:
+        """Over the data axes if the value leaves its stage; otherwise the compiler chooses."""
+        group = self.group(key)
         for before, after in self.carried.items():
             if after is var:
-                return self.builder.layout(self.operand[before], self.group(key))
+                # The next microbatch reads it in the place of the operand: same program, same
+                # sharding.
+                return self.builder.sharding(self.operand[before], group)
         leaves = any(var in other.ins for at, other in self.programs.items() if at[1] != key[1])
-        group = self.group(key)
-        single = len(self.builder.layouts.meshes[group].devices.flat) == 1
-        if not leaves and not single:
-            return None
-        return self.builder.layouts.rows(group, var.aval.shape)
+        # On one device there is nothing to choose, and with a sharding given all programs can be
+        # compiled at once, instead of in waves.
+        if leaves or self.builder.shardings.meshes[group].size == 1:
+            return self.builder.shardings.over_data_axes(group, var.aval.shape)
+        return None
 
 
-# What is added up over microbatches, and how results come of it.
+# Reductions over microbatches: each task adds its part to a total that it is given and gives back;
+# after the last task the totals become the region's results.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Part:
-    """A value between the microbatches and a result: a part of a sum, or one item of a stack."""
+class PartialResult:
+    """A value between the tasks and a result: the total of one stage, or one item of a stack.
 
-    aval: Any
+    It takes the place of a variable: the traced step has none for it.
+    """
+
+    aval: Aval
 
 
-class Sums:
-    """The accumulators of a step: each is a slot that moves on with every task that adds to it."""
+class Accumulators:
+    """The totals of a step. The slot of each changes with every task that adds to it.
+
+    A `Sum` numbers them: (result of the region, part), since a gradient may have a part per stage.
+    """
 
     def __init__(
-        self, builder: StepBuilder, cut: StageProgram, traced: Traced, group_of: Sequence[int]
+        self,
+        builder: StepBuilder,
+        stage_program: StageProgram,
+        traced: Traced,
+        group_of: Sequence[int],
     ):
-        self.builder, self.cut = builder, cut
-        self.operands = [
+        self.builder, self.stage_program = builder, stage_program
+        self.parameters = [
             operand
-            for operand, role in zip(traced.operands, cut.region.roles, strict=True)
+            for operand, role in zip(traced.operands, stage_program.region.roles, strict=True)
             if role == "params"
         ]
-        self.vars = {number: var for number, (_, var) in all_sums(cut).items()}
-        self.group = {number: group_of[home[1]] for number, (home, _) in all_sums(cut).items()}
+        sums = all_sums(stage_program)
+        self.vars: dict[Sum, Var] = {number: var for number, (_, var) in sums.items()}
+        self.group = {number: group_of[stage] for number, ((_, stage), _) in sums.items()}
         self.slots: dict[Sum, int] = {}
 
-    def begin(self) -> None:
-        """Zeros, or the least number where the largest is sought; one program per group."""
+    def write_initial_values(self) -> None:
+        """Write one program per group that makes its totals: zeros, or the least value for max."""
         for group in sorted(set(self.group.values())):
             numbers = [number for number, at in self.group.items() if at == group]
-            wanted = [(self.how(number), self.vars[number].aval) for number in numbers]
-            code = TaskFunction(
+            wanted = [(self.reduction(number), self.vars[number].aval) for number in numbers]
+            function = TaskFunction(
                 f"group {group}: zeros",
-                functools.partial(_beginnings, wanted),
-                [self.layout(number, group) for number in numbers],
+                functools.partial(_initial_values, wanted),
+                [self.sharding(number, group) for number in numbers],
             )
-            slots = self.builder.run(group, code, (), [aval for _, aval in wanted])
+            slots = self.builder.add_call(group, function, (), [aval for _, aval in wanted])
             self.slots.update(zip(numbers, slots, strict=True))
 
-    def how(self, number: Sum) -> str:
-        return self.cut.region.all_reductions[number[0]]
+    def reduction(self, number: Sum) -> str:
+        return self.stage_program.region.all_reductions[number[0]]
 
-    def layout(self, number: Sum, group: int) -> NamedSharding:
-        """A gradient lies as its parameter does; other sums lie whole."""
-        place = number[0] - len(self.cut.outs)
-        if place < 0 or self.operands[place] not in self.builder.arguments:
-            return self.builder.layouts.whole(group)
-        return self.builder.layout(self.operands[place], group)
+    def combine(self, number: Sum) -> Callable[[Any, Any], Any]:
+        return jnp.maximum if self.reduction(number) == "max" else jnp.add
 
-    def add(self, number: Sum) -> Callable[[Any, Any], Any]:
-        return jnp.maximum if self.how(number) == "max" else jnp.add
+    def sharding(self, number: Sum, group: int) -> NamedSharding:
+        """A gradient is sharded as its parameter; other totals are replicated."""
+        index = self._gradient_index(number[0])
+        if index is None or self.parameters[index] not in self.builder.arguments:
+            return self.builder.shardings.replicated(group)
+        return self.builder.sharding(self.parameters[index], group)
 
-    def result(self, number: int, var: Any, home: int | None) -> Node:
-        """From the parts of a sum to the result, in the group where it belongs."""
+    def parameter(self, number: int) -> Var | None:
+        """The parameter whose gradient a result of the region is; None if it is no gradient."""
+        index = self._gradient_index(number)
+        return None if index is None else self.parameters[index]
+
+    def _gradient_index(self, number: int) -> int | None:
+        # Results of a region are its values, then one gradient per parameter.
+        index = number - len(self.stage_program.outs)
+        return index if index >= 0 else None
+
+    def result_node(self, number: int, var: Var, group: int | None) -> Node:
+        """The node that makes a result of its totals, in `group` or the first that has one."""
         numbers = [key for key in self.vars if key[0] == number]
-        how, times = self.cut.region.all_reductions[number], self.cut.region.microbatches
+        region = self.stage_program.region
+        how, count = region.all_reductions[number], region.microbatches
         groups = [self.group[key] for key in numbers]
-        home = min(groups, default=0) if home is None else home
-        parts = [Part(self.vars[key].aval) for key in numbers]
-        for key, part, group in zip(numbers, parts, groups, strict=True):
-            self.builder.slot_of[part, group] = self.slots[key]
-            self.builder.layout_of[part, home] = self.layout(key, home)
-        fixed = self._fixed(number)
+        target = min(groups, default=0) if group is None else group
+        parts = [PartialResult(self.vars[key].aval) for key in numbers]
+        for key, part, at in zip(numbers, parts, groups, strict=True):
+            self.builder.slot_of[part, at] = self.slots[key]
+            self.builder.var_shardings[part, target] = self.sharding(key, target)
+        constant = self._constant_parts(number)
 
-        def finish(values: dict[Any, Any]) -> list[Any]:
-            found = [values[part] for part in parts]
-            same = [self._constant(var, home) for var in fixed]
-            found += [x if how == "max" else x * times for x in same]
-            total = functools.reduce(self.add((number, 0)), found)
-            return [(total / times).astype(var.aval.dtype) if how == "mean" else total]
+        def finish(values: dict[Var, Any]) -> list[Any]:
+            terms = [values[part] for part in parts]
+            # What is the same for every microbatch is no part of the totals: added `count` times.
+            fixed = [self._evaluate(part, target) for part in constant]
+            terms += [x if how == "max" else x * count for x in fixed]
+            total = functools.reduce(self.combine((number, 0)), terms)
+            return [(total / count).astype(var.aval.dtype) if how == "mean" else total]
 
-        return Node(tuple(parts), (var,), finish, home)
+        return Node(tuple(parts), (var,), finish, target)
 
-    def _fixed(self, number: int) -> list[Any]:
+    def _constant_parts(self, number: int) -> list[Atom]:
         """The parts of a result that are the same for every microbatch."""
-        place = number - len(self.cut.outs)
-        if place >= 0:
-            return [var for home, var in self.cut.grads[place] if home == NO_STAGE]
-        return [] if (number, 0) in self.vars else [self.cut.outs[number]]
+        index = self._gradient_index(number)
+        if index is not None:
+            return [var for key, var in self.stage_program.grads[index] if key == NO_STAGE]
+        return [] if (number, 0) in self.vars else [self.stage_program.outs[number]]
 
-    def _constant(self, var: Any, group: int) -> Any:
+    def _evaluate(self, var: Atom, group: int) -> Any:
+        """Compute what depends on no operand, inside the program that needs it."""
         if is_literal(var):
             return jnp.full(var.aval.shape, var.val, var.aval.dtype)
-        eqns = recomputed(self.cut, [var])
-        made = {v for eqn in eqns for v in eqn.outvars}
-        used = {v for e in eqns for v in e.invars if not is_literal(v)}
-        if var not in made or used - made:
+        eqns = recomputed(self.stage_program, [var])
+        computed = {result for eqn in eqns for result in eqn.outvars}
+        if var not in computed or set(variables_read(eqns)) - computed:
             raise PipelineError(
                 "a result depends on parameters, constants or keys alone, not on the batch. "
                 "Compute it outside of the differentiated function."
             )
-        return equations_as_function(
-            (), (var,), rewrite_to_group_mesh(eqns, self.builder.layouts.groups, group)
-        )()[0]
+        local = rewrite_to_group_mesh(eqns, self.builder.shardings.groups, group)
+        return equations_as_function((), (var,), local)()[0]
 
 
-def _beginnings(wanted: Sequence[tuple[str, Any]]) -> list[Any]:
+def _initial_values(wanted: Sequence[tuple[str, Aval]]) -> list[Any]:
     return [
         jnp.full(aval.shape, _least(aval.dtype), aval.dtype)
         if how == "max"
@@ -267,59 +305,67 @@ def _least(dtype: Any) -> Any:
     return False if dtype == jnp.bool_ else np.iinfo(dtype).min
 
 
-# The batch in each group that needs it; every task picks the rows of its own microbatch.
-
-
-Run = Callable[..., list[Any]]
-
-
 class Microbatches:
-    """`split` are the variables of one microbatch, each with the step's variable for the batch."""
+    """The whole batch in each group that reads it; every task picks the rows of its microbatch.
 
-    def __init__(self, builder: StepBuilder, split: Mapping[Any, Any], count: int):
+    The index of the microbatch is an operand, so that all microbatches run the same program.
+    `split` maps the variables of one microbatch to the step's variables for the whole batch.
+    """
+
+    def __init__(self, builder: StepBuilder, split: Mapping[Var, Var], count: int):
         self.builder, self.split, self.count = builder, split, count
-        self._cells: dict[tuple[Any, int], int] = {}
-        self._numbers: dict[tuple[int, int], int] = {}
+        self._slots: dict[tuple[Var, int], int] = {}
+        self._indices: dict[tuple[int, int], int] = {}  # slots by (microbatch, group)
 
-    def bring(self, group: int, used: Sequence[Any]) -> None:
-        """What the tasks of a group need; each of several devices holds a part of every row."""
-        layouts = self.builder.layouts
+    def place(self, group: int, used: Sequence[Var]) -> None:
+        """Place the arguments of the batch that the tasks of a group read."""
+        shardings = self.builder.shardings
         batches = [self.split[var] for var in used]
         for batch in batches:
-            self.builder.layout_of[batch, group] = layouts.rows(group, batch.aval.shape)
+            self.builder.var_shardings[batch, group] = shardings.over_data_axes(
+                group, batch.aval.shape
+            )
         slots = [self.builder.slot_in_group(batch, group) for batch in batches]
-        if used and layouts.meshes[group].size > 1:
+        if used and shardings.meshes[group].size > 1:
+            # Rows are sharded over the devices in order, so that a microbatch, a range of rows,
+            # is on some devices only. Reshaped to (microbatches, rows) and sharded along the
+            # rows, each device holds a part of every microbatch.
             avals = [var.aval.update(shape=(self.count, *var.aval.shape)) for var in used]
-            outs = [layouts.rows(group, aval.shape, 1) for aval in avals]
-            rows = functools.partial(_rows, [aval.shape for aval in avals])
-            code = TaskFunction(f"group {group}: microbatches", rows, outs)
-            slots = self.builder.run(group, code, slots, avals)
-        self._cells.update(((var, group), slot) for var, slot in zip(used, slots, strict=True))
+            outs = [shardings.over_data_axes(group, aval.shape, 1) for aval in avals]
+            cut = functools.partial(_cut, [aval.shape for aval in avals])
+            function = TaskFunction(f"group {group}: microbatches", cut, outs)
+            slots = self.builder.add_call(group, function, slots, avals)
+        self._slots.update(((var, group), slot) for var, slot in zip(used, slots, strict=True))
 
-    def inputs(self, variables: Sequence[Any], microbatch: int, group: int) -> list[int]:
-        """Cells of the batch for a task with these inputs, then that of its microbatch's number."""
-        found = [self._cells[var, group] for var in variables if var in self.split]
-        return [*found, self._number(microbatch, group)] if found else []
+    def inputs(self, variables: Sequence[Var], microbatch: int, group: int) -> list[int]:
+        """The slots of the batches that a task reads, then that of its microbatch's index."""
+        slots = [self._slots[var, group] for var in variables if var in self.split]
+        return [*slots, self._index(microbatch, group)] if slots else []
 
-    def picking(self, run: Run, variables: Sequence[Any]) -> Run:
-        """The program with what `inputs` gives at its end, in the place of the microbatch."""
+    def with_index(self, run: Run, variables: Sequence[Var]) -> Run:
+        """Change a function of one microbatch into one of the batches and an index.
+
+        Those are its last arguments, as `inputs` gives them: `run(w, x)` becomes
+        `indexed(w, batch, index)` where `x` is split.
+        """
         places = [n for n, var in enumerate(variables) if var in self.split]
         shapes = [(self.count, *variables[n].aval.shape) for n in places]
 
-        def picked(*values: Any) -> list[Any]:
-            whole = list(values[: len(variables) - len(places)])
-            *batches, number = values[len(whole) :]
-            for place, rows in zip(places, _rows(shapes, *batches), strict=True):
-                whole.insert(place, jax.lax.dynamic_index_in_dim(rows, number, keepdims=False))
-            return run(*whole)
+        def indexed(*values: Any) -> list[Any]:
+            operands = list(values[: len(variables) - len(places)])
+            *batches, index = values[len(operands) :]
+            for place, rows in zip(places, _cut(shapes, *batches), strict=True):
+                operands.insert(place, jax.lax.dynamic_index_in_dim(rows, index, keepdims=False))
+            return run(*operands)
 
-        return picked if places else run
+        return indexed if places else run
 
-    def _number(self, microbatch: int, group: int) -> int:
-        if (microbatch, group) not in self._numbers:
-            self._numbers[microbatch, group] = self.builder.constant(jnp.int32(microbatch), group)
-        return self._numbers[microbatch, group]
+    def _index(self, microbatch: int, group: int) -> int:
+        if (microbatch, group) not in self._indices:
+            self._indices[microbatch, group] = self.builder.constant(jnp.int32(microbatch), group)
+        return self._indices[microbatch, group]
 
 
-def _rows(shapes: Sequence[tuple[int, ...]], *batches: Any) -> list[Any]:
+def _cut(shapes: Sequence[tuple[int, ...]], *batches: Any) -> list[Any]:
+    """Reshape batches to (microbatches, rows of one, ...); those that have that shape stay."""
     return [batch.reshape(shape) for batch, shape in zip(batches, shapes, strict=True)]

@@ -1,7 +1,8 @@
-"""The pipelines of this process among those of the others: one watch and one link for them all.
+"""`PlanConsistency`: every process must run the same step, which is checked before it first runs.
 
-A program has several pipelines as often as not, one to train and one to evaluate. With one watch a
-fault is told once, and steps are counted together, so that pipelines called in another order are
+`ProcessContext` is what the pipelines of this process share: one watchdog and one link. A program
+has several pipelines as often as not, one to train and one to evaluate. With one watchdog a fault
+is reported once, and steps are counted together, so that pipelines called in another order are
 seen at once.
 """
 
@@ -19,6 +20,7 @@ import jax
 import numpy as np
 
 from meshwright.errors import PipelineError, listing
+from meshwright.schedules.types import TaskKind
 from meshwright.transfers.connection import connect
 from meshwright.trees.split import Split, as_shape
 from meshwright.watchdog.watchdog import Watchdog
@@ -26,136 +28,155 @@ from meshwright.watchdog.watchdog import Watchdog
 if TYPE_CHECKING:
     from meshwright.pipelines.plan import Plan
 
+Summary = Mapping[str, str]  # what a process is about to run, part by part
+
+_NAMED = 16  # arrays of an argument that are named one by one
+_SAMPLE = 2**16  # elements of an array that are compared
+_VALUES = "values"
+
 
 class ProcessContext:
-    """What the pipelines share while at least one of them is open."""
+    """The watchdog and the link of all pipelines of this process, while one of them is open."""
 
     def __init__(self) -> None:
         self.link = connect()
         try:
-            self.watch = Watchdog(name="pipeline").start()
+            self.watchdog = Watchdog(name="pipeline").start()
         except BaseException:
             self.link.close()
             raise
         self._steps = 0
-        self._pipelines = 0  # ever made; they are numbered alike in every process
-        self._limits: dict[int, float] = {}  # of those that are open
+        self._pipelines = 0  # ever registered; they are numbered alike in every process
+        self._timeouts: dict[int, float] = {}  # of the open ones, by number
 
-    def enter(self, limit: float) -> int:
-        """One more pipeline; returns its number."""
+    def register(self, timeout: float) -> int:
+        """Add a pipeline; returns its number."""
         number, self._pipelines = self._pipelines, self._pipelines + 1
-        self._limits[number] = limit
-        self.watch.timeout = max(self._limits.values())
+        self._timeouts[number] = timeout
+        self.watchdog.timeout = max(self._timeouts.values())
         return number
 
-    def leave(self, number: int) -> None:
-        """The last one waits until the others are done, too."""
+    def unregister(self, number: int) -> None:
+        """Remove a pipeline. The last one waits for the other processes and closes everything."""
         global _process_context
-        del self._limits[number]
-        if self._limits:
+        del self._timeouts[number]
+        if self._timeouts:
             return
         _process_context = None if _process_context is self else _process_context
         try:
-            if not self.watch.closed:
-                self.watch.close()
+            if not self.watchdog.closed:  # it is after an error, which has ended the others too
+                self.watchdog.close()
         finally:
             self.link.close()
 
-    def begin(self, number: int, plan: str) -> None:
-        """A step of a pipeline, whose limit holds until that of another one begins. Whatever
-        becomes of it, the next one has another number."""
-        self.watch.timeout = self._limits[number]
-        self.watch.enter(self._steps, plan)
+    def begin_step(self, number: int, plan: str) -> None:
+        """Begin a step of a pipeline; its timeout holds until another pipeline begins one."""
+        self.watchdog.timeout = self._timeouts[number]
+        self.watchdog.enter(self._steps, plan)
+        # Counted even if the step fails: all processes that caught the error have the same number.
         self._steps += 1
 
     @contextlib.contextmanager
     def without_timeout(self, doing: str) -> Iterator[None]:
-        """Tracing and compiling take what they take; others wait for us meanwhile."""
-        before, self.watch.timeout, self.watch.doing = self.watch.timeout, math.inf, doing
+        """Suspend the timeout: tracing and compiling may take long, and the others wait."""
+        before, self.watchdog.timeout, self.watchdog.doing = self.watchdog.timeout, math.inf, doing
         try:
             yield
         finally:
-            self.watch.timeout, self.watch.doing = before, ""
+            self.watchdog.timeout, self.watchdog.doing = before, ""
 
 
 _process_context: ProcessContext | None = None
 
 
 def process_context() -> ProcessContext:
-    """That of this process; made for its first pipeline."""
+    """The context of this process; made for its first pipeline."""
     global _process_context
+    # Not kept after its last pipeline was closed: the next one connects anew, in all processes.
     if _process_context is None:
         _process_context = ProcessContext()
     return _process_context
 
 
-# Every process must run the same step: its plan in words, compared before it first runs.
-
-
-_NAMED = 16  # arrays of an argument
-_SAMPLE = 2**16  # elements of an array
-_VALUES = "values"
-
-
 class PlanConsistency:
-    """A pipeline's plans that all processes have agreed on, with names that tell them apart."""
+    """A pipeline's plans that were compared with those of the other processes.
+
+    Each plan has a name, by which the watchdog sees that all processes are at the same one.
+    """
 
     def __init__(self, process_context: ProcessContext, number: int) -> None:
         self.process_context, self.number = process_context, number
         self._names: dict[Hashable, str] = {}
-        self._agreed: set[Hashable] = set()
-        self._first: Mapping[str, str] = {}
+        self._checked: set[Hashable] = set()
+        self._first: Summary = {}  # of the arguments of plan 0
 
-    def enter(self, kind: Hashable, parts: Split, why: str = "") -> None:
-        """Begin a step with arguments of a kind. Others hear of a new kind before it is compiled,
-        which may take long."""
-        if kind not in self._names:
-            words = _arguments(parts.paths, map(_short, parts.arrays))
-            self._first = self._first or words
+    def begin_step(self, key: Hashable, parts: Split, why: str = "") -> None:
+        """Begin a step with the plan of this key.
+
+        The others learn the name of a new plan before it is compiled, which may take long.
+        """
+        if key not in self._names:
+            summary = _summarize_arguments(parts.paths, map(_type_and_shape, parts.arrays))
+            self._first = self._first or summary
+            # Most programs have one pipeline; its plans need no more than a number.
             whose = f" of pipeline {self.number}" if self.number else ""
-            self._names[kind] = f"plan {len(self._names)}{whose}{_beside(words, self._first)}"
-        self.process_context.begin(self.number, self._names[kind] + why)
+            difference = _first_difference(summary, self._first)
+            self._names[key] = f"plan {len(self._names)}{whose}{difference}"
+        self.process_context.begin_step(self.number, self._names[key] + why)
 
-    def agree(self, kind: Hashable, plan: Plan, parts: Split) -> None:
-        """Before the first step with a plan, compare it with that of the others."""
-        if kind not in self._agreed:
-            words = plan_summary(plan) | values_summary(parts)
-            wrong = self.process_context.watch.confer("the plan", json.dumps(words), _compared)
-            if wrong:
-                raise PipelineError(f"the processes do not run the same step: {wrong}.")
-            self._agreed.add(kind)
+    def check_plan(self, key: Hashable, plan: Plan, parts: Split) -> None:
+        """Before the first step with a plan, compare it with those of the other processes."""
+        if key not in self._checked:
+            summary = plan_summary(plan) | values_summary(parts)
+            watchdog = self.process_context.watchdog
+            problem = watchdog.confer("the plan", json.dumps(summary), _compare_texts)
+            if problem:
+                raise PipelineError(f"the processes do not run the same step: {problem}.")
+            self._checked.add(key)
 
 
 def plan_summary(plan: Plan) -> dict[str, str]:
-    """What must be the same everywhere, part by part; of long parts a checksum."""
+    """Summarize what must be the same in every process, part by part; long parts by a checksum.
+
+    The message names the first part that differs, so they go from general to particular.
+    """
     builder, schedule = plan.assembled.builder, plan.proof.schedule
-    found = {
+    summary = {
         "schedule": f"{schedule.name} of {schedule.groups} groups, {schedule.stages} stages and "
         f"{schedule.microbatches} microbatches"
     }
-    found |= _arguments(plan.paths, [var.aval.str_short() for var in plan.traced.invars])
-    for program in sorted(plan.programs.values(), key=lambda p: (p.stage, p.kind != "F")):
+    summary |= _summarize_arguments(plan.paths, [v.aval.str_short() for v in plan.traced.invars])
+    in_order = sorted(
+        plan.programs.values(),
+        key=lambda program: (program.stage, program.kind != TaskKind.FORWARD),
+    )
+    for program in in_order:
+        # Names of primitives, not jaxprs: those print addresses of functions, which differ between
+        # processes, and take megabytes for a large model.
         names = [eqn.primitive.name for eqn in program.eqns]
         counts = [f"{count} {name}" for name, count in collections.Counter(names).items()]
-        found[f"task {program.name}"] = ", ".join([*counts, f"checksum {_checksum(names)}"])
-    sent = [
+        summary[f"task {program.name}"] = ", ".join([*counts, f"checksum {_checksum(names)}"])
+    transfers = [
         (
-            o.name,
+            operation.name,
             *(
                 (builder.avals[slot].str_short(), str(builder.slot_shardings[slot]))
-                for slot in o.outs
+                for slot in operation.outs
             ),
         )
-        for o in builder.operations
-        if o.source is not None
+        for operation in builder.operations
+        if operation.is_transfer
     ]
-    found["transfers"] = f"{len(sent)}, checksum {_checksum(sent)}"
-    return found
+    summary["transfers"] = f"{len(transfers)}, checksum {_checksum(transfers)}"
+    return summary
 
 
 def values_summary(parts: Split) -> dict[str, str]:
-    """Checksums of what every process passes from its host: inputs and labels of other rows would
-    train on wrong pairs. Arrays on devices are not read."""
+    """Checksums of the NumPy arrays that are passed, which must be the same in every process.
+
+    One group reads the inputs and another the labels: rows in another order would train on wrong
+    pairs. Arrays on devices are not read, which would wait for them.
+    """
     return {
         f"{_VALUES} of argument {path} (all pass the same)": _checksum([_sample(value).tobytes()])
         for path, value in zip(parts.paths, parts.arrays, strict=True)
@@ -164,51 +185,56 @@ def values_summary(parts: Split) -> dict[str, str]:
 
 
 def _sample(value: np.ndarray) -> np.ndarray:
-    """Some of an array's elements, as JAX would hold them."""
+    """Some of an array's elements, in the dtype that JAX would use."""
     flat = value.reshape(-1)
+    # Strided over the whole array: a batch in another order differs in more than its beginning.
     flat = flat[:: max(1, flat.size // _SAMPLE)]
     return flat.astype(jax.dtypes.canonicalize_dtype(value.dtype), copy=False)
 
 
-def _arguments(paths: Sequence[str], kinds: Iterable[str]) -> dict[str, str]:
+def _summarize_arguments(paths: Sequence[str], kinds: Iterable[str]) -> dict[str, str]:
+    """Each array with its type; one line for an argument that has many arrays."""
     arguments: dict[str, dict[str, str]] = collections.defaultdict(dict)
     for path, kind in zip(paths, kinds, strict=True):
         arguments[path.partition("/")[0]][f"argument {path}"] = kind
-    found: dict[str, str] = {}
+    summary: dict[str, str] = {}
     for number, arrays in arguments.items():
         many = f"{len(arrays)} arrays, checksum {_checksum(arrays.items())}"
-        found |= arrays if len(arrays) <= _NAMED else {f"argument {number}": many}
-    return found
+        summary |= arrays if len(arrays) <= _NAMED else {f"argument {number}": many}
+    return summary
 
 
-def _short(value: Any) -> str:
-    """A type and a shape, as JAX writes them."""
+def _type_and_shape(value: Any) -> str:
+    """The dtype and shape of an argument as JAX writes them: `float32[8,4]`."""
     return str(jax.typeof(as_shape(value)).str_short())
 
 
-def difference(told: Sequence[Mapping[str, str]]) -> str:
-    """The first part in which the processes differ; nothing if all say the same.
+def difference(summaries: Sequence[Summary]) -> str:
+    """Describe the first part in which the processes differ; empty if all are the same.
 
     >>> difference([{"schedule": "1f1b"}, {"schedule": "1f1b"}, {"schedule": "gpipe"}])
     'schedule: 1f1b in process 0, 1; gpipe in process 2'
     """
-    for part in _differing(told):
-        said: dict[str, list[int]] = {}
-        for process, words in enumerate(told):
-            said.setdefault(words.get(part, "nothing"), []).append(process)
-        texts = _own(list(said)) if part.startswith("task ") else list(said)
-        parts = [
-            f"{text} in process {listing(who)}"
-            for text, who in zip(texts, said.values(), strict=True)
+    for part in _differing_parts(summaries):
+        processes: dict[str, list[int]] = {}
+        for process, summary in enumerate(summaries):
+            processes.setdefault(summary.get(part, "nothing"), []).append(process)
+        texts = list(processes)
+        if part.startswith("task "):
+            texts = _not_common(texts)
+        clauses = [
+            f"{text} in process {listing(numbers)}"
+            for text, numbers in zip(texts, processes.values(), strict=True)
         ]
-        return f"{part}: {'; '.join(parts[:_NAMED])}"
+        return f"{part}: {'; '.join(clauses[:_NAMED])}"
     return ""
 
 
-def _own(tasks: Sequence[str]) -> list[str]:
-    """Of what tasks consist of, that which not all have; the checksums where the order differs.
+def _not_common(tasks: Sequence[str]) -> list[str]:
+    """For each task, the items not common to all; checksums if only the order differs.
 
-    >>> _own(["2 mul, 1 tanh, checksum 5f", "2 mul, 1 sin, checksum 07", "2 mul, checksum 3c"])
+    >>> _not_common(["2 mul, 1 tanh, checksum 5f", "2 mul, 1 sin, checksum 07",
+    ...              "2 mul, checksum 3c"])
     ['1 tanh', '1 sin', 'nothing more']
     """
     items = [task.split(", ") for task in tasks]
@@ -217,21 +243,29 @@ def _own(tasks: Sequence[str]) -> list[str]:
     return [listing(task) or "nothing more" for task in (counts if any(counts) else own)]
 
 
-def _beside(words: Mapping[str, str], first: Mapping[str, str]) -> str:
-    """What tells the arguments of a plan from those of the first one."""
-    for part in _differing([words, first]):
-        return f" ({part}: {words.get(part, 'nothing')})"
+def _first_difference(summary: Summary, first: Summary) -> str:
+    """The argument in which a plan differs from the pipeline's first one, for its name."""
+    for part in _differing_parts([summary, first]):
+        return f" ({part}: {summary.get(part, 'nothing')})"
     return ""
 
 
-def _differing(told: Sequence[Mapping[str, str]]) -> list[str]:
-    """Parts that are not the same. Values are compared where all pass them from their hosts."""
-    parts = dict.fromkeys(part for words in told for part in words)
-    known = [p for p in parts if not p.startswith(_VALUES) or all(p in words for words in told)]
-    return [part for part in known if len({words.get(part) for words in told}) > 1]
+def _differing_parts(summaries: Sequence[Summary]) -> list[str]:
+    """The parts that are not the same in all summaries.
+
+    Values are compared only where all processes pass NumPy arrays: one may pass results of the
+    last step, another a checkpoint.
+    """
+    parts = dict.fromkeys(part for summary in summaries for part in summary)
+    compared = [
+        part
+        for part in parts
+        if not part.startswith(_VALUES) or all(part in summary for summary in summaries)
+    ]
+    return [part for part in compared if len({summary.get(part) for summary in summaries}) > 1]
 
 
-def _compared(texts: Sequence[str]) -> str:
+def _compare_texts(texts: Sequence[str]) -> str:
     return difference([json.loads(text) for text in texts])
 
 

@@ -1,44 +1,41 @@
-"""`step.explain()`: what became of the function: stages, what they hold, send and repeat."""
+"""`Explanation`: what became of a function: its stages, what they hold, send and recompute."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import html
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshwright._html import html_table
-from meshwright._text import amount, table
+from meshwright._compat import Atom, Var
+from meshwright._show import Table, short_repr
+from meshwright._text import amount, plural
 from meshwright.errors import listing
 from meshwright.pipelines.microbatching import CLOSURE
 from meshwright.pipelines.staged_program import variables
 from meshwright.pipelines.task_programs import Program, TaskKey
 from meshwright.schedules.timeline import Timeline, simulate
-from meshwright.schedules.types import Costs
+from meshwright.schedules.types import Costs, TaskKind
 from meshwright.trees.walk import bits
 
 if TYPE_CHECKING:
     from meshwright.pipelines.plan import Plan
 
 
-_HEADING = [
-    "stage",
-    "group",
-    "parameters",
-    "F",
-    "B + W",
-    "kept",
-    "sent on",
-    "sent back",
-    "cloned",
-]
-_RIGHT = [True, True, *[True] * 6, False]
+_HEADING = ("stage", "group", "parameters", "F", "B + W", "kept", "sent on", "sent back", "cloned")
+_RIGHT = (*[True] * 8, False)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class StageNote:
-    """One stage. FLOPs and bytes are of one microbatch; FLOPs are None in other processes."""
+    """One stage. FLOPs and bytes are of one microbatch.
+
+    FLOPs are None where another process compiled the stage. `cloned` counts the equations that
+    the stage recomputes, by primitive. `whole` says why the backward was not split into B and W,
+    where the schedule asks for that.
+    """
 
     stage: int
     name: str | None
@@ -52,14 +49,21 @@ class StageNote:
     sent_back_bytes: int
     cloned: dict[str, int]
     whole: str | None
-    """Why the backward was not split, where the schedule asks for that."""
+
+    def __repr__(self) -> str:
+        return short_repr(
+            self,
+            f"{self.stage} in group {self.group}: {plural(len(self.parameters), 'parameter')}, "
+            f"{amount(self.parameter_bytes)}",
+        )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Explanation:
-    """How a function was cut, and how its schedule will run. Text, HTML, JSON.
+    """How a function was cut, and how its schedule will run. Text, HTML in a notebook, JSON.
 
     `cut` are the arrays of the batch that are cut into microbatches, `whole` those that are not.
+    `timeline` is predicted from FLOPs, in units of an average forward.
     """
 
     stages: tuple[StageNote, ...]
@@ -67,9 +71,16 @@ class Explanation:
     cut: tuple[str, ...]
     whole: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        schedule = self.timeline.schedule
+        return short_repr(
+            self,
+            f"{plural(len(self.stages), 'stage')} in {plural(schedule.groups, 'group')}, "
+            f"{schedule.name}, {plural(schedule.microbatches, 'microbatch')}",
+        )
+
     def __str__(self) -> str:
-        lines = [table([_HEADING, *map(_row, self.stages)], _RIGHT), self._batch()]
-        lines += [f"stage {note.stage}: {note.whole}" for note in self.stages if note.whole]
+        lines = [self._table().text(), self._batch(), *self._notes()]
         if any(note.cloned for note in self.stages):
             lines.append(
                 "cloned: equations that depend only on parameters, constants or keys, computed "
@@ -78,14 +89,19 @@ class Explanation:
         return "\n".join([*lines, "", str(self.timeline)])
 
     def _repr_html_(self) -> str:
-        notes = "".join(f"<p>stage {n.stage}: {n.whole}</p>" for n in self.stages if n.whole)
-        shown = html_table([_HEADING, *map(_row, self.stages)], _RIGHT)
-        return f"{shown}{notes}{self.timeline._repr_html_()}"
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._notes())
+        return f"{self._table().html()}{notes}{self.timeline._repr_html_()}"
+
+    def _table(self) -> Table:
+        return Table(_HEADING, [_row(note) for note in self.stages], _RIGHT)
 
     def _batch(self) -> str:
         count = self.timeline.schedule.microbatches
         whole = f"; whole in each: {listing(self.whole)}" if self.whole else ""
         return f"cut into {count} microbatches: {listing(self.cut) or 'nothing'}{whole}"
+
+    def _notes(self) -> list[str]:
+        return [f"stage {note.stage}: {note.whole}" for note in self.stages if note.whole]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for scripts."""
@@ -98,103 +114,111 @@ class Explanation:
 
 
 def explain(plan: Plan, names: Sequence[str]) -> Explanation:
-    """Read a plan. The timeline is predicted from FLOPs, in units of an average forward."""
-    schedule = plan.proof.schedule
+    """Read a plan; `names` are those of the step's argument arrays."""
+    schedule, region = plan.proof.schedule, plan.stage_program.region
     flops = _flops(plan)
     notes = tuple(_note(plan, stage, names, flops) for stage in range(schedule.stages))
-    region = plan.cut.region
-    batch = [
-        [name for name, role in zip(region.names, region.roles, strict=True) if role == wanted]
-        for wanted in ("split", "whole")
-    ]
-    cut, whole = (tuple(name for name in names if name != CLOSURE) for names in batch)
-    return Explanation(notes, simulate(schedule, _costs(plan, flops)), cut, whole)
+
+    def with_role(wanted: str) -> tuple[str, ...]:
+        roles = zip(region.names, region.roles, strict=True)
+        return tuple(name for name, role in roles if role == wanted and name != CLOSURE)
+
+    timeline = simulate(schedule, _costs(plan, flops))
+    return Explanation(notes, timeline, with_role("split"), with_role("whole"))
 
 
 def _costs(plan: Plan, flops: dict[TaskKey, float]) -> str | list[Costs]:
-    """What tasks cost by their FLOPs; all alike where some are unknown, in other processes."""
-    forwards = [flops.get(("F", stage), 0.0) for stage in range(plan.cut.stages)]
+    """The costs of tasks by their FLOPs; all alike where some were compiled elsewhere."""
+    stages = range(plan.stage_program.stages)
+    forwards = [flops.get((TaskKind.FORWARD, stage), 0.0) for stage in stages]
+    # Half of the truth would mislead: with FLOPs of some stages only, all count the same.
     known = all(key in flops for key, program in plan.programs.items() if program.eqns)
     if not known or not all(forwards):
         return "F=1,B=1,W=1"
     unit = sum(forwards) / len(forwards)
-    found = []
-    for stage in range(plan.cut.stages):
-        f, b, w, bw = (
-            round(flops.get((kind, stage), 0.0) / unit, 1) for kind in ("F", "B", "W", "BW")
-        )
-        whole = max(bw or b + w, 0.1)
-        found.append(Costs(max(f, 0.1), b, w, whole))
-    return found
+    costs = []
+    for stage in stages:
+        # To a tenth: FLOPs do not predict times more exactly than that.
+        f, b, w, bw = (round(flops.get((kind, stage), 0.0) / unit, 1) for kind in TaskKind)
+        costs.append(Costs(max(f, 0.1), b, w, max(bw or b + w, 0.1)))
+    return costs
 
 
 def _note(plan: Plan, stage: int, names: Sequence[str], flops: dict[TaskKey, float]) -> StageNote:
     tasks = {key: program for key, program in plan.programs.items() if key[1] == stage}
-    backward = [program for key, program in tasks.items() if key[0] != "F"]
+    forward = plan.programs[TaskKind.FORWARD, stage]
+    backward = [program for key, program in tasks.items() if key[0] != TaskKind.FORWARD]
     others = [program for key, program in plan.programs.items() if key[1] != stage]
-    forward = plan.programs["F", stage]
-    elsewhere = {var for program in others for var in program.ins}
-    owned = _parameters(plan, tasks.values())
-    recomputed: collections.Counter[str] = collections.Counter()
+    read_elsewhere = {var for program in others for var in program.ins}
+    parameters = _parameters(plan, tasks.values())
+    cloned: collections.Counter[str] = collections.Counter()
     for program in tasks.values():
-        recomputed.update(eqn.primitive.name for eqn in program.recomputed)
-    back = {key: flops[key] for key in tasks if key[0] != "F" and key in flops}
-    # BW stands for B and W together; count one of the two ways.
-    back = {key: f for key, f in back.items() if key[0] == "BW"} or back
+        cloned.update(eqn.primitive.name for eqn in program.recomputed)
     return StageNote(
         stage,
-        plan.cut.names[stage],
+        plan.stage_program.names[stage],
         plan.proof.schedule.group_of[stage],
-        tuple(dict.fromkeys(names[n] for numbers, _ in owned for n in numbers)),
-        sum(_bytes(var) for _, var in owned),
-        flops.get(("F", stage)),
-        sum(back.values()) if back else None,
-        sum(_bytes(v) for v in forward.outs if any(v in b.ins for b in backward)),
-        sum(_bytes(v) for v in forward.outs if v in elsewhere),
-        sum(_bytes(v) for b in backward for v in b.outs if v in elsewhere),
-        dict(recomputed.most_common()),
+        tuple(dict.fromkeys(names[n] for numbers, _ in parameters for n in numbers)),
+        sum(_bytes(var) for _, var in parameters),
+        flops.get((TaskKind.FORWARD, stage)),
+        _backward_flops(tasks, flops),
+        # Residuals: what the forward hands to the backward of its own stage.
+        sum(_bytes(var) for var in forward.outs if any(var in b.ins for b in backward)),
+        sum(_bytes(var) for var in forward.outs if var in read_elsewhere),
+        sum(_bytes(var) for b in backward for var in b.outs if var in read_elsewhere),
+        dict(cloned.most_common()),
         _why_whole(plan, stage),
     )
 
 
-def _parameters(plan: Plan, tasks: Any) -> list[tuple[list[int], Any]]:
+def _backward_flops(tasks: Iterable[TaskKey], flops: dict[TaskKey, float]) -> float | None:
+    known = {key: flops[key] for key in tasks if key[0] != TaskKind.FORWARD and key in flops}
+    # A schedule may run some microbatches as BW and others as B and W: count one of the two ways.
+    both = {key: count for key, count in known.items() if key[0] == TaskKind.BACKWARD}
+    return sum((both or known).values()) if known else None
+
+
+def _parameters(plan: Plan, tasks: Iterable[Program]) -> list[tuple[list[int], Var]]:
     """A stage's variables for parameters, each with the arguments that it comes from."""
-    roles = zip(plan.cut.invars, plan.traced.operands, plan.cut.region.roles, strict=True)
-    used = {var for program in tasks for var in program.ins}
+    program = plan.stage_program
+    used = {var for task in tasks for var in task.ins}
     return [
         (_arguments(plan, operand), var)
-        for var, operand, role in roles
+        for var, operand, role in zip(
+            program.invars, plan.traced.operands, program.region.roles, strict=True
+        )
         if role == "params" and var in used
     ]
 
 
-def _arguments(plan: Plan, operand: Any) -> list[int]:
+def _arguments(plan: Plan, operand: Atom) -> list[int]:
     """The arguments of a step that an operand of its microbatches is computed from.
 
     Those of its own shape, if there are any: a cast or scaled parameter, not its scale.
     """
     arguments = plan.assembled.builder.arguments
     makers = {var: eqn for eqn in plan.traced.prologue for var in eqn.outvars}
-    found, queue = set[Any](), variables([operand])
+    seen, queue = set[Var](), variables([operand])
     while queue:
         var = queue.pop()
-        if var not in found:
-            found.add(var)
+        if var not in seen:
+            seen.add(var)
             queue += variables(makers[var].invars) if var in makers else []
-    given = found & set(arguments)
+    given = seen & set(arguments)
     alike = {var for var in given if var.aval.shape == operand.aval.shape}
     return sorted(arguments[var] for var in alike or given)
 
 
 def _why_whole(plan: Plan, stage: int) -> str | None:
-    """A stage whose backward is all B or all W although the schedule has both for it."""
-    w: Program | None = plan.programs.get(("W", stage))
+    """Why the backward is all B or all W although the schedule has both for this stage."""
+    w = plan.programs.get((TaskKind.WEIGHT_GRADIENT, stage))
     if w is None:
         return None
-    if not plan.programs["B", stage].eqns:
+    b = plan.programs[TaskKind.INPUT_GRADIENT, stage]
+    if not b.eqns:
         return "backward runs whole in W, and B is empty: no stage waits for what it computes."
-    names = {eqn.primitive.name for eqn in plan.programs["B", stage].eqns}
-    loops = names & {"scan", "while", "cond"}
+    # The transpose of a loop is one loop equation: its B and W cannot be told apart.
+    loops = {eqn.primitive.name for eqn in b.eqns} & {"scan", "while", "cond"}
     if loops:
         return (
             f"its {', '.join(sorted(loops))} runs whole in B: the gradients of input and weights "
@@ -206,36 +230,37 @@ def _why_whole(plan: Plan, stage: int) -> str | None:
 
 
 def _flops(plan: Plan) -> dict[TaskKey, float]:
-    """By the compiler's own count, for the tasks that this process compiled."""
-    found: dict[TaskKey, float] = {}
+    """FLOPs by the compiler's own count, for the tasks that this process compiled."""
+    flops: dict[TaskKey, float] = {}
     for operation in plan.operations:
-        task, code = operation.task, operation.code
-        if task is None or code is None or (task.kind, task.stage) in found:
+        task, function = operation.task, operation.function
+        if task is None or function is None or (task.kind, task.stage) in flops:
             continue
-        analysis = code.compiled.cost_analysis() or {}
+        # Not every backend counts: `cost_analysis()` may give None, or no FLOPs.
+        analysis = function.compiled.cost_analysis() or {}
         if "flops" in analysis:
-            found[task.kind, task.stage] = float(analysis["flops"])
-    return found
+            flops[task.kind, task.stage] = float(analysis["flops"])
+    return flops
 
 
 def _row(note: StageNote) -> list[str]:
-    recomputed = ", ".join(f"{n} {name}" for name, n in list(note.cloned.items())[:3])
+    cloned = [f"{count} {name}" for name, count in note.cloned.items()]
     return [
         f"{note.stage} {note.name or ''}".strip(),
         str(note.group),
         f"{len(note.parameters)}, {amount(note.parameter_bytes)}",
-        _count(note.forward_flops),
-        _count(note.backward_flops),
+        _flop_count(note.forward_flops),
+        _flop_count(note.backward_flops),
         amount(note.kept_bytes),
         amount(note.sent_on_bytes),
         amount(note.sent_back_bytes),
-        recomputed + (", ..." if len(note.cloned) > 3 else ""),
+        ", ".join([*cloned[:3], "..."] if len(cloned) > 3 else cloned),
     ]
 
 
-def _count(flops: float | None) -> str:
+def _flop_count(flops: float | None) -> str:
     """
-    >>> _count(1.5e9), _count(None)
+    >>> _flop_count(1.5e9), _flop_count(None)
     ('1.5 GFLOP', '?')
     """
     if flops is None:
@@ -246,5 +271,5 @@ def _count(flops: float | None) -> str:
     return f"{flops:.3g} FLOP"
 
 
-def _bytes(var: Any) -> int:
+def _bytes(var: Var) -> int:
     return math.ceil(int(math.prod(var.aval.shape)) * bits(var.aval.dtype) / 8)

@@ -1,4 +1,4 @@
-"""`Plan`: everything that is worked out and compiled before a step runs."""
+"""`Plan`: everything that is worked out and compiled before a step runs, made by a `Planner`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from typing import Any
 import jax
 
 from meshwright._progress import Bar
+from meshwright._show import short_repr
+from meshwright._text import plural
 from meshwright.errors import PipelineError, ScheduleError
 from meshwright.pipelines.build_step import Assembled, assemble
 from meshwright.pipelines.runtime import local_operations, place_constants
 from meshwright.pipelines.stages import StageProgram, split_into_stages
 from meshwright.pipelines.step_graph import (
-    Layouts,
+    GroupShardings,
     Operation,
     StepBuilder,
     TaskFunction,
@@ -32,95 +34,23 @@ from meshwright.schedules.validation import Proof, check
 from meshwright.transfers.links import Link
 from meshwright.trees.split import Split
 
-# Compile a step's programs ahead of time, several at once.
-
-
-# From a lowered program to one that answers as `jax.stages.Compiled` does.
+# From a lowered program to one with the methods of `jax.stages.Compiled`.
 Compile = Callable[[TaskFunction, Operation, Any], Any]
 
-_TICK = 0.2  # seconds between two looks at a program that is being compiled
+_TICK = 0.2  # seconds between two updates of the progress bar
 
 
-def compile_here(_: TaskFunction, __: Operation, program: Any) -> Any:
-    """In this process, for devices of its own."""
-    return program.compile()
-
-
-def compile_all(
-    builder: StepBuilder, operations: Sequence[Operation], compile_one: Compile = compile_here
-) -> None:
-    """Compile what the operations run, each program once, in waves.
-
-    How some values lie is known only when the program that makes them is compiled: programs
-    that take them wait for the next wave.
-    """
-    waiting: dict[int, tuple[TaskFunction, Operation]] = {}
-    for operation in operations:
-        if operation.code is not None and operation.code.compiled is None:
-            waiting.setdefault(id(operation.code), (operation.code, operation))
-    total = len(waiting)
-    threads = min(total or 1, os.cpu_count() or 1)
-    with Bar("pipeline") as bar, _threads(threads) as pool:
-        while waiting:
-            ready = [
-                (code, operation, _lower(builder, code, operation))
-                for code, operation in waiting.values()
-                if all(builder.slot_shardings[slot] is not None for slot in operation.ins)
-            ]
-            made = [(each[0], pool.submit(compile_one, *each)) for each in ready]
-            for code, future in made:
-                while not concurrent.futures.wait([future], _TICK).done:
-                    bar.now(f"compiling {code.name}", total - len(waiting), total)
-                code.compiled = future.result()
-                del waiting[id(code)]
-            _learn(builder, operations)
-    for operation in operations:
-        if operation.code is not None:
-            operation.call = operation.code.compiled
-
-
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
-    """Threads that nobody waits for where one has failed, or the user interrupts."""
-    pool = concurrent.futures.ThreadPoolExecutor(count)
-    try:
-        yield pool
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _lower(builder: StepBuilder, code: TaskFunction, operation: Operation) -> Any:
-    shapes = [
-        jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
-            builder.avals[slot].shape,
-            builder.avals[slot].dtype,
-            sharding=builder.slot_shardings[slot],
-        )
-        for slot in operation.ins
-    ]
-    jitted = jax.jit(code.fn, out_shardings=code.outs, donate_argnums=code.donated)
-    # A mesh that the caller has set would be taken for the program's own.
-    with jax.set_mesh(builder.layouts.meshes[operation.group]):
-        return jitted.lower(*shapes)
-
-
-def _learn(builder: StepBuilder, operations: Sequence[Operation]) -> None:
-    """How results lie that the compiler was free to place."""
-    for operation in operations:
-        code = operation.code
-        if code is None or code.compiled is None or None not in code.outs:
-            continue
-        for slot, sharding in zip(operation.outs, code.compiled.output_shardings, strict=True):
-            if builder.slot_shardings[slot] is None:
-                builder.slot_shardings[slot] = sharding
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """A step for arguments of one kind: traced, proved, put together and compiled."""
+    """A step for arguments of one kind: traced, cut, proved, put together and compiled.
+
+    `operations` are those of this process; `assembled` has those of all groups. `paths` are the
+    paths of the argument arrays ("0/w"), `names` the same inside their argument ("w"); `donated`
+    are their indices.
+    """
 
     traced: Traced
-    cut: StageProgram
+    stage_program: StageProgram
     programs: dict[TaskKey, Program]
     proof: Proof
     assembled: Assembled
@@ -129,13 +59,28 @@ class Plan:
     paths: Sequence[str]
     donated: frozenset[int]
 
+    def __repr__(self) -> str:
+        schedule = self.proof.schedule
+        return short_repr(
+            self,
+            f"{schedule.name}: {plural(schedule.groups, 'group')}, "
+            f"{plural(schedule.stages, 'stage')}, "
+            f"{plural(schedule.microbatches, 'microbatch')}, "
+            f"{plural(len(self.operations), 'operation')}",
+        )
+
+
+def compile_here(_: TaskFunction, __: Operation, lowered: Any) -> Any:
+    """Compile in this process, for devices of its own."""
+    return lowered.compile()
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Planner:
     """What a step was asked to be; makes its plans, one for each kind of arguments."""
 
     fn: Callable[..., Any]
-    layouts: Layouts
+    shardings: GroupShardings
     schedule: str | Schedule | Auto
     microbatches: int
     donated: tuple[int, ...]
@@ -148,38 +93,47 @@ class Planner:
         link: Link | None,
         compile_one: Compile = compile_here,
     ) -> Plan:
-        """Trace, cut, prove, put together and compile what these groups run."""
+        """Trace, cut, prove, put together, and compile what these groups run.
+
+        `parts` are the arguments, arrays or shapes. `link` transfers between processes; None in a
+        single one.
+        """
         traced = trace_step(self.fn, parts, self.microbatches, self._is_forward(), self.options)
-        if self._is_forward() == bool(traced.region.gradient):
-            have = "has no backward" if self._is_forward() else "has one"
-            raise PipelineError(
-                f"the step {'takes gradients' if traced.region.gradient else 'takes none'}, and "
-                f"the schedule {have}. Use 'forward' for steps without gradients only."
-            )
-        stages = split_into_stages(traced.region)
-        proof = check(self._schedule(stages.stages))
-        tasks = {(task.kind, task.stage) for row in proof.schedule.tasks for task in row}
+        self._check_gradients(traced)
+        stage_program = split_into_stages(traced.region)
+        proof = check(self._schedule(stage_program.stages))
+        kinds = {(task.kind, task.stage) for row in proof.schedule.tasks for task in row}
+        # A path is "argument number/path inside of it"; rules match the latter.
         numbers = [int(path.partition("/")[0]) for path in parts.paths]
         names = [path.partition("/")[2] or path for path in parts.paths]
-        self.layouts.check_rules(names)
+        self.shardings.check_rules(names)
         builder = StepBuilder(
-            self.layouts,
+            self.shardings,
             {var: n for n, var in enumerate(traced.invars)},
             traced.consts,
             parts.arrays,
             names,
         )
         donated = frozenset(n for n, number in enumerate(numbers) if number in self.donated)
-        pieces = programs(stages, tasks)
-        assembled = assemble(traced, stages, pieces, proof, builder, donated)
-        if not self.layouts.groups.compile_only:
+        task_programs = programs(stage_program, kinds)
+        assembled = assemble(traced, stage_program, task_programs, proof, builder, donated)
+        if not self.shardings.groups.compile_only:
             place_constants(builder, local_groups)
         operations = local_operations(builder, local_groups, link)
         kept = {slot for by_group in assembled.results for slot in by_group.values()}
+        # Constants are kept as well: they are the same arrays in every step.
         free_after_last_use(operations, kept | set(builder.constants))
         compile_all(builder, operations, compile_one)
         return Plan(
-            traced, stages, pieces, proof, assembled, operations, names, parts.paths, donated
+            traced,
+            stage_program,
+            task_programs,
+            proof,
+            assembled,
+            operations,
+            names,
+            parts.paths,
+            donated,
         )
 
     def _is_forward(self) -> bool:
@@ -187,28 +141,111 @@ class Planner:
             return self.schedule.forward_only
         return isinstance(self.schedule, str) and self.schedule.strip().lower() == "forward"
 
+    def _check_gradients(self, traced: Traced) -> None:
+        """Refuse a step with gradients on a schedule without a backward, and the reverse."""
+        if self._is_forward() == bool(traced.region.gradient):
+            have = "has no backward" if self._is_forward() else "has one"
+            raise PipelineError(
+                f"the step {'takes gradients' if traced.region.gradient else 'takes none'}, and "
+                f"the schedule {have}. Use 'forward' for steps without gradients only.",
+                option="schedule",
+            )
+
     def _schedule(self, stages: int) -> Schedule:
-        groups = self.layouts.groups.mpmd_dim
+        """The schedule for as many stages as the function turned out to have."""
+        groups = self.shardings.groups.mpmd_dim
         if isinstance(self.schedule, Schedule):
-            found = self.schedule
+            schedule = self.schedule
         elif isinstance(self.schedule, Auto):
-            found = self.schedule.build(groups, self.microbatches, stages)
+            schedule = self.schedule.build(groups, self.microbatches, stages)
         else:
             try:
-                found = named_schedule(
+                schedule = named_schedule(
                     self.schedule, groups=groups, microbatches=self.microbatches, stages=stages
                 )
             except ScheduleError as error:
                 if stages == groups:
                     raise
                 raise PipelineError(
-                    f"{error} Marks in the function: {stages - 1}; one stage per group takes "
-                    f"{groups - 1}."
+                    f"{error} Stage ends in the function: {stages - 1}; one stage per group takes "
+                    f"{groups - 1}.",
+                    option="schedule",
                 ) from error
-        if (found.groups, found.microbatches, found.stages) != (groups, self.microbatches, stages):
+        sizes = (schedule.groups, schedule.microbatches, schedule.stages)
+        if sizes != (groups, self.microbatches, stages):
             raise PipelineError(
-                f"schedule {found.name} has {found.groups} groups, {found.microbatches} "
-                f"microbatches and {found.stages} stages; the pipeline has {groups}, "
-                f"{self.microbatches} and {stages} (one more than marks)."
+                f"schedule {schedule.name} has {schedule.groups} groups, {schedule.microbatches} "
+                f"microbatches and {schedule.stages} stages; the pipeline has {groups}, "
+                f"{self.microbatches} and {stages} (one more than stage ends).",
+                option="schedule",
             )
-        return found
+        return schedule
+
+
+def compile_all(
+    builder: StepBuilder, operations: Sequence[Operation], compile_one: Compile = compile_here
+) -> None:
+    """Compile what the operations run, each function once, several at a time, in waves.
+
+    Some shardings are known only when the program that makes the value is compiled (the compiler
+    chose them): programs that read such values wait for the next wave.
+    """
+    waiting: dict[int, tuple[TaskFunction, Operation]] = {}
+    for operation in operations:
+        if operation.function is not None and operation.function.compiled is None:
+            waiting.setdefault(id(operation.function), (operation.function, operation))
+    total = len(waiting)
+    threads = min(total or 1, os.cpu_count() or 1)
+    with Bar("pipeline") as bar, _thread_pool(threads) as pool:
+        while waiting:
+            # Lowering traces Python, under the interpreter lock: threads would not help there.
+            ready = [
+                (function, operation, _lower(builder, function, operation))
+                for function, operation in waiting.values()
+                if all(builder.slot_shardings[slot] is not None for slot in operation.ins)
+            ]
+            futures = [(job[0], pool.submit(compile_one, *job)) for job in ready]
+            for function, future in futures:
+                while not concurrent.futures.wait([future], _TICK).done:
+                    bar.now(f"compiling {function.name}", total - len(waiting), total)
+                function.compiled = future.result()
+                del waiting[id(function)]
+            _read_output_shardings(builder, operations)
+    for operation in operations:
+        if operation.function is not None:
+            operation.call = operation.function.compiled
+
+
+@contextlib.contextmanager
+def _thread_pool(count: int) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+    """Threads that are not waited for when one has failed or the user interrupts.
+
+    `with ThreadPoolExecutor()` would wait for all running compiles, which may take minutes.
+    """
+    pool = concurrent.futures.ThreadPoolExecutor(count)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _lower(builder: StepBuilder, function: TaskFunction, operation: Operation) -> Any:
+    jitted = jax.jit(
+        function.fn,
+        out_shardings=function.out_shardings,
+        donate_argnums=function.donate_argnums,
+    )
+    # A mesh that the caller has set would be taken for the program's own.
+    with jax.set_mesh(builder.shardings.meshes[operation.group]):
+        return jitted.lower(*map(builder.shape, operation.ins))
+
+
+def _read_output_shardings(builder: StepBuilder, operations: Sequence[Operation]) -> None:
+    """Note the shardings of the results for which the compiler chose one."""
+    for operation in operations:
+        function = operation.function
+        if function is None or function.compiled is None or None not in function.out_shardings:
+            continue
+        for slot, sharding in zip(operation.outs, function.compiled.output_shardings, strict=True):
+            if builder.slot_shardings[slot] is None:
+                builder.slot_shardings[slot] = sharding

@@ -1,4 +1,9 @@
-"""A step run while threads note when the results of tasks and transfers are there."""
+"""`MeasuredTimeline`: when the tasks of a step really ran, and what their mean times predict.
+
+Three parts: `record` runs a step while threads note when results are ready; `measured_timeline`
+makes timelines of what was recorded; `predict` simulates a schedule whose tasks are dispatched by
+processes, one after the other.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +17,82 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meshwright._text import table
+from meshwright._show import Table, short_repr
 from meshwright.pipelines.step_graph import Operation, execute
 from meshwright.pipelines.task_programs import TaskKey
 from meshwright.schedules.timeline import Timeline, simulate
-from meshwright.schedules.types import Costs, Key, Schedule, Task, gives, needs
+from meshwright.schedules.types import Costs, Key, Schedule, Task, TaskKind, gives, needs
 
 if TYPE_CHECKING:
     from meshwright.pipelines.plan import Plan
 
+_LEAST_COST = 1e-6  # milliseconds: `Costs` must be positive, also for tasks that did not run
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class MeasuredTimeline:
+    """A step as it ran and as predicted, in milliseconds.
+
+    `predicted` is made of the mean times of tasks, of transfers, and of dispatching tasks to the
+    groups; `undelayed` is what the schedule would take if dispatching cost nothing.
+    """
+
+    measured: Timeline
+    predicted: Timeline
+    undelayed: Timeline
+
+    @property
+    def ratio(self) -> float:
+        """The predicted makespan divided by the measured one."""
+        return self.predicted.makespan / self.measured.makespan
+
+    def __repr__(self) -> str:
+        return short_repr(
+            self,
+            f"{self.measured.schedule.name}: {self.measured.makespan:.2f} ms, "
+            f"predicted {self.predicted.makespan:.2f} ms",
+        )
+
+    def __str__(self) -> str:
+        rows = [
+            [name, f"{t.makespan:.2f} ms", f"{t.bubble:.2f} ms", f"{100 * t.idle:.0f} %"]
+            for name, t in (
+                ("measured", self.measured),
+                ("predicted", self.predicted),
+                ("if handing over tasks were free", self.undelayed),
+            )
+        ]
+        figures = Table(["", "makespan", "bubble", "idle"], rows, [False, True, True, True])
+        return f"{figures.text()}\npredicted / measured: {self.ratio:.2f}\n\n{self.measured}"
+
+    def _repr_html_(self) -> str:
+        return f"<h4>measured</h4>{self.measured.svg()}<h4>predicted</h4>{self.predicted.svg()}"
+
+    def svg(self) -> str:
+        """Draw what was measured."""
+        return self.measured.svg()
+
+    def trace(self) -> dict[str, Any]:
+        """Make a Chrome trace of what was measured; it opens in Perfetto."""
+        return self.measured.trace()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for scripts."""
+        return {
+            "ratio": self.ratio,
+            "measured": self.measured.to_json(),
+            "predicted": self.predicted.to_json(),
+            "undelayed": self.undelayed.to_json(),
+        }
+
+
+# Run a step and note when the results of tasks and transfers are ready.
+
 
 class RecordedDispatch(NamedTuple):
-    """A task as its process handed it to the devices, in seconds."""
+    """A task as its process dispatched it, in seconds."""
 
-    task: int
+    task: int  # the number of its operation
     before: float  # spent on other operations since the last task
     call: float
     waited: bool  # for what another process sent
@@ -33,129 +100,139 @@ class RecordedDispatch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """When operations ran, by their number in the builder, in seconds of the machine's clock."""
+    """When operations ran, by their number in the step, in seconds since the epoch.
+
+    Wall-clock times, since records of several processes are merged.
+    """
 
     tasks: dict[int, tuple[float, float]]  # start and end
     sent: dict[int, float]
     arrived: dict[int, float]
-    hosts: list[list[RecordedDispatch]]  # process by process, in its order
+    dispatches: list[list[RecordedDispatch]]  # by process, in its order
 
     def to_text(self) -> str:
         times = (self.tasks, self.sent, self.arrived)
-        return json.dumps([[list(part.items()) for part in times], self.hosts])
+        return json.dumps([[list(part.items()) for part in times], self.dispatches])
 
     @staticmethod
     def from_text(text: str) -> Record:
-        (tasks, sent, arrived), hosts = json.loads(text)
+        # Pairs, not objects: JSON would turn the numbers of operations into strings.
+        (tasks, sent, arrived), dispatches = json.loads(text)
         return Record(
-            {n: (start, end) for n, (start, end) in tasks},
+            {number: (start, end) for number, (start, end) in tasks},
             dict(sent),
             dict(arrived),
-            [[RecordedDispatch(*one) for one in host] for host in hosts],
+            [[RecordedDispatch(*fields) for fields in process] for process in dispatches],
         )
 
 
 def merge(texts: Sequence[str]) -> str:
-    """Records of several processes as one; where several run a task, from first to last."""
-    found = Record({}, {}, {}, [])
+    """Merge the records of several processes; a task of several runs from first to last."""
+    merged = Record({}, {}, {}, [])
     for record in map(Record.from_text, texts):
-        found.hosts.extend(record.hosts)
+        merged.dispatches.extend(record.dispatches)
         for number, (start, end) in record.tasks.items():
-            first, last = found.tasks.get(number, (start, end))
-            found.tasks[number] = (min(first, start), max(last, end))
-        for local_groups, theirs in ((found.sent, record.sent), (found.arrived, record.arrived)):
-            local_groups.update((n, max(at, local_groups.get(n, at))) for n, at in theirs.items())
-    return found.to_text()
+            first, last = merged.tasks.get(number, (start, end))
+            merged.tasks[number] = (min(first, start), max(last, end))
+        for latest, times in ((merged.sent, record.sent), (merged.arrived, record.arrived)):
+            latest.update((number, max(at, latest.get(number, at))) for number, at in times.items())
+    return merged.to_text()
 
 
 def record(
-    operations: Sequence[Operation], slots: list[Any], tell: Callable[[Operation], None]
+    operations: Sequence[Operation], slots: list[Any], on_start: Callable[[Operation], None]
 ) -> Record:
-    """Run the operations; `tell` hears of each before."""
+    """Run the operations; `on_start(op)` is called before each one."""
     offset = time.time() - time.perf_counter()
     groups = range(1 + max(operation.group for operation in operations))
-    tasks, transfers = [_Clock() for _ in groups], [_Clock() for _ in groups]
-    ready: dict[int, Noted] = {}  # a slot, and what fills it
-    sent = {}
-    host = list[RecordedDispatch]()
+    # A group's transfers have a thread of their own: they run beside its tasks.
+    tasks, transfers = [_Completions() for _ in groups], [_Completions() for _ in groups]
+    filled_by: dict[int, Pending] = {}  # by slot
+    sent: dict[int, float] = {}
+    waits: dict[int, tuple[float, float]] = {}  # a transfer, and when this process waited for it
+    dispatches: list[RecordedDispatch] = []
     last, waited = time.perf_counter(), 0.0
-    woken: dict[int, tuple[float, float]] = {}  # a transfer, and when this process waited for it
-    clocks = [*tasks, *transfers]
     try:
         for operation in operations:
-            tell(operation)
+            on_start(operation)
             begin = time.perf_counter()
             values = execute(operation, slots)
             end = time.perf_counter()
             if operation.task is not None:
-                before = begin - last - waited
-                host.append(RecordedDispatch(operation.number, before, end - begin, waited > 0))
+                times = (begin - last - waited, end - begin)
+                dispatches.append(RecordedDispatch(operation.number, *times, waited > 0))
                 last, waited = end, 0.0
             elif operation.waits:
                 waited += end - begin
-                for clock, place in (ready[slot] for slot in operation.ins):
-                    woken[clock.numbers[place]] = (begin, end)
-            if operation.task is not None or operation.moves:
-                clock = (transfers if operation.moves else tasks)[operation.group]
-                inputs = [ready[slot] for slot in operation.ins if slot in ready]
-                noted = (clock, clock.note(operation.number, begin, inputs, list(values)))
-                ready.update(dict.fromkeys(operation.outs, noted))
-            if operation.moves and operation.ins:
+                for completions, index in (filled_by[slot] for slot in operation.ins):
+                    waits[completions.numbers[index]] = (begin, end)
+            if operation.task is not None or operation.is_transfer:
+                completions = (transfers if operation.is_transfer else tasks)[operation.group]
+                inputs = [filled_by[slot] for slot in operation.ins if slot in filled_by]
+                index = completions.add(operation.number, begin, inputs, list(values))
+                filled_by.update(dict.fromkeys(operation.outs, (completions, index)))
+            if operation.is_transfer and operation.ins:
                 sent[operation.number] = begin + offset
             for slot in operation.drop:
                 slots[slot] = None
     finally:
-        for clock in clocks:
-            clock.stop()
-    for error in [clock.error for clock in clocks if clock.error is not None]:
-        raise error
+        for completions in (*tasks, *transfers):
+            completions.stop()
+    for completions in (*tasks, *transfers):
+        if completions.error is not None:
+            raise completions.error
     return Record(
         {
             number: (start + offset, end + offset)
-            for clock in tasks
-            for number, start, end in zip(clock.numbers, clock.starts(), clock.ends, strict=True)
+            for group in tasks
+            for number, start, end in zip(group.numbers, group.starts(), group.ends, strict=True)
         },
         sent,
         {
-            number: _arrival(end, woken.get(number)) + offset
-            for clock in transfers
-            for number, end, there in zip(clock.numbers, clock.ends, clock.filled, strict=True)
-            if there
+            number: _arrival(end, waits.get(number)) + offset
+            for group in transfers
+            for number, end, values in zip(group.numbers, group.ends, group.filled, strict=True)
+            if values  # the sending side of a transfer has none
         },
-        [host],
+        [dispatches],
     )
 
 
 def _arrival(ready: float, waited: tuple[float, float] | None) -> float:
-    """When what came is of use: if the process slept until then, once it is awake."""
+    """When a transferred value can be used: if the process slept until then, once it is awake."""
     return ready if waited is None or ready <= waited[0] else max(ready, waited[1])
 
 
-class _Clock:
-    """Waits for a group's operations one after the other, and notes when each was done."""
+class _Completions:
+    """A thread that waits for a group's operations in order, and notes when each was done.
+
+    JAX tells only that a value is ready, not when it became so: waiting is the one way to learn
+    it on every backend.
+    """
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
-        self.filled: list[bool] = []
+        self.filled: list[bool] = []  # whether it has values at all
         self.dispatched: list[float] = []
-        self.inputs: list[Sequence[Noted]] = []
+        self.inputs: list[Sequence[Pending]] = []
         self.ends: list[float] = []
         self.error: Exception | None = None
-        self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._values: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._wait, daemon=True)
         self._thread.start()
 
-    def note(self, number: int, at: float, inputs: Sequence[Noted], values: Sequence[Any]) -> int:
+    def add(self, number: int, at: float, inputs: Sequence[Pending], values: Sequence[Any]) -> int:
+        """Wait for the values of an operation dispatched at `at`; returns its index here."""
         self.numbers.append(number)
         self.filled.append(bool(values))
         self.dispatched.append(at)
         self.inputs.append(inputs)
-        self._waiting.put(values)
+        self._values.put(values)
         return len(self.dispatched) - 1
 
     def _wait(self) -> None:
         try:
-            while (values := self._waiting.get()) is not None:
+            while (values := self._values.get()) is not None:
                 for value in values:
                     wait_for(value)
                 self.ends.append(time.perf_counter())
@@ -163,23 +240,27 @@ class _Clock:
             self.error = error
 
     def starts(self) -> list[float]:
-        """When each could begin at the earliest: free, dispatched, and with its inputs there."""
-        found, free = [], 0.0
+        """When each could begin at the earliest: dispatched, inputs ready, the last one done."""
+        starts, free = [], 0.0
         for at, inputs, end in zip(self.dispatched, self.inputs, self.ends, strict=True):
-            there = [clock.ends[n] for clock, n in inputs]
-            found.append(min(end, max(free, at, *(t for t in there if t <= end))))
+            ready = [completions.ends[index] for completions, index in inputs]
+            # Another thread may have noted an input late, even after this task was done.
+            starts.append(min(end, max(free, at, *(t for t in ready if t <= end))))
             free = end
-        return found
+        return starts
 
     def stop(self) -> None:
-        self._waiting.put(None)
+        self._values.put(None)
         self._thread.join()
 
 
-def wait_for(value: Any) -> None:
-    """Wait until an array is there, or until it was given up to the next task: a sum.
+Pending = tuple[_Completions, int]  # an operation that was dispatched: its thread and index
 
-    While it is being given up `is_deleted()` is still false, but waiting for it fails already.
+
+def wait_for(value: Any) -> None:
+    """Wait until an array is ready, or was donated to the next task (a total).
+
+    While it is being donated `is_deleted()` is still false, but waiting for it fails already.
     """
     try:
         if not value.is_deleted():
@@ -189,151 +270,93 @@ def wait_for(value: Any) -> None:
             raise
 
 
-Noted = tuple["_Clock", int]
+# Timelines of what was recorded.
 
 
-# `step.timeline()`: when the tasks of a step really ran, against what was predicted.
-
-
-@dataclasses.dataclass(frozen=True)
-class MeasuredTimeline:
-    """A step as it ran and as predicted, in milliseconds.
-
-    `predicted` is made of the mean times of tasks, of transfers, and of handing tasks to the
-    groups; `undelayed` is what the schedule would take if that cost nothing.
-    """
-
-    measured: Timeline
-    predicted: Timeline
-    undelayed: Timeline
-
-    @property
-    def ratio(self) -> float:
-        """The predicted makespan by the measured one."""
-        return self.predicted.makespan / self.measured.makespan
-
-    def __str__(self) -> str:
-        heading = ["", "makespan", "bubble", "idle"]
-        rows = [
-            [name, f"{t.makespan:.2f} ms", f"{t.bubble:.2f} ms", f"{100 * t.idle:.0f} %"]
-            for name, t in (
-                ("measured", self.measured),
-                ("predicted", self.predicted),
-                ("if handing over tasks were free", self.undelayed),
-            )
-        ]
-        figures = table([heading, *rows], [False, True, True, True])
-        return f"{figures}\npredicted / measured: {self.ratio:.2f}\n\n{self.measured}"
-
-    def _repr_html_(self) -> str:
-        return f"<h4>measured</h4>{self.measured.svg()}<h4>predicted</h4>{self.predicted.svg()}"
-
-    def svg(self) -> str:
-        """The picture of what was measured."""
-        return self.measured.svg()
-
-    def trace(self) -> dict[str, Any]:
-        """Chrome's trace of what was measured; opens in Perfetto."""
-        return self.measured.trace()
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "ratio": self.ratio,
-            "measured": self.measured.to_json(),
-            "predicted": self.predicted.to_json(),
-            "undelayed": self.undelayed.to_json(),
-        }
-
-
-def timelines(plan: Plan, record: Record) -> MeasuredTimeline:
+def measured_timeline(plan: Plan, record: Record) -> MeasuredTimeline:
     """What was recorded, and what the mean times of its parts predict."""
     operations = plan.assembled.builder.operations
-    ran = [[n for n in record.tasks if operations[n].group == group] for group in _groups(plan)]
+    groups = range(plan.proof.schedule.groups)
+    # Operations of a group are numbered in the order of its schedule.
+    numbers = [
+        sorted(number for number in record.tasks if operations[number].group == group)
+        for group in groups
+    ]
     first = min(start for start, _ in record.tasks.values())
     starts, ends = (
-        tuple(tuple(1e3 * (record.tasks[n][at] - first) for n in sorted(row)) for row in ran)
+        tuple(tuple(1e3 * (record.tasks[n][at] - first) for n in row) for row in numbers)
         for at in (0, 1)
     )
-    schedule = _only_run(plan, plan.proof.schedule)
-    costs = _costs(schedule, starts, ends)
-    latency = 1e3 * _latency(operations, record)
+    schedule = _without_empty_tasks(plan, plan.proof.schedule)
+    costs = _mean_costs(schedule, starts, ends)
+    latency = 1e3 * _mean_latency(operations, record)
     measured = Timeline(schedule, costs, latency, starts, ends)
-    predicted = predict(schedule, costs, latency, _dispatches(operations, record))
+    dispatches = [_mean_dispatches(operations, process) for process in record.dispatches]
+    predicted = predict(schedule, costs, latency, dispatches)
     undelayed = simulate(plan.proof.schedule, list(costs), latency)
     return MeasuredTimeline(measured, predicted, undelayed)
 
 
-def _groups(plan: Plan) -> range:
-    return range(plan.proof.schedule.groups)
-
-
-def _latency(operations: Sequence[Operation], record: Record) -> float:
-    """From the end of a task, or from when it was sent if that was later, to the arrival.
-
-    What a task has taken had arrived by then, even if it was noted later.
-    """
-    made = {slot: n for n in record.tasks for slot in operations[n].outs}
-    taken: dict[int, float] = {}
-    for n, (start, _) in record.tasks.items():
-        taken.update((slot, min(start, taken.get(slot, start))) for slot in operations[n].ins)
-    late = [
-        min(at, *(taken.get(slot, at) for slot in operations[n].outs))
-        - max(record.tasks[made[operations[n].ins[0]]][1], record.sent[n])
-        for n, at in record.arrived.items()
-        if operations[n].ins[0] in made
-    ]
-    return max(0.0, statistics.fmean(late)) if late else 0.0
-
-
-def _dispatches(operations: Sequence[Operation], record: Record) -> list[list[Dispatch]]:
-    """What every process did, with the mean times of each kind and stage, in milliseconds."""
-    return [_typical([(operations[one.task].task, one) for one in host]) for host in record.hosts]
-
-
-def _typical(dispatches: Sequence[tuple[Task | None, RecordedDispatch]]) -> list[Dispatch]:
-    spent: dict[TaskKey, list[RecordedDispatch]] = collections.defaultdict(list)
-    for task, one in dispatches:
-        if task is not None:
-            spent[task.kind, task.stage].append(one)
-    before, call = (
-        {key: 1e3 * statistics.fmean(one[at] for one in ones) for key, ones in spent.items()}
-        for at in (1, 2)
-    )
-    return [
-        Dispatch(task, before[task.kind, task.stage], call[task.kind, task.stage], one.waited)
-        for task, one in dispatches
-        if task is not None
-    ]
-
-
-def _only_run(plan: Plan, schedule: Schedule) -> Schedule:
-    """The schedule without tasks that have nothing to do, as it ran."""
-    tasks = [o.task for o in plan.assembled.builder.operations if o.task is not None]
-    run = {(task.kind, task.stage) for task in tasks}
+def _without_empty_tasks(plan: Plan, schedule: Schedule) -> Schedule:
+    """The schedule without the tasks that have nothing to do, as it ran."""
+    tasks = [operation.task for operation in plan.assembled.builder.operations]
+    kinds = {(task.kind, task.stage) for task in tasks if task is not None}
     rows = tuple(
-        tuple(task for task in row if (task.kind, task.stage) in run) for row in schedule.tasks
+        tuple(task for task in row if (task.kind, task.stage) in kinds) for row in schedule.tasks
     )
     return dataclasses.replace(schedule, tasks=rows, overlapped=())
 
 
-def _costs(
+def _mean_latency(operations: Sequence[Operation], record: Record) -> float:
+    """Seconds from the end of a task, or from the send if that was later, to the arrival."""
+    maker = {slot: n for n in record.tasks for slot in operations[n].outs}
+    # What a task has read had arrived when it started, even if that was noted later.
+    first_read: dict[int, float] = {}
+    for n, (start, _) in record.tasks.items():
+        for slot in operations[n].ins:
+            first_read[slot] = min(start, first_read.get(slot, start))
+    latencies = [
+        min(at, *(first_read.get(slot, at) for slot in operations[n].outs))
+        - max(record.tasks[maker[operations[n].ins[0]]][1], record.sent[n])
+        for n, at in record.arrived.items()
+        if operations[n].ins[0] in maker
+    ]
+    return max(0.0, statistics.fmean(latencies)) if latencies else 0.0
+
+
+def _mean_costs(
     schedule: Schedule, starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]
 ) -> tuple[Costs, ...]:
     """The mean time of every kind of task, stage by stage."""
-    took: dict[TaskKey, list[float]] = collections.defaultdict(list)
-    for row, begins, stops in zip(schedule.tasks, starts, ends, strict=True):
-        for task, start, end in zip(row, begins, stops, strict=True):
-            took[task.kind, task.stage].append(end - start)
-    typical = {key: statistics.fmean(times) for key, times in took.items()}
-    found = []
+    times: dict[TaskKey, list[float]] = collections.defaultdict(list)
+    for row, row_starts, row_ends in zip(schedule.tasks, starts, ends, strict=True):
+        for task, start, end in zip(row, row_starts, row_ends, strict=True):
+            times[task.kind, task.stage].append(end - start)
+    means = {key: statistics.fmean(durations) for key, durations in times.items()}
+    costs = []
     for stage in range(schedule.stages):
-        times = {kind: typical.get((kind, stage), 0.0) for kind in ("F", "B", "W", "BW")}
-        whole = times["BW"] or times["B"] + times["W"]
-        found.append(Costs(max(times["F"], 1e-6), times["B"], times["W"], max(whole, 1e-6)))
-    return tuple(found)
+        f, b, w, bw = (means.get((kind, stage), 0.0) for kind in TaskKind)
+        costs.append(Costs(max(f, _LEAST_COST), b, w, max(bw or b + w, _LEAST_COST)))
+    return tuple(costs)
 
 
-# When the tasks of a step run if processes hand them to their groups one after the other.
+def _mean_dispatches(
+    operations: Sequence[Operation], process: Sequence[RecordedDispatch]
+) -> list[Dispatch]:
+    """What a process did, with the mean times of each kind and stage, in milliseconds."""
+    recorded = [(task, d) for d in process if (task := operations[d.task].task) is not None]
+    by_kind: dict[TaskKey, list[RecordedDispatch]] = collections.defaultdict(list)
+    for task, dispatch in recorded:
+        by_kind[task.kind, task.stage].append(dispatch)
+    before = {key: 1e3 * statistics.fmean(d.before for d in ds) for key, ds in by_kind.items()}
+    call = {key: 1e3 * statistics.fmean(d.call for d in ds) for key, ds in by_kind.items()}
+    return [
+        Dispatch(task, before[task.kind, task.stage], call[task.kind, task.stage], dispatch.waited)
+        for task, dispatch in recorded
+    ]
+
+
+# Predict when the tasks of a step run if processes dispatch them to their groups one by one.
 
 
 class Dispatch(NamedTuple):
@@ -351,10 +374,15 @@ def predict(
     latency: float,
     processes: Sequence[Sequence[Dispatch]],
 ) -> Timeline:
-    """A task starts once it is handed over by all its processes, its group is free and its inputs
-    are there."""
+    """Simulate a schedule whose tasks processes dispatch, each in its order.
+
+    A task starts once all its processes have dispatched it, its group is free and its inputs have
+    arrived. All times are in the unit of `costs`.
+    """
     simulation = _Simulation(schedule, costs, latency, processes)
     hosts = [_Host(process) for process in processes]
+    # A host stops at a task whose inputs are not timed yet, until another has dispatched what
+    # makes them.
     while any(simulation.advance(host) for host in hosts):
         pass
     first = min(simulation.starts.values())
@@ -366,14 +394,14 @@ def predict(
 
 
 class _Host:
-    """A process: what it still has to hand over, and its clock."""
+    """A process: what it has yet to dispatch, and its clock."""
 
     def __init__(self, dispatches: Sequence[Dispatch]):
         self.queue, self.clock = collections.deque(dispatches), 0.0
 
 
 class _Simulation:
-    """When tasks start and end, as far as they have been handed over."""
+    """When tasks start and end, as far as they have been dispatched."""
 
     def __init__(
         self,
@@ -386,38 +414,39 @@ class _Simulation:
         self.starts, self.ends = dict[Task, float](), dict[Task, float]()
         self._run = {gives(task) for row in schedule.tasks for task in row}
         self._ready, self._free = dict[Key, float](), [0.0] * schedule.groups
-        self._missing = collections.Counter(one.task for each in processes for one in each)
-        self._handed = dict.fromkeys(self._missing, 0.0)  # by the last of its processes so far
+        # How many processes have yet to dispatch a task, and when the last one so far did.
+        self._missing = collections.Counter(d.task for process in processes for d in process)
+        self._dispatched = dict.fromkeys(self._missing, 0.0)
 
     def advance(self, host: _Host) -> bool:
-        """Hand over what can be; whether there was anything."""
+        """Dispatch what can be; returns whether there was anything."""
         before = len(host.queue)
-        while host.queue and (there := self._arrivals(host.queue[0].task)) is not None:
-            one = host.queue.popleft()
-            begin = max([host.clock + one.before, *(there if one.waited else ())])
-            host.clock = begin + one.call
-            self._take(one.task, begin, there)
+        while host.queue and (arrivals := self._arrivals(host.queue[0].task)) is not None:
+            dispatch = host.queue.popleft()
+            begin = max([host.clock + dispatch.before, *(arrivals if dispatch.waited else ())])
+            host.clock = begin + dispatch.call
+            self._take(dispatch.task, begin, arrivals)
         return len(host.queue) < before
 
     def _arrivals(self, task: Task) -> list[float] | None:
-        """When the inputs of a task are in its group; nothing while one is not yet timed."""
+        """When the inputs of a task are in its group; None while one is not yet timed."""
         group_of = self.schedule.group_of
         inputs = list(_inputs(task, self.schedule.stages, self._run))
         if any(key not in self._ready for key in inputs):
             return None
-        far = [group_of[key[1]] != group_of[task.stage] for key in inputs]
+        crosses = [group_of[key[1]] != group_of[task.stage] for key in inputs]
         return [
-            self._ready[key] + self.latency * away for key, away in zip(inputs, far, strict=True)
+            self._ready[key] + self.latency * far for key, far in zip(inputs, crosses, strict=True)
         ]
 
-    def _take(self, task: Task, handed: float, there: Sequence[float]) -> None:
-        """A process has handed a task over; the last one that does lets it start."""
-        self._handed[task] = max(self._handed[task], handed)
+    def _take(self, task: Task, dispatched: float, arrivals: Sequence[float]) -> None:
+        """Note that a process has dispatched a task; the last one that does lets it start."""
+        self._dispatched[task] = max(self._dispatched[task], dispatched)
         self._missing[task] -= 1
         if self._missing[task]:
             return
         group = self.schedule.group_of[task.stage]
-        self.starts[task] = max([self._handed[task], self._free[group], *there])
+        self.starts[task] = max([self._dispatched[task], self._free[group], *arrivals])
         self.ends[task] = self.starts[task] + float(getattr(self.costs[task.stage], task.kind))
         self._ready[gives(task)] = self._free[group] = self.ends[task]
 

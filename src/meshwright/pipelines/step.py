@@ -1,4 +1,4 @@
-"""`PipelineStep`: a step that runs as a pipeline over groups."""
+"""`PipelineStep`: what `pipeline(...)` returns, a step that runs as a pipeline over groups."""
 
 from __future__ import annotations
 
@@ -11,15 +11,24 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from meshwright._show import short_repr
+from meshwright._text import plural
 from meshwright.errors import PipelineError
 from meshwright.pipelines.arguments import positional_arguments
 from meshwright.pipelines.consistency import PlanConsistency, process_context
 from meshwright.pipelines.explanation import Explanation, explain
 from meshwright.pipelines.plan import Plan, Planner
-from meshwright.pipelines.profiling import MeasuredTimeline, Record, merge, record, timelines
-from meshwright.pipelines.runtime import bind_arguments, is_here, local_groups, results
-from meshwright.pipelines.step_graph import run, run_watched
-from meshwright.pipelines.step_graph import tell as tell_watch
+from meshwright.pipelines.profiling import (
+    MeasuredTimeline,
+    Record,
+    measured_timeline,
+    merge,
+    record,
+)
+from meshwright.pipelines.runtime import bind_arguments, collect_results, is_local, local_groups
+from meshwright.pipelines.step_graph import publish, run_operations, run_watched
+from meshwright.schedules.auto import Auto
+from meshwright.schedules.types import Schedule
 from meshwright.trees.split import Split, split_arrays
 from meshwright.watchdog.watchdog import Watchdog
 
@@ -27,58 +36,104 @@ T = TypeVar("T")
 
 
 class PipelineStep:
-    """A step that runs as a pipeline; call it like the function it was made from."""
+    """A step that runs as a pipeline; call it like the function it was made from.
 
-    def __init__(
-        self,
-        planner: Planner,
-        limit: float,
-    ):
-        self.limit, self.planner = limit, planner
+    The first call with arguments of a kind (shapes, dtypes, settings) makes a `Plan`: it traces,
+    cuts and compiles. Later calls run that plan. `timeout` is in seconds, as for `pipeline`.
+
+    >>> import jax.numpy as jnp, meshwright as mw
+    >>> def loss(params, x):
+    ...     return jnp.mean(mw.stage_end(x @ params["a"]) @ params["b"])
+    >>> params = {"a": jnp.eye(4), "b": jnp.eye(4)}
+    >>> step = mw.pipeline(loss, mw.MpmdMesh(mw.mesh("pp:2, dp:4"), "pp"), microbatches=2)
+    >>> step
+    <PipelineStep loss: 1f1b, 2 groups, 2 microbatches>
+    >>> step.explain(params, jnp.ones((8, 4)))
+    <Explanation 2 stages in 2 groups, 1f1b, 2 microbatches>
+    """
+
+    def __init__(self, planner: Planner, timeout: float):
+        self.planner, self.timeout = planner, timeout
         self.fn, self.donated = planner.fn, planner.donated
-        groups = self.groups = planner.layouts.groups
-        self.local_groups = local_groups(groups)
-        self.process_context = process_context() if groups.spans_processes else None
+        self.groups = planner.shardings.groups
+        self.local_groups = local_groups(self.groups)
+        # A single process needs no link, no watchdog, and no other's plans to compare with.
+        self.process_context = process_context() if self.groups.spans_processes else None
         self.link = None if self.process_context is None else self.process_context.link
         self.consistency = (
             None
             if self.process_context is None
-            else PlanConsistency(self.process_context, self.process_context.enter(limit))
+            else PlanConsistency(self.process_context, self.process_context.register(timeout))
         )
         self.closed = False
-        self._plans: dict[Any, Plan] = {}
+        self._plans: dict[Hashable, Plan] = {}
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
-        parts = self._checked(positional_arguments(self.fn, args, keywords))
-        plan = self._begun(parts)
+        """Run one step. Returns what the function does, as arrays that may not be ready yet."""
+        parts = self._check_arguments(positional_arguments(self.fn, args, keywords))
+        plan = self._begin_step(parts)
         builder = plan.assembled.builder
         slots = bind_arguments(builder, parts.arrays, self.local_groups, plan.donated)
         if self.process_context is None:
-            run(plan.operations, slots)
+            run_operations(plan.operations, slots)
         else:
-            watch = self.process_context.watch
-            self._among_others(watch, lambda: run_watched(plan.operations, slots, watch))
-        found = results(builder, slots, plan.assembled.results, self.local_groups)
-        return plan.traced.out.rebuild(found)
+            watchdog = self.process_context.watchdog
+            _run_together(watchdog, lambda: run_watched(plan.operations, slots, watchdog))
+        arrays = collect_results(builder, slots, plan.assembled.results, self.local_groups)
+        return plan.traced.out.rebuild(arrays)
 
-    def _among_others(self, watch: Watchdog, work: Callable[[], T]) -> T:
-        """Run while the other processes run theirs; when one fails, all end."""
-        try:
-            found = work()
-        except BaseException as error:
-            watch.__exit__(type(error), error, error.__traceback__)
-            raise
-        watch.doing = ""
-        return found
+    def explain(self, *args: Any, **keywords: Any) -> Explanation:
+        """Explain what became of the function: its stages, what each holds, sends and recomputes.
+
+        Takes the arguments of a call, arrays or shapes; without them it explains the last call.
+        Compiles if needed, and runs nothing.
+        """
+        places = positional_arguments(self.fn, args, keywords)
+        plan = self.plan_of(*places) if places else self._last_plan()
+        return explain(plan, plan.names)
+
+    def timeline(self, *args: Any, **keywords: Any) -> MeasuredTimeline:
+        """Run a step and measure when every task ran, beside what its times predict.
+
+        The results are dropped; donated arguments are copied first. In several processes all
+        call it, and all get the timeline of all groups.
+        """
+        places = positional_arguments(self.fn, args, keywords)
+        if not places:
+            raise PipelineError("timeline() runs a step: pass its arguments.")
+        plan = self._begin_step(self._check_arguments(places), " (its timeline)")
+        copies = [
+            jax.tree.map(_copy_if_local, arg) if number in self.donated else arg
+            for number, arg in enumerate(places)
+        ]
+        arrays = split_arrays(tuple(copies), 1).arrays
+        slots = bind_arguments(plan.assembled.builder, arrays, self.local_groups)
+        if self.process_context is None:
+            return measured_timeline(plan, record(plan.operations, slots, lambda _: None))
+        watchdog = self.process_context.watchdog
+        # A barrier: times of processes that begin one after the other would show their waits.
+        watchdog.confer("a timeline's begin", "", lambda _: "")
+        on_start = functools.partial(publish, watchdog)
+        local = _run_together(watchdog, lambda: record(plan.operations, slots, on_start))
+        merged = watchdog.confer("its timeline", local.to_text(), merge)
+        return measured_timeline(plan, Record.from_text(merged))
+
+    def plan_of(self, *args: Any) -> Plan:
+        """Make everything that is worked out and compiled before a call like this runs."""
+        parts = split_arrays(args, 1)
+        return self._plan(parts, _plan_key(parts))
 
     def close(self) -> None:
-        """In several processes: the last pipeline that is closed waits for the others, then stops
-        watching and listening."""
+        """Give up the pipeline; it cannot be called any more.
+
+        In several processes the last pipeline that is closed waits for the other processes, then
+        stops the watchdog and the link.
+        """
         if self.closed:
             return
         self.closed = True
         if self.consistency is not None:
-            self.consistency.process_context.leave(self.consistency.number)
+            self.consistency.process_context.unregister(self.consistency.number)
 
     def __enter__(self) -> PipelineStep:
         return self
@@ -90,11 +145,23 @@ class PipelineStep:
         trace: types.TracebackType | None,
     ) -> None:
         if error is not None and self.process_context is not None:
-            self.process_context.watch.__exit__(kind, error, trace)
+            self.process_context.watchdog.__exit__(kind, error, trace)
         self.close()
 
-    def _checked(self, args: tuple[Any, ...]) -> Split:
-        """The arguments taken apart, if they can be used at all."""
+    def __repr__(self) -> str:
+        schedule = self.planner.schedule
+        named = schedule.name if isinstance(schedule, Schedule) else schedule
+        return short_repr(
+            self,
+            f"{getattr(self.fn, '__name__', 'a function')}: "
+            f"{'auto' if isinstance(named, Auto) else named}, "
+            f"{plural(self.groups.mpmd_dim, 'group')}, "
+            f"{plural(self.planner.microbatches, 'microbatch')}"
+            f"{', closed' if self.closed else ''}",
+        )
+
+    def _check_arguments(self, args: tuple[Any, ...]) -> Split:
+        """Take the arguments apart; refuse those that no step can use."""
         if self.closed:
             raise PipelineError("this pipeline is closed. Make another with meshwright.pipeline.")
         if getattr(jax.config, "jax_disable_jit", False):
@@ -105,132 +172,114 @@ class PipelineStep:
         for number in self.donated:
             if number not in range(len(args)):
                 raise PipelineError(
-                    f"donate_argnums={number}: the step was called with {len(args)}."
+                    f"donate_argnums={number}: the step was called with "
+                    f"{plural(len(args), 'argument')}.",
+                    option="donate_argnums",
                 )
         parts = split_arrays(args, 1)
-        self._refuse_twice(parts)
+        self._refuse_donated_twice(parts)
         for path, value in zip(parts.paths, parts.arrays, strict=True):
-            if isinstance(value, jax.core.Tracer):
-                raise PipelineError(
-                    f"argument {path}: a tracer. A pipeline is a program of its own for each "
-                    "group: call it outside of jit, grad and vmap."
-                )
-            if isinstance(value, np.ndarray) and value.dtype.kind in "OSUMm":
-                raise PipelineError(
-                    f"argument {path}: an array of {value.dtype}, and JAX has arrays of numbers "
-                    "alone. Pass numbers; names and objects go by closure."
-                )
-            if isinstance(value, jax.ShapeDtypeStruct):
-                raise PipelineError(
-                    f"argument {path}: a shape without data. Pass arrays, or ask explain(...), "
-                    "which runs nothing."
-                )
-            if isinstance(value, jax.Array) and value.is_deleted():
-                raise PipelineError(
-                    f"argument {path}: the array was deleted or donated. Use the one that the "
-                    "last step returned."
-                )
+            _check_array(path, value)
         return parts
 
-    def _refuse_twice(self, parts: Split) -> None:
-        """An array cannot be given up twice; beside one that is kept it is kept, too."""
-        seen: dict[int, str] = {}
+    def _refuse_donated_twice(self, parts: Split) -> None:
+        """Refuse an array that is passed twice and donated both times.
+
+        Donated once and kept once is fine: then it is kept.
+        """
+        first_path: dict[int, str] = {}
         for path, value in zip(parts.paths, parts.arrays, strict=True) if self.donated else ():
-            other = seen.setdefault(id(value), path)
-            if other == path or not isinstance(value, jax.Array):
+            first = first_path.setdefault(id(value), path)
+            if first == path or not isinstance(value, jax.Array):
                 continue
-            given = [int(one.partition("/")[0]) in self.donated for one in (path, other)]
-            if all(given):
+            if all(int(place.partition("/")[0]) in self.donated for place in (path, first)):
                 raise PipelineError(
-                    f"arguments {other} and {path} are the same array, donated twice. Copy one "
-                    "of them: jax.tree.map(jnp.copy, ...)."
+                    f"arguments {first} and {path} are the same array, donated twice. Copy one "
+                    "of them: jax.tree.map(jnp.copy, ...).",
+                    option="donate_argnums",
                 )
 
-    def explain(self, *args: Any, **keywords: Any) -> Explanation:
-        """What became of the function: its stages, what each holds, sends and repeats.
+    def _begin_step(self, parts: Split, why: str = "") -> Plan:
+        """The plan of a step that all processes begin now."""
+        key = _plan_key(parts)
+        if self.consistency is None:
+            return self._plan(parts, key)
+        # Announced before it is compiled, so that a process with other arguments is named at once.
+        self.consistency.begin_step(key, parts, why)
+        plan = self._plan(parts, key)
+        self.consistency.check_plan(key, plan, parts)
+        return plan
 
-        Takes the arguments of a call; without them it means the last one. Nothing runs.
-        """
-        places = positional_arguments(self.fn, args, keywords)
-        plan = self.plan_of(*places) if places else self._last()
-        return explain(plan, plan.names)
+    def _plan(self, parts: Split, key: Hashable) -> Plan:
+        """The plan for arguments like these; made the first time."""
+        if key not in self._plans:
+            with (
+                contextlib.nullcontext()
+                if self.process_context is None
+                else self.process_context.without_timeout("the compiler")
+            ):
+                self._plans[key] = self.planner.plan(parts, self.local_groups, self.link)
+        return self._plans[key]
 
-    def plan_of(self, *args: Any) -> Plan:
-        """Everything that is worked out and compiled before a call like this runs."""
-        parts = split_arrays(args, 1)
-        return self._plan(parts, _kind(parts))
-
-    def timeline(self, *args: Any, **keywords: Any) -> MeasuredTimeline:
-        """Run a step and note when every task ran, against what its times predict.
-
-        The results are dropped; donated arguments are copied first. In several processes all
-        call it, and all get the whole.
-        """
-        places = positional_arguments(self.fn, args, keywords)
-        if not places:
-            raise PipelineError("timeline() runs a step: pass its arguments.")
-        plan = self._begun(self._checked(places), " (its timeline)")
-        copies = [
-            jax.tree.map(_copied, arg) if number in self.donated else arg
-            for number, arg in enumerate(places)
-        ]
-        arrays = split_arrays(tuple(copies), 1).arrays
-        slots = bind_arguments(plan.assembled.builder, arrays, self.local_groups)
-        if self.process_context is None:
-            return timelines(plan, record(plan.operations, slots, lambda _: None))
-        watch = self.process_context.watch
-        watch.confer("a timeline's begin", "", lambda _: "")
-        tell = functools.partial(tell_watch, watch)
-        found = self._among_others(watch, lambda: record(plan.operations, slots, tell))
-        whole = watch.confer("its timeline", found.to_text(), merge)
-        return timelines(plan, Record.from_text(whole))
-
-    def _last(self) -> Plan:
+    def _last_plan(self) -> Plan:
         if not self._plans:
             raise PipelineError("explain() before the first call: pass the step's arguments.")
         return next(reversed(self._plans.values()))
 
-    def _begun(self, parts: Split, why: str = "") -> Plan:
-        """The plan of a step that all processes now begin."""
-        kind = _kind(parts)
-        if self.consistency is None:
-            return self._plan(parts, kind)
-        self.consistency.enter(kind, parts, why)
-        plan = self._plan(parts, kind)
-        self.consistency.agree(kind, plan, parts)
-        return plan
 
-    def _plan(self, parts: Split, kind: Hashable) -> Plan:
-        """What to do with arguments like these; worked out and compiled the first time."""
-        if kind not in self._plans:
-            alone = contextlib.nullcontext()
-            with (
-                alone
-                if self.process_context is None
-                else self.process_context.without_timeout("the compiler")
-            ):
-                self._plans[kind] = self.planner.plan(parts, self.local_groups, self.link)
-        return self._plans[kind]
+def _run_together(watchdog: Watchdog, work: Callable[[], T]) -> T:
+    """Run while the other processes run theirs; when one fails, all end."""
+    try:
+        result = work()
+    except BaseException as error:
+        watchdog.__exit__(type(error), error, error.__traceback__)
+        raise
+    watchdog.doing = ""
+    return result
 
 
-def _kind(parts: Split) -> Hashable:
-    """What tells arguments apart that need plans of their own."""
+def _check_array(path: str, value: Any) -> None:
+    if isinstance(value, jax.core.Tracer):
+        raise PipelineError(
+            f"argument {path}: a tracer. A pipeline is a program of its own for each "
+            "group: call it outside of jit, grad and vmap."
+        )
+    if isinstance(value, np.ndarray) and value.dtype.kind in "OSUMm":
+        raise PipelineError(
+            f"argument {path}: an array of {value.dtype}, and JAX has arrays of numbers "
+            "alone. Pass numbers; names and objects go by closure."
+        )
+    if isinstance(value, jax.ShapeDtypeStruct):
+        raise PipelineError(
+            f"argument {path}: a shape without data. Pass arrays, or ask explain(...), "
+            "which runs nothing."
+        )
+    if isinstance(value, jax.Array) and value.is_deleted():
+        raise PipelineError(
+            f"argument {path}: the array was deleted or donated. Use the one that the "
+            "last step returned."
+        )
+
+
+def _plan_key(parts: Split) -> Hashable:
+    """What distinguishes arguments that need plans of their own."""
     kinds = tuple(
         (np.shape(x), getattr(x, "dtype", type(x)), bool(getattr(x, "weak_type", False)))
         for x in parts.arrays
     )
-    settings = tuple((type(leaf), leaf) for leaf in parts.static)  # 1 is not True
-    found = (parts.treedef, parts.positions, settings, kinds)
+    # With their types: 1 == True, and a function may do other things with a flag.
+    settings = tuple((type(leaf), leaf) for leaf in parts.static)
+    key = (parts.treedef, parts.positions, settings, kinds)
     try:
-        hash(found)
+        hash(key)
     except TypeError as error:
         raise PipelineError(
             f"an argument holds a leaf that is neither an array nor hashable: {error}. Pass "
             "it by closure."
         ) from error
-    return found
+    return key
 
 
-def _copied(value: Any) -> Any:
-    """Of what another process holds there is nothing to copy."""
-    return value.copy() if is_here(value) else value
+def _copy_if_local(value: Any) -> Any:
+    """Copy `value` if this process holds shards of it; otherwise return it unchanged."""
+    return value.copy() if is_local(value) else value

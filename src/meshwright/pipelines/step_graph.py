@@ -1,4 +1,8 @@
-"""Where a step's values are: slots, the groups they lie in, and the operations that fill them."""
+"""A step as operations on numbered slots: `StepBuilder` writes the list, `run_operations` runs it.
+
+A slot holds one value in one group. Which slots an operation reads, fills and frees is worked out
+before the step runs, so that nothing is looked up while it does.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +15,63 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwright import _compat
+from meshwright._compat import Atom, Aval, Var, is_literal
 from meshwright.axes import role
 from meshwright.errors import PipelineError
 from meshwright.mpmd.groups import Groups
-from meshwright.partitioning.decide import partition, read_options
+from meshwright.partitioning.decide import PartitionOptions, partition, read_options
 from meshwright.partitioning.rules import match_rules, read_rules
 from meshwright.schedules.types import Task
 from meshwright.trees.specs import make_spec
 from meshwright.trees.walk import Leaf, refuse
 from meshwright.watchdog.watchdog import Watchdog
 
+Call = Callable[..., Sequence[Any]]
+
+
+@dataclasses.dataclass(eq=False)
+class TaskFunction:
+    """A function that is compiled once for all operations that call it.
+
+    Where `out_shardings` has None the compiler chooses; `plan.compile_all` reads its choice back.
+    """
+
+    name: str
+    fn: Call
+    out_shardings: Sequence[NamedSharding | None]
+    donate_argnums: tuple[int, ...] = ()
+    compiled: Any = None  # `jax.stages.Compiled`, or a stand-in with its methods
+
+
+@dataclasses.dataclass(eq=False)
+class Operation:
+    """`call` the values in slots `ins`, put the results into slots `outs`, then free `drop`.
+
+    It either runs `function` in `group`, or transfers its values there from the group `source`.
+    `number` is its index in the whole step, that of all groups: the same in every process.
+    """
+
+    group: int
+    name: str
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+    function: TaskFunction | None = None
+    task: Task | None = None
+    source: int | None = None
+    waits: bool = False  # it only waits until what was received is there
+    call: Call | None = None
+    drop: tuple[int, ...] = ()
+    number: int = -1
+
+    @property
+    def is_transfer(self) -> bool:
+        """Whether it is a transfer, or one side of it."""
+        return self.source is not None
+
 
 @dataclasses.dataclass(frozen=True)
-class Argument:
-    """An argument of the step that a group needs: which one, how it lies there, in which slot."""
+class PlacedArgument:
+    """An argument of the step (by its number) that a group needs, its sharding and slot there."""
 
     number: int
     group: int
@@ -33,97 +80,122 @@ class Argument:
 
 
 class StepBuilder:
-    """The step while it is put together.
+    """The operations of a step while they are written down, and the tables of its slots.
 
-    Variables of the step (`jaxpr` variables, or parts of results) have one slot per group that
-    needs them: `fetch` finds it, or brings the value there.
+    A variable (of the traced step, or a `PartialResult`) has one slot in each group that needs
+    it: `slot_in_group` returns that slot, and writes the transfer that fills it the first time.
+    `avals`, `slot_shardings` and `group_of_slot` are indexed by slot.
+
+    `arguments` maps the step's input variables to their numbers, `consts` its constants to their
+    values; `given` and `names` are the arrays that the caller passes and their paths.
     """
 
     def __init__(
         self,
-        layouts: Layouts,
-        arguments: dict[Any, int],
-        consts: dict[Any, Any],
+        shardings: GroupShardings,
+        arguments: dict[Var, int],
+        consts: dict[Var, Any],
         given: Sequence[Any],
         names: Sequence[str],
     ):
-        self.layouts, self.consts = layouts, consts
-        self.group_of_var: dict[Any, int] = {}
+        self.shardings, self.consts = shardings, consts
         self.arguments, self.given, self.names = arguments, given, names
-        self.groups = len(layouts.meshes)
-        self.avals: list[Any] = []
-        self.slot_shardings: list[NamedSharding | None] = []
-        self.group_of: list[int] = []
+        self.groups = len(shardings.meshes)
+        self.group_of_var: dict[Var, int] = {}  # of arguments: the group that gets them first
+        self.avals: list[Aval] = []
+        self.slot_shardings: list[NamedSharding | None] = []  # None until it is compiled
+        self.group_of_slot: list[int] = []
         self.operations: list[Operation] = []
-        self.placed: list[Argument] = []
-        self.constants: dict[int, Any] = {}
-        self.slot_of: dict[tuple[Any, int], int] = {}
-        self.made_by: dict[int, str] = {}
-        self.layout_of: dict[tuple[Any, int], NamedSharding] = {}
+        self.placed: list[PlacedArgument] = []
+        self.constants: dict[int, Any] = {}  # by slot
+        self.slot_of: dict[tuple[Var, int], int] = {}  # by variable and group
+        self.var_shardings: dict[tuple[Var, int], NamedSharding] = {}
+        self._filled_by: dict[int, str] = {}  # a slot, and the name of the operation
 
-    def new(self, aval: Any, sharding: NamedSharding | None, group: int) -> int:
-        """A slot for a value of this shape that lies so in a group."""
+    def new_slot(self, aval: Aval, sharding: NamedSharding | None, group: int) -> int:
+        """Add a slot for a value in a group."""
         self.avals.append(aval)
         self.slot_shardings.append(sharding)
-        self.group_of.append(group)
+        self.group_of_slot.append(group)
         return len(self.avals) - 1
 
-    def run(
+    def add_call(
         self,
         group: int,
-        code: TaskFunction,
+        function: TaskFunction,
         ins: Sequence[int],
-        avals: Sequence[Any],
-        task: Any = None,
+        avals: Sequence[Aval],
+        task: Task | None = None,
     ) -> list[int]:
-        """An operation; returns the slots of its results."""
-        outs = [self.new(aval, to, group) for aval, to in zip(avals, code.outs, strict=True)]
-        name = code.name if task is None else str(task)
-        self.operations.append(Operation(group, name, tuple(ins), tuple(outs), code, task))
-        self.made_by.update(dict.fromkeys(outs, name))
+        """Add an operation that runs a function; returns the slots of its results."""
+        outs = [
+            self.new_slot(aval, sharding, group)
+            for aval, sharding in zip(avals, function.out_shardings, strict=True)
+        ]
+        name = function.name if task is None else str(task)
+        self.operations.append(Operation(group, name, tuple(ins), tuple(outs), function, task))
+        self._filled_by.update(dict.fromkeys(outs, name))
         return outs
 
-    def send(self, slots: Sequence[int], group: int, layouts: Sequence[NamedSharding]) -> list[int]:
-        """Values to another group, all in one transfer; returns their slots there."""
-        outs = [self.new(self.avals[c], to, group) for c, to in zip(slots, layouts, strict=True)]
-        source = self.group_of[slots[0]]
-        name = f"{self.made_by.get(slots[0], 'an argument')} of group {source}"
-        moved = Operation(group, name, tuple(slots), tuple(outs), source=source)
-        self.operations.append(moved)
+    def add_transfer(
+        self, slots: Sequence[int], group: int, shardings: Sequence[NamedSharding]
+    ) -> list[int]:
+        """Add one transfer of several values to another group; returns their slots there."""
+        outs = [
+            self.new_slot(self.avals[slot], sharding, group)
+            for slot, sharding in zip(slots, shardings, strict=True)
+        ]
+        source = self.group_of_slot[slots[0]]
+        name = f"{self._filled_by.get(slots[0], 'an argument')} of group {source}"
+        self.operations.append(Operation(group, name, tuple(slots), tuple(outs), source=source))
         return outs
 
-    def layout(self, var: Any, group: int) -> NamedSharding:
-        """How a variable lies in a group: as it came if it came placed there, else as decided."""
-        if (var, group) not in self.layout_of:
-            self.layout_of[var, group] = self._decide(var, group)
-        return self.layout_of[var, group]
+    def shape(self, slot: int) -> jax.ShapeDtypeStruct:
+        """Shape, dtype and sharding of a slot, for lowering and for routes."""
+        aval, sharding = self.avals[slot], self.slot_shardings[slot]
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)  # type: ignore[no-untyped-call]
 
-    def _decide(self, var: Any, group: int) -> NamedSharding:
+    def constant(self, value: Any, group: int) -> int:
+        """Add a slot with a constant, replicated over the group."""
+        slot = self.new_slot(jax.typeof(value), self.shardings.replicated(group), group)
+        self.constants[slot] = value
+        return slot
+
+    def sharding(self, var: Var, group: int) -> NamedSharding:
+        """The sharding of a variable in a group, decided once."""
+        if (var, group) not in self.var_shardings:
+            self.var_shardings[var, group] = self._choose_sharding(var, group)
+        return self.var_shardings[var, group]
+
+    def _choose_sharding(self, var: Var, group: int) -> NamedSharding:
         number = self.arguments.get(var)
         if number is None:
-            return self.layouts.whole(group)
+            return self.shardings.replicated(group)
         given = getattr(self.given[number], "sharding", None)
-        if isinstance(given, NamedSharding) and given.mesh == self.layouts.meshes[group]:
+        # An array that already lives in the group stays as the caller has sharded it. Results of a
+        # step are passed to the next one, which must not move them.
+        if isinstance(given, NamedSharding) and given.mesh == self.shardings.meshes[group]:
             return given
-        return self.layouts.parameter(group, self.names[number], var.aval.shape, var.aval.dtype)
+        return self.shardings.parameter(group, self.names[number], var.aval.shape, var.aval.dtype)
 
-    def slot_in_group(self, var: Any, group: int) -> int:
-        """The slot of a variable in a group; it is brought there once."""
-        if _compat.is_literal(var):
+    def slot_in_group(self, var: Atom, group: int) -> int:
+        """The slot of a variable in a group; writes the transfer to it if there is none yet."""
+        if is_literal(var):
             return self.constant(jax.numpy.asarray(var.val), group)
         if (var, group) not in self.slot_of:
-            self.slot_of[var, group] = self._bring(var, group)
+            self.slot_of[var, group] = self._make_slot(var, group)
         return self.slot_of[var, group]
 
-    def _bring(self, var: Any, group: int) -> int:
+    def _make_slot(self, var: Var, group: int) -> int:
         if var in self.consts:
             return self.constant(jax.numpy.asarray(self.consts[var]), group)
-        layout = self.layout(var, group)
+        sharding = self.sharding(var, group)
         if var in self.arguments and self.group_of_var.get(var, group) == group:
-            slot = self.new(var.aval, layout, group)
-            self.placed.append(Argument(self.arguments[var], group, layout, slot))
+            slot = self.new_slot(var.aval, sharding, group)
+            self.placed.append(PlacedArgument(self.arguments[var], group, sharding, slot))
             return slot
-        # An argument that several groups need comes to its home, and goes on from there.
+        # An argument that several groups need is placed in one of them and copied from there: the
+        # caller's array may live in that group alone, out of reach of the other processes.
         if var in self.arguments:
             self.slot_in_group(var, self.group_of_var[var])
         held = [self.slot_of[var, at] for at in range(self.groups) if (var, at) in self.slot_of]
@@ -132,115 +204,18 @@ class StepBuilder:
                 f"group {group} needs a value of type {var.aval.str_short()} that no group has "
                 "made. This is a defect of meshwright: please report it with the step."
             )
-        (slot,) = self.send(held[:1], group, [layout])
+        (slot,) = self.add_transfer(held[:1], group, [sharding])
         return slot
-
-    def constant(self, value: Any, group: int) -> int:
-        """A slot with a constant."""
-        slot = self.new(jax.typeof(value), self.layouts.whole(group), group)
-        self.constants[slot] = value
-        return slot
-
-
-# A step as a list of operations on numbered slots: nothing is looked up while it runs.
-
-
-Call = Callable[..., Sequence[Any]]
-
-
-@dataclasses.dataclass(eq=False)
-class TaskFunction:
-    """A function to be compiled once for all operations that run it.
-
-    A result whose sharding is None lies as the compiler sees fit.
-    """
-
-    name: str
-    fn: Call
-    outs: Sequence[NamedSharding | None]
-    donated: tuple[int, ...] = ()
-    compiled: Any = None
-
-
-@dataclasses.dataclass(eq=False)
-class Operation:
-    """`call` the values of `ins`, put the results into `outs`, then forget `drop`.
-
-    It has `code` to run in its group, or it brings its values there from the group `source`.
-    `number` is its place in the whole step, that of all groups.
-    """
-
-    group: int
-    name: str
-    ins: tuple[int, ...]
-    outs: tuple[int, ...]
-    code: TaskFunction | None = None
-    task: Task | None = None
-    source: int | None = None
-    waits: bool = False
-    call: Call | None = None
-    drop: tuple[int, ...] = ()
-    number: int = -1
-
-    @property
-    def moves(self) -> bool:
-        """Whether it is a transfer, or one side of it."""
-        return self.source is not None
-
-
-def free_after_last_use(operations: Sequence[Operation], kept: set[int]) -> None:
-    """Every slot is forgotten after its last use, so that memory follows the schedule."""
-    last: dict[int, int] = {}
-    for number, operation in enumerate(operations):
-        for slot in (*operation.ins, *operation.outs):
-            last[slot] = number
-    for slot, number in last.items():
-        if slot not in kept:
-            operations[number].drop += (slot,)
-
-
-def run_watched(operations: Sequence[Operation], slots: list[Any], watch: Watchdog) -> None:
-    """The same, while others may ask what this process is about."""
-    for operation in operations:
-        tell(watch, operation)
-        run((operation,), slots)
-
-
-def tell(watch: Watchdog, operation: Operation) -> None:
-    """Say what this process is about: transfers go beside the task that it is in."""
-    if operation.waits:
-        watch.waiting = operation.name
-    else:
-        watch.doing = watch.doing if operation.moves else operation.name
-
-
-def run(operations: Sequence[Operation], slots: list[Any]) -> None:
-    """Dispatch every operation; the devices work on while this goes ahead."""
-    for operation in operations:
-        execute(operation, slots)
-        for slot in operation.drop:
-            slots[slot] = None
-
-
-def execute(operation: Operation, slots: list[Any]) -> Sequence[Any]:
-    """Call one operation and keep its results, which are returned too."""
-    try:
-        results = operation.call(*[slots[slot] for slot in operation.ins])  # type: ignore[misc]
-    except _compat.no_number() as error:  # with jax_debug_nans
-        raise FloatingPointError(
-            f"{operation.name}: an invalid value ({error.args[-1]}) among its results."
-        ) from error
-    for slot, value in zip(operation.outs, results, strict=True):
-        slots[slot] = value
-    return results
-
-
-# How values lie in the groups: parameters as partitioned, activations by rows, the rest whole.
 
 
 @dataclasses.dataclass(frozen=True)
-class Layouts:
-    """Shardings on the groups' meshes."""
+class GroupShardings:
+    """How values are sharded inside the groups.
+
+    Parameters by `rules` or by shape, as `partition` does; activations and batches along their
+    rows, over the axes that carry data; everything else is replicated. `unused` says whether each
+    rule must match an argument of the step ("error") or not ("allow").
+    """
 
     groups: Groups
     rules: Any = None
@@ -256,55 +231,98 @@ class Layouts:
         return self.groups.meshes
 
     def check_rules(self, names: Sequence[str]) -> None:
-        """Refuse rules that no array of a step obeys."""
+        """Refuse rules that match none of the step's arrays."""
         if self.rules is not None and self.unused == "error":
             leaves = [Leaf(name, n, (), None, None) for n, name in enumerate(names)]
-            _, wrong = match_rules(leaves, read_rules(self.rules))
-            refuse("pipeline", list(wrong))
+            _, problems = match_rules(leaves, read_rules(self.rules))
+            refuse("pipeline", list(problems))
 
-    def whole(self, group: int) -> NamedSharding:
+    def replicated(self, group: int) -> NamedSharding:
         return NamedSharding(self.meshes[group], make_spec())
 
-    def rows(self, group: int, shape: tuple[int, ...], dim: int = 0) -> NamedSharding:
-        """Cut along one dim over the axes that carry data, as far as they divide it."""
-        axes, cut = [], 1
-        for name, size in self._data_axes(group):
-            if len(shape) > dim and size > 1 and shape[dim] % (cut * size) == 0:
+    def over_data_axes(self, group: int, shape: tuple[int, ...], dim: int = 0) -> NamedSharding:
+        """Shard one dim over the axes that carry data, as far as their sizes divide it."""
+        axes: list[str] = []
+        pieces = 1
+        for name, size in self.meshes[group].shape.items():
+            carries_data = role(name).name in ("data", "fsdp")
+            if carries_data and len(shape) > dim and size > 1 and shape[dim] % (pieces * size) == 0:
                 axes.append(name)
-                cut *= size
+                pieces *= size
         if not axes:
-            return self.whole(group)
+            return self.replicated(group)
         entry = tuple(axes) if len(axes) > 1 else axes[0]
         return NamedSharding(self.meshes[group], make_spec([*[None] * dim, entry]))
 
     def parameter(self, group: int, name: str, shape: tuple[int, ...], dtype: Any) -> NamedSharding:
-        """By rules where there are any, else by shape."""
+        """Shard a parameter by rules where there are any, else by shape."""
         mesh = self.meshes[group]
         if math.prod(mesh.shape.values()) == 1 or not shape:
-            return self.whole(group)
-        leaf = jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
-        tree: Any = leaf
-        for word in reversed(name.split("/")):
-            tree = {word: tree}
-        options = (
-            {}
-            if self.rules is None
-            else {
-                "rules": self.rules,
-                "unmatched": "shape",
-                "unused": "allow",
-            }
-        )
+            return self.replicated(group)
+        # Rules match paths, so the single leaf gets a tree in which it has its own path.
+        tree: Any = jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
+        for key in reversed(name.split("/")):
+            tree = {key: tree}
+        options: PartitionOptions = {}
+        if self.rules is not None:
+            # `check_rules` has seen all leaves; of a single one most rules are unused.
+            options = {"rules": self.rules, "unmatched": "shape", "unused": "allow"}
         (spec,) = jax.tree.leaves(
             partition(tree, mesh, **options), is_leaf=lambda x: isinstance(x, PartitionSpec)
         )
         return NamedSharding(mesh, spec)
 
-    def _data_axes(self, group: int) -> list[tuple[str, int]]:
-        return [
-            (name, size) for name, size in self.meshes[group].shape.items() if _carries_data(name)
-        ]
+
+def free_after_last_use(operations: Sequence[Operation], kept: set[int]) -> None:
+    """Let each operation free the slots it is the last to use, except those in `kept`.
+
+    This is what makes memory follow the schedule: an activation is freed by the last backward
+    task that reads it.
+    """
+    last: dict[int, int] = {}
+    for number, operation in enumerate(operations):
+        for slot in (*operation.ins, *operation.outs):
+            last[slot] = number
+    for slot, number in last.items():
+        if slot not in kept:
+            operations[number].drop += (slot,)
 
 
-def _carries_data(axis: str) -> bool:
-    return role(axis).name in ("data", "fsdp")
+def run_operations(operations: Sequence[Operation], slots: list[Any]) -> None:
+    """Dispatch every operation in turn; does not wait for the devices."""
+    for operation in operations:
+        execute(operation, slots)
+        for slot in operation.drop:
+            slots[slot] = None
+
+
+def run_watched(operations: Sequence[Operation], slots: list[Any], watchdog: Watchdog) -> None:
+    """Run operations and publish the current one to the watchdog."""
+    for operation in operations:
+        publish(watchdog, operation)
+        run_operations((operation,), slots)
+
+
+def publish(watchdog: Watchdog, operation: Operation) -> None:
+    """Tell the watchdog which operation begins."""
+    if operation.waits:
+        watchdog.waiting = operation.name
+    else:
+        # A transfer runs beside the task dispatched last, which stays the one that is named.
+        # Setting `doing` to itself is not idle: it ends a wait and counts as progress.
+        watchdog.doing = watchdog.doing if operation.is_transfer else operation.name
+
+
+def execute(operation: Operation, slots: list[Any]) -> Sequence[Any]:
+    """Call one operation and keep its results, which are returned too."""
+    try:
+        results = operation.call(*[slots[slot] for slot in operation.ins])  # type: ignore[misc]
+    except _compat.no_number() as error:
+        # With `jax_debug_nans` a compiled program raises JAX's internal error; `jit` would have
+        # turned it into a FloatingPointError, and so do we, with the name of the task.
+        raise FloatingPointError(
+            f"{operation.name}: an invalid value ({error.args[-1]}) among its results."
+        ) from error
+    for slot, value in zip(operation.outs, results, strict=True):
+        slots[slot] = value
+    return results

@@ -93,17 +93,17 @@ def _elsewhere(step: PipelineStep, args: tuple[Any, ...], compiler: TaskCompiler
 
 def _group(plan: Plan, group: int) -> GroupRehearsal:
     builder = plan.assembled.builder
-    placed = explain_mesh(builder.layouts.meshes[group])
+    placed = explain_mesh(builder.shardings.meshes[group])
     operations = [each for each in plan.operations if each.group == group]
     memory, held = group_memory(builder, plan.operations, group, placed.topology.chip)
-    odd = stand_in(builder.layouts.meshes[group]) if builder.layouts.groups.compile_only else ""
+    odd = stand_in(builder.shardings.meshes[group]) if builder.shardings.groups.compile_only else ""
     return GroupRehearsal(group, memory, held, _tasks(operations, placed), odd)
 
 
 def _tasks(operations: Sequence[Operation], placed: Placement) -> tuple[TaskRehearsal, ...]:
     found: dict[tuple[int, str], TaskRehearsal] = {}
     for operation in operations:
-        task, code = operation.task, operation.code
+        task, code = operation.task, operation.function
         if task is None or code is None or (task.stage, task.kind) in found:
             continue
         program = read_program(code.compiled.as_text())
@@ -133,12 +133,12 @@ def _timeline(plan: Plan, groups: Sequence[GroupRehearsal]) -> Timeline:
 def _latency(plan: Plan) -> float:
     """Milliseconds for the largest value that crosses a boundary, at the speed of one link."""
     builder = plan.assembled.builder
-    chip = explain_mesh(builder.layouts.meshes[0]).topology.chip
+    chip = explain_mesh(builder.shardings.meshes[0]).topology.chip
     largest = max(
         (
             sum(bytes_on_device(builder, cell) for cell in operation.outs)
             for operation in plan.operations
-            if operation.moves
+            if operation.is_transfer
         ),
         default=0,
     )
@@ -188,7 +188,7 @@ class TaskCompiler:
             _name(code, operation),
             written.getvalue(),
             Site(PLATFORMS[hardware.chip.family], hardware, positions),
-            tuple(out is None for out in code.outs),
+            tuple(out is None for out in code.out_shardings),
             _compat.uses_shardy(),
             identity_of(module),
         )
@@ -251,7 +251,7 @@ def group_memory(
     """
     own = [operation for operation in operations if operation.group == group]
     given = {argument.slot for argument in builder.placed if argument.group == group}
-    given |= {cell for cell in builder.constants if builder.group_of[cell] == group}
+    given |= {cell for cell in builder.constants if builder.group_of_slot[cell] == group}
 
     def total(cells: Iterable[int]) -> int:
         return sum(bytes_on_device(builder, cell) for cell in cells)
@@ -264,16 +264,16 @@ def group_memory(
             alive -= set(operation.drop) - given
             continue
         between = total(alive - given)
-        code = operation.code
+        code = operation.function
         working = total(operation.outs) if code is None else _working(code)
         if total(alive & given) + between + working > peak:
             peak, held = total(alive & given) + between + working, between
         alive |= set(operation.outs)
         alive -= set(operation.drop) - given
-        alive -= set() if code is None else {operation.ins[n] for n in code.donated}
+        alive -= set() if code is None else {operation.ins[n] for n in code.donate_argnums}
     programs = sum(
         each.compiled.memory_analysis().generated_code_size_in_bytes
-        for each in {id(o.code): o.code for o in own if o.code is not None}.values()
+        for each in {id(o.function): o.function for o in own if o.function is not None}.values()
     )
     rest = max(0, peak - arguments)
     return Memory(arguments, 0, 0, rest, programs, available(chip), chip.name, chip.family), held
