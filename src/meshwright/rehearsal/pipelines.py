@@ -32,12 +32,12 @@ from meshwright.pipelines.plan import Plan
 from meshwright.pipelines.step import PipelineStep
 from meshwright.pipelines.step_graph import Operation, StepBuilder, TaskFunction
 from meshwright.placement.placement import Placement
-from meshwright.rehearsal.collectives.analyze import ledger
+from meshwright.rehearsal.collectives.analyze import analyze
 from meshwright.rehearsal.collectives.types import Collectives
 from meshwright.rehearsal.compiler import PLATFORMS, Job, Outcome, Site, answer
 from meshwright.rehearsal.lowering import identity_of
 from meshwright.rehearsal.memory import Memory, as_refused, available
-from meshwright.rehearsal.request import check_deadline, choose_folder
+from meshwright.rehearsal.request import check_timeout, choose_folder
 from meshwright.rehearsal.step_time import StepTime, step_time
 from meshwright.rehearsal.tpu_slices import hardware_of, stand_in
 from meshwright.schedules.timeline import Timeline, simulate
@@ -47,11 +47,11 @@ from meshwright.trees.walk import bits
 
 
 def rehearse_pipeline(
-    step: PipelineStep, *args: Any, deadline: float = 900.0, cache: bool | str | Path = True
+    step: PipelineStep, *args: Any, timeout: float = 900.0, cache: bool | str | Path = True
 ) -> PipelineRehearsal:
     """Compile every task of a pipeline for its groups' hardware; `args` are arrays or shapes.
 
-    For groups that are not here the vendor's compiler has `deadline` seconds for each task, and
+    For groups that are not here the vendor's compiler has `timeout` seconds for each task, and
     its answers are kept in `cache`, as for `rehearse`. Where it runs out of memory at a task, the
     result says which, and holds the group of that task alone.
 
@@ -73,7 +73,7 @@ def rehearse_pipeline(
         )
     if not args:
         raise RehearsalError("rehearse_pipeline: pass the step's arguments, or their shapes.")
-    compiler = TaskCompiler(step.groups, check_deadline(deadline), choose_folder(cache))
+    compiler = TaskCompiler(step.groups, check_timeout(timeout), choose_folder(cache))
     try:
         plan = _elsewhere(step, args, compiler) if step.groups.compile_only else step.plan_of(*args)
     except Exhausted as refused:
@@ -107,7 +107,7 @@ def _tasks(operations: Sequence[Operation], placed: Placement) -> tuple[TaskRehe
         if task is None or code is None or (task.stage, task.kind) in found:
             continue
         program = read_program(code.compiled.as_text())
-        collectives = ledger(program, placed)
+        collectives = analyze(program, placed)
         found[task.stage, task.kind] = TaskRehearsal(
             f"{task.stage}{task.kind}",
             task.stage,
@@ -159,8 +159,8 @@ class Exhausted(RehearsalError):
 class TaskCompiler:
     """Compiles the programs of groups that are not here; the same program only once."""
 
-    def __init__(self, groups: Groups, deadline: float, folder: Path | None):
-        self.groups, self.deadline, self.folder = groups, deadline, folder
+    def __init__(self, groups: Groups, timeout: float, folder: Path | None):
+        self.groups, self.timeout, self.folder = groups, timeout, folder
         self._asked: dict[str, concurrent.futures.Future[Outcome]] = {}
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -200,7 +200,7 @@ class TaskCompiler:
             found = self._asked.setdefault(job.key, concurrent.futures.Future())
         if first:
             try:
-                found.set_result(answer(job, self.folder, self.deadline, self._look)[0])
+                found.set_result(answer(job, self.folder, self.timeout, self._look)[0])
             except BaseException as error:  # those who wait are to hear of it too
                 found.set_exception(error)
         return found.result()
