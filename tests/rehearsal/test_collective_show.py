@@ -98,3 +98,14 @@ def test_json_holds_every_entry():
         "activation exchanges",
     ]
     assert data["conflicts"][0]["after"] == "{replicated}"
+
+
+def test_reprs_are_short():
+    collectives = collectives_of(LINES, conflicts=[CONFLICT])
+    assert repr(collectives).startswith("<Collectives 4 collectives: a device sends 4.012 MiB")
+    expected = "<Collective all-reduce of f32[512,512] over tp from model.py:3>"
+    assert repr(collectives[0]) == expected
+    conflict = ShardingConflict(
+        "copy" * 20, "f32[8]", "{devices=[4]<=[4]} " * 9, "{replicated} " * 9
+    )
+    assert len(repr(conflict)) <= 200

@@ -1,5 +1,7 @@
 """`rehearse`: from a function and shapes to what the compiler made of it."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -244,6 +246,24 @@ def test_a_function_and_arguments_are_needed():
         mw.rehearse("step", PARAMS, mesh=MESH)
     with pytest.raises(RehearsalError, match="pass the step's arguments"):
         mw.rehearse(step, mesh=MESH)
+
+
+def test_reprs_are_short_however_large_the_value_is(result):
+    many = dataclasses.replace(result.request, name="a long name " * 40)
+    large = dataclasses.replace(result, request=many)
+    values = [
+        result,
+        result.memory,
+        result.collectives,
+        *result.collectives,
+        result.time,
+        *result.remedies(),
+        large,
+        large.compare(result),
+    ]
+    for value in values:
+        assert repr(value).startswith(f"<{type(value).__name__} ")
+        assert len(repr(value)) <= 200
 
 
 def test_without_the_vendors_compiler_it_says_how_to_get_it(monkeypatch):

@@ -205,7 +205,7 @@ def platform_of(request: Request, hardware: Topology, devices: int) -> Platform:
 
 
 def shrunk(args: Sequence[Any], data: Sequence[int], factor: int) -> tuple[Any, ...] | None:
-    """The arguments with `factor` times fewer rows of data, or `None` where that does not divide."""
+    """Divide the rows of data by `factor`; `None` where that leaves a rest."""
     smaller = list(args)
     for i in data:
         if any(leaf.shape[0] % factor for leaf in filter(has_rows, jax.tree.leaves(args[i]))):

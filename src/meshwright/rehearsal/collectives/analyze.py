@@ -243,7 +243,7 @@ Groups = tuple[np.ndarray, ...]
 
 
 def groups_text(instruction: Instruction) -> str:
-    """The replica groups of a collective as written; `{}`, one group of all, where there are none."""
+    """The replica groups of a collective as written; `{}`, all in one group, where it has none."""
     plain = instruction.attribute("replica_groups") or "{}"
     if not plain.startswith("mesh"):
         return plain

@@ -15,8 +15,8 @@
 5. A permutation at a dot, within a slice, is a step of a gather or a sum that the compiler spread
    over the dot's pieces (a windowed einsum). An argument, also one that a loop hands round, makes
    it a **parameter gather**. What a loop hands round is otherwise an **activation exchange**. The
-   rest is judged as sums are, by rule 3 in exactly a parameter's shape: a **gradient sum**, or else an
-   **activation exchange**.
+   rest is judged as sums are, by rule 3 in exactly a parameter's shape: a **gradient sum**, or
+   else an **activation exchange**.
 6. The rest moves arrays from one sharding to another on behalf of operations that need no such
    thing, as an addition or a reshape: **implicit resharding**.
 

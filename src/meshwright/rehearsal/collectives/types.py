@@ -257,8 +257,8 @@ def read_conflicts(stderr: str) -> list[ShardingConflict]:
     return list(conflicts)
 
 
-# Printing: a table per cause, entries that look alike merged into a row. `rehearsal.rendering` makes
-# the same tables for a page.
+# Printing: a table per cause, entries that look alike merged into a row. `rehearsal.rendering` has
+# the same rows on a page.
 
 
 COLLECTIVE_HEADING = ["collective", "array", "over", "bytes", "times", "in all", "links", "source"]
@@ -322,7 +322,7 @@ def _merged(entries: Sequence[Collective]) -> Collective:
 
 @dataclasses.dataclass(frozen=True)
 class _CauseTable(Table):
-    """A table under a line of its own; its text is cut to the width of a screen, its HTML is not."""
+    """A table under a line of its own. Its text is cut to the width of a screen, not its HTML."""
 
     title: str = ""
 
