@@ -27,7 +27,7 @@ from meshwright.rehearsal.request import Request, shrunk
 from meshwright.rehearsal.step_arguments import argument_names, has_rows
 from meshwright.spec.mesh_spec import MeshSpec
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `result` imports this file
     from meshwright.rehearsal.result import Rehearsal
 
 

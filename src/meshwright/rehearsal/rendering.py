@@ -58,7 +58,7 @@ from meshwright.rehearsal.collectives.types import (
 )
 from meshwright.rehearsal.memory import Buffer, Memory
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `result` imports this file, and a `Rehearsal` prints itself with it
     from meshwright.rehearsal.remedies import Remedy
     from meshwright.rehearsal.result import Rehearsal
 
@@ -66,7 +66,7 @@ _WORST = 3  # replicated arrays that are named
 
 
 def as_text(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> str:
-    """Everything for a terminal; `remedies` are those that were tried, if any were."""
+    """Print everything for a terminal; `remedies` are those that were tried, if any were."""
     parts = [headline(result), str(result.memory)]
     if result.time is not None:
         parts += [str(result.collectives), str(result.time)]
@@ -76,7 +76,7 @@ def as_text(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> str:
 
 
 def headline(result: Rehearsal) -> str:
-    """What was compiled, for what, by which compiler."""
+    """Say what was compiled, for what, by which compiler."""
     placed = result.placement
     how = "kept from before" if result.from_cache else f"compiled in {result.compile_seconds:.1f} s"
     devices = placed.topology.num_devices
@@ -93,7 +93,7 @@ def headline(result: Rehearsal) -> str:
 
 
 def next_steps(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> list[str]:
-    """What a reader would do about it, most important first."""
+    """List what a reader would do about it, most important first."""
     steps = []
     if not result.fits:
         steps += [str(remedy) for remedy in remedies or result.remedies()]
@@ -105,6 +105,7 @@ def next_steps(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> list[str]:
             f"{plural(len(implicit), 'collective')} by implicit resharding. The largest: "
             f"{worst.kind} of {worst.shape}{place}. Constrain what it works on to one sharding."
         )
+    # Small arrays are well replicated; one is named where its copies take 5 % of a device together.
     copies = result.placement.topology.num_devices
     given = result.request.in_shardings is not None  # then they were meant to be replicated
     for row in () if given else result.arguments.replicated[:_WORST]:
@@ -140,7 +141,7 @@ def as_json(result: Rehearsal) -> dict[str, Any]:
 
 
 def as_html(result: Rehearsal) -> str:
-    """One self-contained block, no scripts and nothing fetched."""
+    """Draw everything as one self-contained block: no scripts, nothing fetched."""
     parts = [verdict(result)]
     if advice := next_steps(result):
         parts.append(tag("section", tag("h2", "What to do next"), advice_list(advice)))
@@ -160,7 +161,7 @@ def sections(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> dict[str, tu
 
 
 def advice_list(lines: Sequence[str]) -> Html:
-    """Steps to take, numbered, the most important first."""
+    """Number the steps to take, the most important first."""
     return tag(
         "ol", join(tag("li", f"{line[:1].upper()}{line[1:]}") for line in lines), class_="next"
     )
@@ -173,7 +174,7 @@ _BUFFERS = 12
 
 
 def memory_section(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> Html:
-    """A bar for a device, one for each remedy, and the buffers that live at the peak."""
+    """Draw a bar for a device, one for each remedy, and list the buffers at the peak."""
     use, devices = result.memory, result.placement.topology.num_devices
     alike = "the device" if devices == 1 else f"each of {devices:,} devices, all alike"
     lanes = [memory_lane(alike, use), *map(_remedy_lane, remedies)]
@@ -348,7 +349,7 @@ def _figure(alike: _Alike) -> Html:
 
 
 def time_section(result: Rehearsal) -> Html:
-    """Lanes on one time scale: the step, its communication by cause, and by mesh axis."""
+    """Draw lanes on one time scale: the step, its communication by cause, and by mesh axis."""
     timing = result.time
     if timing is None:
         return tag("p", "The compiler ran out of memory, so there is no program to time.")
@@ -399,7 +400,7 @@ def _over(entry: Collective) -> str:
 
 
 def verdict(result: Rehearsal) -> Html:
-    """Fits or not, by how much, and what was compiled."""
+    """Say whether it fits, by how much, and what was compiled."""
     first, *more = headline(result).splitlines()
     good = result.fits
     return tag(

@@ -87,32 +87,32 @@ class _Analyzer:
         # A program repeats few sets of groups many times, and each costs a placement to measure.
         self.participants_of: dict[str, _Participants] = {}
 
-    def collective(self, found: HloCollective) -> Collective:
-        participants = self.participants(found)
-        payload = (found.results,) if _counts_result(found.kind) else found.operands
+    def collective(self, op: HloCollective) -> Collective:
+        participants = self.participants(op)
+        payload = (op.results,) if _counts_result(op.kind) else op.operands
         size = sum(shape.bytes for shape in payload)
-        op_name, source = operation_served(self.program, found)
-        cost = self.cost(found.kind, size, participants)
-        cause = self.causes.of(found, op_name, participants.axes, max(participants.sizes))
+        op_name, source = operation_served(self.program, op)
+        cost = self.cost(op.kind, size, participants)
+        cause = self.causes.of(op, op_name, participants.axes, max(participants.sizes))
         return Collective(
-            found.kind,
+            op.kind,
             "+".join(dict.fromkeys(leaf.dtype for shape in payload for leaf in shape.leaves)),
             _shape_text(payload),
             size,
-            _bytes_sent(found.kind, size, max(participants.sizes)),
+            _bytes_sent(op.kind, size, max(participants.sizes)),
             participants.axes,
             participants.sizes,
             participants.groups,
             cost.links,
             cost.seconds,
-            self.program.times(found.instruction.computation),
-            found.asynchronous,
-            found.meanwhile,
+            self.program.times(op.instruction.computation),
+            op.asynchronous,
+            op.meanwhile,
             op_name,
             source,
             cause.name,
             cause.why,
-            found.parts,
+            op.parts,
             cause.conflict,
         )
 
@@ -124,24 +124,24 @@ class _Analyzer:
             pairs = np.empty((0, 2), np.int64)
         return pairs_cost(size, pairs, self.placement)
 
-    def participants(self, found: HloCollective) -> _Participants:
-        if found.transfer is not None:
-            text = found.transfer.target
-        elif found.kind == "collective-permute":
-            text = found.instruction.attribute("source_target_pairs") or ""
+    def participants(self, op: HloCollective) -> _Participants:
+        if op.transfer is not None:
+            text = op.transfer.target
+        elif op.kind == "collective-permute":
+            text = op.instruction.attribute("source_target_pairs") or ""
         else:
-            text = groups_text(found.instruction)
+            text = groups_text(op.instruction)
         if text not in self.participants_of:
-            self.participants_of[text] = self.read_participants(found, text)
+            self.participants_of[text] = self.read_participants(op, text)
         return self.participants_of[text]
 
-    def read_participants(self, found: HloCollective, text: str) -> _Participants:
-        transfer, positions = found.transfer, self.positions
+    def read_participants(self, op: HloCollective, text: str) -> _Participants:
+        transfer, positions = op.transfer, self.positions
         if transfer is not None and transfer.between_slices:
-            if found.kind == "collective-permute":
+            if op.kind == "collective-permute":
                 return self.by_pairs(positions.of_device_ids(transfer.pairs))
             return self.by_groups([positions.of_device_ids(group) for group in transfer.groups])
-        if found.kind == "collective-permute":
+        if op.kind == "collective-permute":
             return self.by_pairs(np.concatenate(positions.of(read_pairs(text))))
         groups = read_groups(text, self.program.devices)
         return self.by_groups([there for group in groups for there in positions.of(group)])
