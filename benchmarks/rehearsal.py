@@ -14,7 +14,7 @@ import jax
 import meshwright as mw
 from meshwright.hlo.program import read_program
 from meshwright.meshes.build import placement_of
-from meshwright.rehearsal.collectives.analyze import ledger
+from meshwright.rehearsal.collectives.analyze import analyze
 from meshwright.rehearsal.memory import live_buffers
 from meshwright.rehearsal.step_arguments import as_shapes
 from meshwright.rehearsal.step_time import step_time
@@ -57,14 +57,14 @@ def main(name: str, batch: int, seq: int, spec: str, on: str) -> None:
     placed = placement_of(MeshSpec.parse(spec), mw.topology(on))
     began = time.perf_counter()
     program = read_program(result.text)
-    book = ledger(program, placed)
+    collectives = analyze(program, placed)
     read = time.perf_counter() - began
     live_buffers(program)
-    step_time(program, book, placed.topology.chip)
+    step_time(program, collectives, placed.topology.chip)
     whole = time.perf_counter() - began
     size = len(result.text) / 1e6
     print(
-        f"a program of {size:.2f} MB: ledger in {read:.2f} s ({read / size:.2f} s a MB), with "
+        f"a program of {size:.2f} MB: collectives in {read:.2f} s ({read / size:.2f} s a MB), with "
         f"buffers and time {whole:.2f} s"
     )
 

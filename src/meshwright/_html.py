@@ -241,7 +241,7 @@ TIME = {
     "exposed communication": RED,
 }
 CAUSES = {
-    "nobody asked": RED,
+    "implicit resharding": RED,
     "gradient sums": PURPLE,
     "parameter gathers": GREEN,
     "activation exchanges": AMBER,

@@ -16,9 +16,15 @@ from meshwright.axes import role
 from meshwright.errors import RehearsalError, short
 from meshwright.pipelines.explanation import Explanation
 from meshwright.pipelines.profiling import MeasuredTimeline
-from meshwright.rehearsal.collectives.types import NOBODY_ASKED, Collective
+from meshwright.rehearsal.collectives.types import IMPLICIT_RESHARDING, Collective
 from meshwright.rehearsal.remedies import Remedy
-from meshwright.rehearsal.rendering import advised, lane, next_steps, sections, verdict
+from meshwright.rehearsal.rendering import (
+    advice_list,
+    memory_lane,
+    next_steps,
+    sections,
+    verdict,
+)
 from meshwright.rehearsal.request import EXTRAS
 from meshwright.rehearsal.result import Comparison, Rehearsal
 from meshwright.schedules.timeline import Timeline
@@ -65,7 +71,7 @@ def page(
     if not isinstance(result, Rehearsal):
         raise RehearsalError(f"page: {short(result)} is not what rehearse(...) returns.")
     parts = {  # heading and content, by the name that links use
-        "next": ("What to do next", advised(advice(result, remedies))),
+        "next": ("What to do next", advice_list(advice(result, remedies))),
         **sections(result, remedies),
     }
     if comparison is not None:
@@ -104,10 +110,10 @@ def _framed(title: str, names: Sequence[str], body: Html) -> str:
 def draw_comparison(comparison: Comparison) -> Html:
     """Draw the memory of two rehearsals on one scale, and the table."""
     lanes = [
-        lane(f"{each.name} as {each.placement.spec}", each.memory)
-        for each in (comparison.one, comparison.other)
+        memory_lane(f"{each.name} as {each.placement.spec}", each.memory)
+        for each in (comparison.first, comparison.second)
     ]
-    limit = min(comparison.one.memory.limit, comparison.other.memory.limit)
+    limit = min(comparison.first.memory.limit, comparison.second.memory.limit)
     return join(
         [bars(lanes, amount, limit=limit), wide("Comparison", Html(comparison._repr_html_()))]
     )
@@ -266,7 +272,7 @@ def _waiting(result: Rehearsal) -> Iterator[str]:
 
 def _less(entry: Collective) -> str:
     """How to send less over the axes of a collective."""
-    if entry.cause == NOBODY_ASKED:
+    if entry.cause == IMPLICIT_RESHARDING:
         return "constrain its operands to one sharding"
     if all(role(axis.name).moves == "weights" for axis in entry.axes or ()):
         return "more rows on a device would share its cost"

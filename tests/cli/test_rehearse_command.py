@@ -21,7 +21,8 @@ def steps(tmp_path, monkeypatch):
         "def plain():\n"
         "    return (lambda w, x: x @ w), shape, shape\n"
         "def full():\n"
-        "    return {'step': lambda w: w + 1, 'args': [shape], 'donate': 0, 'name': 'adding'}\n"
+        "    own = {'donate_argnums': 0, 'name': 'adding'}\n"
+        "    return {'step': lambda w: w + 1, 'args': [shape], **own}\n"
         "def large():\n"
         "    wide = jax.ShapeDtypeStruct((32768, 32768), 'float32')\n"
         "    return (lambda w, x: (w + (x.T @ x), x.sum())), wide, wide\n"
@@ -89,7 +90,7 @@ def test_ways_out_are_tried_when_asked(steps, capsys):
         (["tiny", "--batch", "16", "--html", "no/such/place.html"], "there is no folder no/such"),
         (["tiny", "--batch", "16", "--on", "v9:4x4"], "v9"),
         (["tiny", "--batch", "16", "--mesh", "fsdp:3"], "fsdp"),
-        (["tiny", "--batch", "16", "--deadline", "0"], "deadline"),
+        (["tiny", "--batch", "16", "--timeout", "0"], "timeout"),
         (["tiny", "--batch", "16", "--set", "layers"], "write NAME=VALUE"),
         (["tiny", "--batch", "16", "--set", "layer=3"], "layers"),
     ],

@@ -56,7 +56,9 @@ def compiled_here(on, spec, slices):
 
 @pytest.mark.parametrize(("on", "spec", "slices"), WORLDS)
 def test_memory_and_program_are_those_of_jit(on, spec, slices, cache):
-    found = mw.rehearse(step, SHAPES, BATCH, mesh=spec, on=on, slices=slices, donate=0, cache=cache)
+    found = mw.rehearse(
+        step, SHAPES, BATCH, mesh=spec, on=on, slices=slices, donate_argnums=0, cache=cache
+    )
     here = compiled_here(on, spec, slices)
     report = here.memory_analysis()
     assert found.memory.arguments == report.argument_size_in_bytes

@@ -1,4 +1,4 @@
-"""The compiling process: its deadline, its crashes, its environment; and the outcomes kept."""
+"""The compiling process: its timeout, its crashes, its environment; and the outcomes kept."""
 
 import contextlib
 import os
@@ -43,7 +43,7 @@ def test_the_cache_tells_programs_shardings_hardware_and_flags_apart(tmp_path, m
     rehearsed(tmp_path)
     other = jax.sharding.PartitionSpec(None, "fsdp")
     assert not rehearsed(tmp_path, lambda w: w @ w + 1).from_cache
-    assert not rehearsed(tmp_path, specs=[other]).from_cache
+    assert not rehearsed(tmp_path, in_shardings=[other]).from_cache
     assert not rehearsed(tmp_path, mesh="fsdp:4", on="cpu:4").from_cache
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
     assert not rehearsed(tmp_path).from_cache
@@ -92,10 +92,10 @@ def compiling():
     return found
 
 
-def test_a_compile_that_outlives_its_deadline_is_ended(tmp_path):
+def test_a_compile_that_outlives_its_timeout_is_ended(tmp_path):
     began = time.monotonic()
-    with pytest.raises(RehearsalError, match=r"not done after 1\.5 s and was ended.*deadline="):
-        rehearsed(tmp_path, slow_to_compile, deadline=1.5)
+    with pytest.raises(RehearsalError, match=r"not done after 1\.5 s and was ended.*timeout="):
+        rehearsed(tmp_path, slow_to_compile, timeout=1.5)
     assert time.monotonic() - began < 60
     assert compiling() == []
     assert list(tmp_path.iterdir()) == []
@@ -182,3 +182,15 @@ def test_another_line_that_calls_is_the_same_program_and_another_file_is_not(tmp
         else:  # the same from another line
             found.append(rehearsed(tmp_path / "cache", step).from_cache)
     assert found == [False, True, False]
+
+
+def test_the_compiling_process_imports_few_rooms():
+    code = (
+        "import sys, meshwright.rehearsal.compiler_worker\n"
+        "rooms = {name.split('.')[1] for name in sys.modules if name.startswith('meshwright.')}\n"
+        "print(*sorted(room for room in rooms if not room.startswith('_')))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.split() == ["errors", "hardware", "rehearsal"]

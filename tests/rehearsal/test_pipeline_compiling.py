@@ -84,7 +84,7 @@ def test_shardings_of_results_survive_being_written(sizes):
 def test_the_same_program_is_compiled_once(monkeypatch):
     asked = []
 
-    def run(_, job, deadline, tick):
+    def run(_, job, timeout, tick):
         asked.append(job.name)
         return Outcome("compiled", shardings=[""])
 
@@ -113,7 +113,7 @@ def test_what_a_compiler_refuses_names_the_group_and_the_task(outcome, message, 
         TaskCompiler(groups, 1.0, None)(*lowered)
 
 
-def test_the_deadline_and_the_end_are_heeded():
+def test_the_timeout_and_the_end_are_heeded():
     groups, lowered = task()
     with pytest.raises(RehearsalError, match="group 1: update 0: the compiler was not done after"):
         TaskCompiler(groups, 0.01, None)(*lowered)

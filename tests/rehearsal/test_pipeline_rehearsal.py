@@ -92,7 +92,15 @@ def test_bad_input():
     step = mw.pipeline(loss, mw.MpmdMesh(mw.mesh("pp:4, dp:2"), "pp"), microbatches=2)
     with pytest.raises(RehearsalError, match="pass the step's arguments"):
         mw.rehearse_pipeline(step)
-    with pytest.raises(RehearsalError, match="deadline: -1 is not a number of seconds"):
-        mw.rehearse_pipeline(step, PARAMS, X, deadline=-1)
+    with pytest.raises(RehearsalError, match="timeout: -1 is not a number of seconds"):
+        mw.rehearse_pipeline(step, PARAMS, X, timeout=-1)
     with pytest.raises(RehearsalError, match="cache: 3 is not a folder"):
         mw.rehearse_pipeline(step, PARAMS, X, cache=3)
+
+
+def test_reprs_are_short(one_f_one_b):
+    assert repr(one_f_one_b) == "<PipelineRehearsal of 4 groups, fits>"
+    group = one_f_one_b.groups[0]
+    assert repr(group).startswith("<GroupRehearsal group 0: fits: ")
+    assert repr(group.tasks[0]).startswith("<TaskRehearsal 0F, ")
+    assert max(map(len, map(repr, (group, *group.tasks)))) <= 200

@@ -1,5 +1,7 @@
 """`rehearse`: from a function and shapes to what the compiler made of it."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +39,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def result(cache):
-    return mw.rehearse(step, PARAMS, BATCH, mesh=MESH, on="cpu:8", donate=0, cache=cache)
+    return mw.rehearse(step, PARAMS, BATCH, mesh=MESH, on="cpu:8", donate_argnums=0, cache=cache)
 
 
 def compiled_here(donate=0):
@@ -120,7 +122,7 @@ def test_rules_specs_and_data_are_obeyed(cache):
     specs = {row.path: row.spec for row in found.arguments.rows}
     assert specs["params/up"] == PartitionSpec(None, "tp")
     given = ({"up": PartitionSpec("tp"), "down": PartitionSpec()}, PartitionSpec(None, "tp"))
-    other = mw.rehearse(step, PARAMS, BATCH, mesh=MESH, on="cpu:8", specs=given, cache=cache)
+    other = mw.rehearse(step, PARAMS, BATCH, mesh=MESH, on="cpu:8", in_shardings=given, cache=cache)
     assert [row.spec for row in other.arguments.rows] == [
         PartitionSpec(None, "tp"),
         PartitionSpec(),
@@ -142,7 +144,7 @@ def test_state_beyond_the_first_follows_it(cache):
         return jax.tree.map(lambda p, m: p - m, params, momentum), momentum
 
     found = mw.rehearse(
-        two, PARAMS, PARAMS, BATCH, mesh=MESH, on="cpu:8", donate=(0, 1), cache=cache
+        two, PARAMS, PARAMS, BATCH, mesh=MESH, on="cpu:8", donate_argnums=(0, 1), cache=cache
     )
     specs = {row.path: row.spec for row in found.arguments.rows}
     assert specs["momentum/up"] == specs["params/up"] != PartitionSpec()
@@ -151,12 +153,14 @@ def test_state_beyond_the_first_follows_it(cache):
 
 def test_results_lie_as_asked(cache):
     options = {"mesh": MESH, "on": "cpu:8", "cache": cache}
-    free = mw.rehearse(lambda w: w * 2, shape(64, 64), specs=[PartitionSpec("fsdp")], **options)
+    free = mw.rehearse(
+        lambda w: w * 2, shape(64, 64), in_shardings=[PartitionSpec("fsdp")], **options
+    )
     whole = mw.rehearse(
         lambda w: w * 2,
         shape(64, 64),
-        specs=[PartitionSpec("fsdp")],
-        out=PartitionSpec(),
+        in_shardings=[PartitionSpec("fsdp")],
+        out_shardings=PartitionSpec(),
         **options,
     )
     assert len(free.collectives) == 0
@@ -173,7 +177,7 @@ def test_constraints_by_name_hold_inside(cache):
         shape(64, 64),
         mesh=MESH,
         on="cpu:8",
-        specs=[PartitionSpec("fsdp")],
+        in_shardings=[PartitionSpec("fsdp")],
         cache=cache,
     )
     assert {entry.kind for entry in found.collectives} == {"all-to-all"}
@@ -222,13 +226,13 @@ def test_what_the_function_raises_comes_through():
         ({"mesh": None}, "say which mesh"),
         ({"mesh": "fsdp:3, tp:5"}, "8"),
         ({"on": "v5q:4x4"}, "v5q"),
-        ({"donate": 7}, "donate: 7 is no argument"),
+        ({"donate_argnums": 7}, "donate_argnums: 7 is no argument"),
         ({"data": (0, "x")}, "data: 'x' is no argument"),
         ({"compiler": "gcc"}, "compiler: 'gcc' is not known"),
-        ({"deadline": 0}, "deadline: 0 is not a number of seconds above 0"),
-        ({"specs": PartitionSpec("fsdp")}, "one entry for each of the 2 arguments"),
+        ({"timeout": 0}, "timeout: 0 is not a number of seconds above 0"),
+        ({"in_shardings": PartitionSpec("fsdp")}, "one entry for each of the 2 arguments"),
         ({"rules": [("nowhere", None)]}, "nowhere"),
-        ({"out": "fsdp"}, "out: 'fsdp' is neither"),
+        ({"out_shardings": "fsdp"}, "out_shardings: 'fsdp' is neither"),
     ],
 )
 def test_bad_requests_are_refused_before_anything_is_compiled(changes, message):
@@ -242,6 +246,24 @@ def test_a_function_and_arguments_are_needed():
         mw.rehearse("step", PARAMS, mesh=MESH)
     with pytest.raises(RehearsalError, match="pass the step's arguments"):
         mw.rehearse(step, mesh=MESH)
+
+
+def test_reprs_are_short_however_large_the_value_is(result):
+    many = dataclasses.replace(result.request, name="a long name " * 40)
+    large = dataclasses.replace(result, request=many)
+    values = [
+        result,
+        result.memory,
+        result.collectives,
+        *result.collectives,
+        result.time,
+        *result.remedies(),
+        large,
+        large.compare(result),
+    ]
+    for value in values:
+        assert repr(value).startswith(f"<{type(value).__name__} ")
+        assert len(repr(value)) <= 200
 
 
 def test_without_the_vendors_compiler_it_says_how_to_get_it(monkeypatch):

@@ -52,7 +52,7 @@ def test_ways_out_know_the_mesh_too(cache):
         return jax.lax.with_sharding_constraint(w + x.sum(), PartitionSpec("fsdp"))
 
     found = mw.rehearse(step, W, W, mesh=MESH, on="cpu:8", cache=cache)
-    assert found.remedies()[0].how == "donate=0"
+    assert found.remedies()[0].how == "donate_argnums=0"
 
 
 def test_ways_out_stay_on_the_machine_of_a_mesh(cache):
@@ -75,7 +75,7 @@ def test_explicit_axes_are_explicit(cache):
         return jnp.einsum("ij,jk->ik", x, w, out_sharding=PartitionSpec("fsdp", "tp"))
 
     specs = (PartitionSpec(None, "tp"), PartitionSpec("fsdp"))
-    found = mw.rehearse(step, W, W, mesh=explicit, specs=specs, cache=cache)
+    found = mw.rehearse(step, W, W, mesh=explicit, in_shardings=specs, cache=cache)
     assert found.memory.outputs == 64 * 64 * 4 // 8
     assert len(found.collectives) == 0
 
@@ -117,7 +117,7 @@ def test_modules_in_the_working_directory_are_none_of_the_compilers(tmp_path, mo
     [
         ({"cache": 3}, "cache: 3 is not a folder"),
         ({"cache": None}, "cache: None is not a folder"),
-        ({"donate": None}, "donate: None is not an argument's number"),
+        ({"donate_argnums": None}, "donate_argnums: None is not an argument's number"),
         ({"rule": []}, "rehearse has no option 'rule'.*'rules'"),
     ],
 )
@@ -174,7 +174,7 @@ def test_what_is_no_array_is_told_what_to_do(cache):
         mw.rehearse(lambda m, x: m["f"](x), {"f": jnp.tanh, "w": W}, W, mesh=MESH, cache=cache)
     static = jax.jit(lambda w, n: w * n, static_argnums=1)
     with pytest.raises(RehearsalError, match=r"jitted with static arguments.*its own jit instead"):
-        mw.rehearse(static, W, 3, mesh=MESH, cache=cache, donate=0)
+        mw.rehearse(static, W, 3, mesh=MESH, cache=cache, donate_argnums=0)
     with pytest.raises(RehearsalError, match=r"no option 'scale'.*go by position"):
         mw.rehearse(lambda w, scale: w * scale, W, mesh=MESH, cache=cache, scale=2.0)
     with pytest.raises(RehearsalError, match=r"Change the model: models\.model\(name, layers="):
@@ -202,7 +202,14 @@ def test_where_a_step_does_not_fit_numbers_and_failing_trials_are_no_trouble(cac
     assert "tried, does NOT fit" in ways["donate what the step replaces"]
     whole = PartitionSpec()
     given = mw.rehearse(
-        step, large, large, 0.1, mesh="dp:8", on="cpu:8", cache=cache, specs=[whole, whole, None]
+        step,
+        large,
+        large,
+        0.1,
+        mesh="dp:8",
+        on="cpu:8",
+        cache=cache,
+        in_shardings=[whole, whole, None],
     )
     ways = {way.what: str(way) for way in given.remedies(check=True)}
     assert ways["cut parameters further"].endswith("; yours to try")

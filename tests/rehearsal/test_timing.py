@@ -5,7 +5,7 @@ import pytest
 import meshwright as mw
 from meshwright.hardware.chips import CHIPS
 from meshwright.hlo.program import read_program
-from meshwright.rehearsal.collectives.analyze import ledger
+from meshwright.rehearsal.collectives.analyze import analyze
 from meshwright.rehearsal.collectives.types import Collectives
 from meshwright.rehearsal.step_time import kernels, speeds, step_time
 
@@ -89,7 +89,7 @@ def test_communication_hides_behind_what_runs_meanwhile():
 
     def timed(*lines):
         read = program(before + "".join(lines))
-        return step_time(read, ledger(read, placed), CHIPS["v5e"])
+        return step_time(read, analyze(read, placed), CHIPS["v5e"])
 
     hidden = timed(start, dot("d"), done, dot("f", "d", root=True))
     exposed = timed(start, done, dot("d"), dot("f", "d", root=True))

@@ -24,7 +24,12 @@ def hostile(result):
     )
     entries = tuple(
         dataclasses.replace(
-            entry, shape=HOSTILE, kind=HOSTILE, links=HOSTILE, source=source, cause="nobody asked"
+            entry,
+            shape=HOSTILE,
+            kind=HOSTILE,
+            links=HOSTILE,
+            source=source,
+            cause="implicit resharding",
         )
         for entry in result.collectives
     )
@@ -131,14 +136,14 @@ def test_a_stand_in_is_to_be_asked_again_with_the_real_compiler(result):
     assert "pip install &#x27;meshwright[tpu]&#x27;" in text
 
 
-def test_what_nobody_asked_for_comes_first(result):
+def test_implicit_resharding_comes_first(result):
     entries = list(result.collectives)
-    entries[-1] = dataclasses.replace(entries[-1], cause="nobody asked")
+    entries[-1] = dataclasses.replace(entries[-1], cause="implicit resharding")
     text = page(dataclasses.replace(result, collectives=Collectives(tuple(entries))))
     causes = re.findall(r"<summary><i[^>]*></i><span>([a-z ]+):", text)
-    assert causes[0] == "nobody asked"
-    assert "Nothing moves that nobody asked for" in page(result)
-    assert "Nothing moves that nobody asked for" not in text
+    assert causes[0] == "implicit resharding"
+    assert "No implicit resharding" in page(result)
+    assert "No implicit resharding" not in text
 
 
 def test_pictures_say_in_words_what_they_show(larger, everything):

@@ -44,7 +44,7 @@ class RehearseCommand:
     """Changes to the model, e.g. layers=4 remat=none."""
     compiler: Literal["vendor", "cpu"] = "vendor"
     """Whose compiler: the hardware's, or cpu for simulated devices."""
-    deadline: float = 900.0
+    timeout: float = 900.0
     """Seconds after which the compiler is ended."""
     try_: Annotated[bool, tyro.conf.arg(name="try")] = False
     """Where it does not fit: compile each way out, too."""
@@ -80,7 +80,7 @@ class RehearseCommand:
             "slices": self.slices,
             "dcn": self.dcn,
             "compiler": self.compiler,
-            "deadline": self.deadline,
+            "timeout": self.timeout,
             "cache": not self.no_cache,
         }
         if ":" not in self.source:
@@ -103,7 +103,7 @@ class RehearseCommand:
             return rehearse(step, *args, **{**options, **own})
 
 
-_UNSET = {"slices": 1, "compiler": "vendor", "deadline": 900.0, "cache": True}
+_UNSET = {"slices": 1, "compiler": "vendor", "timeout": 900.0, "cache": True}
 
 
 def _change(words: str) -> tuple[str, Any]:

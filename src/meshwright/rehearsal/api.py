@@ -1,33 +1,49 @@
-"""`rehearse(...)`: compile a step for hardware that need not be here, and read what came out."""
+"""`rehearse` and `rehearse_model`: compile a step for hardware that need not be here.
+
+A rehearsal runs these parts in order: check the request (`request`), place the mesh, decide how
+the arguments are sharded (`step_arguments`), lower to StableHLO (`lowering`), compile in another
+process or take the answer from the cache (`compiler`), and read memory, collectives and time off
+the optimised HLO (`memory`, `collectives`, `step_time`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from jax.sharding import AbstractMesh, Mesh
 
 from meshwright import _compat
 from meshwright._progress import Bar
 from meshwright.errors import RehearsalError, near
-from meshwright.hardware.chips import Chip
 from meshwright.hardware.topology import Topology
 from meshwright.hlo.program import read_program
 from meshwright.models.base import Model
 from meshwright.models.presets import model
-from meshwright.partitioning.decide import partition
+from meshwright.partitioning.decide import PartitionOptions, partition
 from meshwright.partitioning.report import LeafRow
 from meshwright.placement.placement import Placement
-from meshwright.rehearsal.collectives.analyze import ledger
-from meshwright.rehearsal.collectives.types import Collectives, read_clashes
+from meshwright.rehearsal.collectives.analyze import analyze
+from meshwright.rehearsal.collectives.types import Collectives, read_conflicts
 from meshwright.rehearsal.compiler import Compiler, Job, Outcome, Platform, Site, answer
 from meshwright.rehearsal.lowering import lower
 from meshwright.rehearsal.memory import Memory, as_compiled, as_refused, live_buffers
-from meshwright.rehearsal.request import Request, make_request, platform_of
+from meshwright.rehearsal.request import (
+    TIMEOUT,
+    CompileOptions,
+    Request,
+    make_request,
+    platform_of,
+)
 from meshwright.rehearsal.result import Rehearsal
-from meshwright.rehearsal.step_arguments import as_jitted, as_shapes, names_of, sharding_table
+from meshwright.rehearsal.step_arguments import (
+    argument_names,
+    as_shapes,
+    sharding_table,
+    with_jit_shardings,
+)
 from meshwright.rehearsal.step_time import StepTime, step_time
 from meshwright.rehearsal.tpu_slices import as_slice
 from meshwright.spec.mesh_spec import SpecLike
@@ -41,28 +57,44 @@ def rehearse(
     on: str | Topology | Sequence[Any] | None = None,
     slices: int = 1,
     dcn: Mapping[str, int] | Sequence[int] | str | None = None,
-    specs: Sequence[Any] | None = None,
-    out: Any = None,
+    in_shardings: Sequence[Any] | None = None,
+    out_shardings: Any = None,
     data: int | Sequence[int] | None = None,
-    donate: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] = (),
     compiler: str = "vendor",
-    deadline: float = 900.0,
+    timeout: float = TIMEOUT,
     cache: bool | str | Path = True,
     name: str | None = None,
-    **options: Any,
+    **options: Unpack[PartitionOptions],
 ) -> Rehearsal:
-    """What the real compiler makes of a step: does it fit, what does it move, how fast is it.
+    """Compile a step for the hardware of a mesh: does it fit, what does it move, how fast is it.
 
-    `args` are arrays or shapes; nothing is computed. `mesh` is a spec such as `"fsdp:-1, tp:4"`
-    for the hardware named by `on` (with `slices` and `dcn` as for `mesh`), or a mesh. The first
-    argument and those in `donate` are state and are cut as `partition` says (`rules`, `logical`
-    and its other options are taken here too); the others are data (or those that `data` counts),
-    cut along their first dim. `specs` gives specs instead, one entry per argument; `out` those of
-    the results. Arrays that lie on a mesh of these axes stay as they lie.
+    Nothing is computed, and no device of the mesh needs to be here.
 
-    The vendor's compiler runs in a process of its own for at most `deadline` seconds; its answer
-    is kept in `cache` (a folder, True for the user's own, or False). `compiler="cpu"` partitions
-    for simulated devices instead, where the vendor's is not installed.
+    Args:
+      function: the step, jitted or not. What it raises while it is traced comes through.
+      *args: its arguments, as arrays or as `jax.ShapeDtypeStruct`s.
+      mesh: a spec such as `"fsdp:-1, tp:4"` for the hardware named by `on` (`slices` and `dcn` as
+        for `mesh`), or a `Mesh` or `AbstractMesh`.
+      in_shardings: a list or tuple with one entry per argument: a `PartitionSpec` for all its
+        arrays, a tree of specs, or `None` to decide here. By default the first argument and those
+        in `donate_argnums` are state and sharded as `partition` says; `options` are those of
+        `partition` (`rules`, `logical`, ...). Other arguments are data, sharded along their first
+        dim. Arrays that are already on a mesh of these axes keep their sharding.
+      out_shardings: a tree of specs for the results, or a prefix of one; the compiler chooses
+        where it says `None`.
+      data: numbers of the arguments that are data, in place of that default.
+      donate_argnums: numbers of the arguments whose memory the results may take.
+      compiler: `"vendor"` for the hardware's own, in a process of its own, or `"cpu"` to partition
+        for simulated CPU devices where that is not installed.
+      timeout: seconds after which the compiler is ended.
+      cache: folder that keeps the compiler's answers; True for the user's own, False for none.
+      name: what the result is called; by default the function's name.
+
+    Raises:
+      RehearsalError: for a bad option, a step that cannot be lowered without devices, a compiler
+        that is not installed, refuses the program, crashes or takes longer than `timeout`. A step
+        that is too large is no error: the result says so.
 
     >>> import jax, meshwright as mw
     >>> w = jax.ShapeDtypeStruct((512, 512), "float32")
@@ -79,12 +111,12 @@ def rehearse(
             on=on,
             slices=slices,
             dcn=dcn,
-            specs=specs,
-            out=out,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
             data=data,
-            donate=donate,
+            donate_argnums=donate_argnums,
             compiler=compiler,
-            deadline=deadline,
+            timeout=timeout,
             cache=cache,
             name=name,
             options=options,
@@ -92,132 +124,133 @@ def rehearse(
     )
 
 
-def run(request: Request) -> Rehearsal:
-    """From the request to the result."""
-    placed, hardware = request.placed()
-    platform = platform_of(request, hardware, placed.positions.size)
-    mesh = request.abstract(placed)
-    site = _site(platform, placed, hardware)
-    # The compiler starts while the function is traced.
-    with Bar(f"{request.name} on {hardware.name}") as bar, Compiler(site) as compiler:
-        bar.now("shardings")
-        specs, out = request.decided(mesh)
-        names = names_of(request.function, len(request.args))
-        shapes = as_shapes(request.args, specs, mesh)
-        bar.now("tracing")
-        program = lower(request.function, shapes, mesh, platform, request.donate, out)
-        arguments = sharding_table(names, as_jitted(shapes, program.inputs, mesh), mesh)
-        job = Job(
-            request.name,
-            program.code,
-            site,
-            program.free_outputs,
-            _compat.uses_shardy(),
-            program.identity,
-            program.options,
-        )
-        outcome, kept = answer(
-            job,
-            request.cache,
-            request.deadline,
-            lambda passed: bar.now("compiling", passed, request.deadline),
-            compiler,
-        )
-        bar.now("reading")
-        memory, collectives, timing = read(outcome, placed, arguments.rows)
-    return Rehearsal(
-        request=request,
-        placement=placed,
-        arguments=arguments,
-        memory=memory,
-        collectives=collectives,
-        time=timing,
-        compiler=outcome.compiler,
-        stand_in=platform == "cpu" and hardware.chip.family != "cpu",
-        compile_seconds=outcome.seconds,
-        from_cache=kept,
-        text=outcome.text,
-        results=program.results,
-    )
-
-
-def _site(platform: Platform, placed: Placement, hardware: Topology) -> Site:
-    """What to compile for. libtpu aborts for many a part of a slice: it gets one of that shape."""
-    part = platform == "tpu" and placed.positions.size < hardware.num_devices
-    found = as_slice(placed) if part else None
-    machine, positions = found or (hardware, placed.positions)
-    return Site(platform, dataclasses.replace(machine, devices=None), positions)
-
-
-def read(
-    outcome: Outcome, placed: Placement, arguments: Sequence[LeafRow]
-) -> tuple[Memory, Collectives, StepTime | None]:
-    """Memory, collectives and time, from what the compiler left."""
-    chip: Chip = placed.topology.chip
-    if outcome.verdict == "exhausted":
-        return as_refused(outcome.reason, arguments, chip), Collectives(()), None
-    program = read_program(outcome.text)
-    collectives = ledger(program, placed, read_clashes(outcome.notes))
-    memory = as_compiled(outcome.memory, chip, live_buffers(program))
-    return memory, collectives, step_time(program, collectives, chip)
-
-
-# Rehearsing one of the models that come with the library.
-
-
-_DEFAULTS: dict[str, Any] = {
-    "on": None,
-    "slices": 1,
-    "dcn": None,
-    "compiler": "vendor",
-    "deadline": 900.0,
-    "cache": True,
-}
-
-
 def rehearse_model(
-    name: str | Model, *, batch: int, mesh: Any, seq: int | None = None, **options: Any
+    name: str | Model,
+    *,
+    batch: int,
+    mesh: SpecLike | Mesh | AbstractMesh,
+    seq: int | None = None,
+    **options: Unpack[CompileOptions],
 ) -> Rehearsal:
-    """`rehearse` for a train step of one of `meshwright.models`, sharded by its own rules.
+    """Rehearse a train step of one of `meshwright.models`, sharded by the model's own rules.
 
-    `batch` is that of the whole machine. The other options are those of `rehearse`.
+    Args:
+      name: a model, or its name as for `models.model`.
+      batch: rows of the global batch, over all devices.
+      mesh: as for `rehearse`.
+      seq: length of a row; by default the model's own.
+      **options: `on`, `slices`, `dcn`, `compiler`, `timeout` and `cache`, as for `rehearse`.
 
     >>> import meshwright as mw
     >>> r = mw.rehearse_model("tiny", batch=16, mesh="fsdp:4, tp:2", on="cpu:8")
     >>> r.fits, r.name
     (True, 'tiny')
     """
-    found = name if isinstance(name, Model) else model(name)
+    chosen = name if isinstance(name, Model) else model(name)
+    known = CompileOptions.__annotations__
     for option in options:
-        if option not in _DEFAULTS:
-            of_model = option in {field.name for field in dataclasses.fields(found.config)}
-            how = f" Change the model: models.model(name, {option}=...)." if of_model else ""
+        if option not in known:
+            of_model = option in {field.name for field in dataclasses.fields(chosen.config)}
+            hint = f" Change the model: models.model(name, {option}=...)." if of_model else ""
             raise RehearsalError(
-                f"rehearse_model has no option {option!r}.{how or near(option, _DEFAULTS)}"
+                f"rehearse_model has no option {option!r}.{hint or near(option, known)}",
+                option=option,
             )
     request = make_request(
-        found.train_step,
-        (found.shapes(), found.batch(batch, seq)),
+        chosen.train_step,
+        (chosen.shapes(), chosen.batch(batch, seq)),
         mesh=mesh,
         data=1,
-        donate=0,
-        name=found.name,
-        specs=None,
-        out=None,
-        options={},
-        **{**_DEFAULTS, **options},
+        donate_argnums=0,
+        name=chosen.name,
+        **options,
     )
     lighter = None
-    if found.config.remat != "full":
-        lighter = model_with(found, remat="full").train_step
+    if chosen.config.remat != "full":
+        lighter = model_with(chosen, remat="full").train_step
 
     def layout(on_mesh: AbstractMesh) -> tuple[Any, Any]:
-        state = partition(request.args[0], on_mesh, rules=found.rules(on_mesh), unused="allow")
-        return (state, found.batch_spec(on_mesh)), (state, make_spec())
+        state = partition(request.args[0], on_mesh, rules=chosen.rules(on_mesh), unused="allow")
+        return (state, chosen.batch_spec(on_mesh)), (state, make_spec())
 
     return run(dataclasses.replace(request, layout=layout, lighter=lighter))
 
 
-def model_with(found: Model, **changes: Any) -> Model:
-    """The same model with some settings changed."""
-    return dataclasses.replace(found, config=dataclasses.replace(found.config, **changes))
+def model_with(original: Model, **changes: Any) -> Model:
+    """A copy of a model with some settings of its config changed."""
+    return dataclasses.replace(original, config=dataclasses.replace(original.config, **changes))
+
+
+def run(request: Request) -> Rehearsal:
+    """Do what a checked request asks for; remedies are tried by changing one and running it."""
+    placed, hardware = request.placed()
+    platform = platform_of(request, hardware, placed.positions.size)
+    mesh = request.abstract(placed)
+    site = _site(platform, placed, hardware)
+    # The compiling process takes seconds to load its compiler: it starts before the function is
+    # traced, and is ended unused if tracing fails or the cache has the answer.
+    with Bar(f"{request.name} on {hardware.name}") as bar, Compiler(site) as compiler:
+        bar.now("shardings")
+        in_specs, out_specs = request.specs(mesh)
+        names = argument_names(request.function, len(request.args))
+        shapes = as_shapes(request.args, in_specs, mesh)
+        bar.now("tracing")
+        lowered = lower(request.function, shapes, mesh, platform, request.donate_argnums, out_specs)
+        arguments = sharding_table(names, with_jit_shardings(shapes, lowered.inputs, mesh), mesh)
+        job = Job(
+            request.name,
+            lowered.code,
+            site,
+            lowered.free_outputs,
+            _compat.uses_shardy(),
+            lowered.identity,
+            lowered.options,
+        )
+        outcome, from_cache = answer(
+            job,
+            request.cache,
+            request.timeout,
+            lambda passed: bar.now("compiling", passed, request.timeout),
+            compiler,
+        )
+        bar.now("reading")
+        memory, collectives, time = _read_outcome(outcome, placed, arguments.rows)
+    return Rehearsal(
+        request=request,
+        placement=placed,
+        arguments=arguments,
+        memory=memory,
+        collectives=collectives,
+        time=time,
+        compiler=outcome.compiler,
+        stand_in=platform == "cpu" and hardware.chip.family != "cpu",
+        compile_seconds=outcome.seconds,
+        from_cache=from_cache,
+        text=outcome.text,
+        results=lowered.results,
+    )
+
+
+def _site(platform: Platform, placed: Placement, hardware: Topology) -> Site:
+    """The hardware to compile for, and the device of each partition there."""
+    # libtpu (0.0.42 to 0.0.50) aborts for many parts of a slice: it gets a whole slice of the
+    # part's shape, where TPUs come in that shape.
+    is_part = platform == "tpu" and placed.positions.size < hardware.num_devices
+    whole_slice = as_slice(placed) if is_part else None
+    machine, positions = whole_slice or (hardware, placed.positions)
+    return Site(platform, dataclasses.replace(machine, devices=None), positions)
+
+
+# In: what the compiling process left. Out: memory, collectives and time, all of one device, since
+# every device runs the same program. A compiler that ran out of memory leaves no program: there is
+# a memory verdict from its error message, and no collectives and no time.
+def _read_outcome(
+    outcome: Outcome, placed: Placement, arguments: Sequence[LeafRow]
+) -> tuple[Memory, Collectives, StepTime | None]:
+    chip = placed.topology.chip
+    if outcome.verdict == "exhausted":
+        return as_refused(outcome.reason, arguments, chip), Collectives(()), None
+    program = read_program(outcome.text)
+    collectives = analyze(program, placed, read_conflicts(outcome.notes))
+    memory = as_compiled(outcome.memory, chip, live_buffers(program))
+    return memory, collectives, step_time(program, collectives, chip)

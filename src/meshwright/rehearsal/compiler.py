@@ -1,4 +1,9 @@
-"""`Job`: a program and the hardware to compile it for; `Outcome`: what the compiler made of it."""
+"""Compile a program in a process of its own, or take the answer from the cache on disk.
+
+A `Job` is a program and the `Site` to compile it for, an `Outcome` what the compiler made of it;
+`answer(job, ...)` gets the one for the other. The process apart is what makes this safe: a
+compiler that aborts, hangs or fills the memory ends with it, and JAX here keeps its devices.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +30,11 @@ import numpy as np
 from meshwright.errors import RehearsalError
 from meshwright.hardware.topology import Topology
 
-# What changes the result, besides the job itself: whose versions, which variables.
+# What changes the result besides the job itself, and so is in the cache's key: versions of packages
+# and variables that reach the compiler.
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda13-plugin")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-_FORMAT = 3
+_FORMAT = 3  # of cache entries: raise it when `Outcome` or the worker changes
 
 Platform = Literal["tpu", "cuda", "cpu"]
 PLATFORMS: Mapping[str, Platform] = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}  # by chip family
@@ -36,10 +42,10 @@ PLATFORMS: Mapping[str, Platform] = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"} 
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """The hardware that a program is compiled for, known before the program is.
+    """The hardware that a program is compiled for; known before the program is traced.
 
-    `positions` holds, for each partition of the program, the place of its device in the
-    topology, as its `index` counts.
+    `positions` holds, for each partition of the program, the number of its device in
+    `topology.index`.
     """
 
     platform: Platform
@@ -49,12 +55,12 @@ class Site:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A program in the compiler's bytecode, and where its parts run.
+    """A StableHLO program as bytecode, and the hardware for its partitions.
 
-    `free_outputs` says whose sharding the compiler chooses, `shardy` in which of XLA's two
-    languages the program's shardings are written, `options` are its `jit`'s compiler options.
-    `identity` stands for the program where there is one: its bytecode holds the lines of whoever
-    called.
+    `free_outputs` says which results the compiler may shard as it likes, `shardy` whether the
+    program's shardings are written for Shardy or for GSPMD, `options` are its `jit`'s compiler
+    options. `identity`, if given, is hashed in place of `code`: bytecode has the line of every
+    caller in it, and would miss the cache when a call moves.
     """
 
     name: str
@@ -67,7 +73,7 @@ class Job:
 
     @property
     def key(self) -> str:
-        """The same for the same program, hardware, versions and compiler flags."""
+        """Hash the program, the hardware, the versions and the compiler's flags."""
         hardware = self.site.topology
         parts = (
             _FORMAT,
@@ -87,9 +93,11 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """`verdict`: "compiled"; "exhausted" when the compiler ran out of memory; else "failed".
+    """What a compiler made of a job.
 
-    `reason` is the compiler's own text where it refused, `notes` what it wrote on the way.
+    `verdict` is "exhausted" where it ran out of memory, "failed" for any other refusal; `reason`
+    has its own text then. `text` is the optimised HLO, `memory` the compiler's sizes in bytes,
+    `cost` its own estimates, `seconds` how long it took, `notes` what it printed.
     `shardings` are those of the results, as `_compat.written_shardings` writes them.
     """
 
@@ -107,57 +115,73 @@ class Outcome:
         return dataclasses.asdict(self)
 
 
-def versions() -> tuple[tuple[str, str], ...]:
-    """The versions of what takes part in a compile."""
-    return tuple((name, _version(name)) for name in PACKAGES)
+_TICK = 0.1  # seconds between two looks at the compiling process
+_MOST_LINES = 12  # of a compiler's own words in a message
+_FATAL = re.compile(r"^F\d{4} |Check failed|[Uu]nknown (command line )?flag")  # glog and absl
 
 
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+def answer(
+    job: Job,
+    folder: Path | None,
+    timeout: float,
+    tick: Callable[[float], None],
+    ready: Compiler | None = None,
+) -> tuple[Outcome, bool]:
+    """Compile a job, or load its outcome from `folder`; also return whether it was loaded.
+
+    `ready` is a compiler that was started before for this site; else one is started. `tick` is
+    called with the seconds that have passed. Raises `RehearsalError` where the compiler refuses,
+    crashes or takes longer than `timeout` seconds; running out of memory is an outcome.
+    """
+    kept = None if folder is None else load(folder, job)
+    if kept is not None:
+        return kept, True
+    with ready or Compiler(job.site) as compiler:
+        outcome = compiler.run(job, timeout, tick)
+    if outcome.verdict == "failed":
+        lines = [line[:160] for line in outcome.reason.splitlines()[:_MOST_LINES]]
+        raise RehearsalError("\n  ".join([f"{job.name}: the compiler refused it.", *lines]))
+    if folder is not None:
+        save(folder, job, outcome)
+    return outcome, False
 
 
-# Compiling in a process of its own, with its own environment, a deadline and signs of life.
-
-
-_TICK = 0.1  # seconds between two looks at the compiler
-_LINES = 12  # of what it wrote last, where it crashed
-_REASON = re.compile(r"^F\d{4} |Check failed|[Uu]nknown (command line )?flag")
-
-
+# The two processes talk through a folder. The parent writes `site` before it starts the worker,
+# which loads the compiler meanwhile; then `job`, and a byte down the worker's standard input. The
+# worker answers with `outcome`; all it prints goes to `notes`. The pipe is also its sign of life:
+# a worker whose standard input ends has lost its parent and ends itself.
 class Compiler:
     """A process that readies itself for some hardware while its program is still being traced.
 
-    With `with`: at its end, and when this process ends, so does the other.
+    A context manager: the process is ended when the block is left.
     """
 
     def __init__(self, site: Site):
         self._folder = tempfile.TemporaryDirectory(prefix="meshwright-")
-        self._place = Path(self._folder.name)
-        self._place.joinpath("site").write_bytes(pickle.dumps(site))
-        with self._place.joinpath("notes").open("wb") as notes:
+        self._path = Path(self._folder.name)
+        self._path.joinpath("site").write_bytes(pickle.dumps(site))
+        with self._path.joinpath("notes").open("wb") as notes:
             self._process = subprocess.Popen(  # noqa: S603 - our own module
+                # -P: modules in the working directory must not hide the compiler's own.
                 [sys.executable, "-P", "-m", f"{__package__}.compiler_worker", self._folder.name],
                 stdin=subprocess.PIPE,
                 stdout=notes,
                 stderr=subprocess.STDOUT,
                 env=environment(),
-                start_new_session=True,
+                start_new_session=True,  # so that Ctrl-C reaches it through us alone
             )
 
-    def run(self, job: Job, deadline: float, tick: Callable[[float], None]) -> Outcome:
-        """Compile a job, once; `tick` is called with the seconds that passed."""
-        self._place.joinpath("job").write_bytes(pickle.dumps(job))
-        with contextlib.suppress(BrokenPipeError):  # it has crashed, which is told below
+    def run(self, job: Job, timeout: float, tick: Callable[[float], None]) -> Outcome:
+        """Compile a job, once; `tick` is called with the seconds that have passed."""
+        self._path.joinpath("job").write_bytes(pickle.dumps(job))
+        with contextlib.suppress(BrokenPipeError):  # it has crashed, which is reported below
             os.write(self._process.stdin.fileno(), b"\n")  # type: ignore[union-attr]
-        status = _wait(job, self._process, deadline, tick)
-        written = self._place.joinpath("notes").read_text(encoding="utf-8", errors="replace")
-        answer = self._place / "outcome"
-        if not answer.exists():
-            raise RehearsalError(_crash(job, status, written))
-        return Outcome(**{**json.loads(answer.read_text(encoding="utf-8")), "notes": written})
+        status = _wait(job, self._process, timeout, tick)
+        notes = self._path.joinpath("notes").read_text(encoding="utf-8", errors="replace")
+        outcome = self._path / "outcome"
+        if not outcome.exists():
+            raise RehearsalError(_crash(job, status, notes))
+        return Outcome(**{**json.loads(outcome.read_text(encoding="utf-8")), "notes": notes})
 
     def __enter__(self) -> Compiler:
         return self
@@ -169,58 +193,72 @@ class Compiler:
 
 def environment() -> dict[str, str]:
     """The variables of the compiling process: ours, with the CPU as JAX's only live platform."""
-    own = dict(os.environ)
-    own["JAX_PLATFORMS"] = "cpu"
-    flags = own.get("XLA_FLAGS", "").split()
-    own["XLA_FLAGS"] = " ".join(
+    variables = dict(os.environ)
+    variables["JAX_PLATFORMS"] = "cpu"  # the accelerators of this machine, if any, stay ours
+    flags = variables.get("XLA_FLAGS", "").split()
+    # How many CPU devices there are is the job's to say; the other flags reach the compiler.
+    variables["XLA_FLAGS"] = " ".join(
         flag for flag in flags if "xla_force_host_platform_device_count" not in flag
     )
     package = str(Path(__file__).parents[2])
-    own["PYTHONPATH"] = os.pathsep.join(filter(None, (package, own.get("PYTHONPATH"))))
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, (package, variables.get("PYTHONPATH"))))
     for name in ("JAX_NUM_CPU_DEVICES", "JAX_COORDINATOR_ADDRESS"):
-        own.pop(name, None)
-    return own
+        variables.pop(name, None)
+    return variables
 
 
 def _wait(
-    job: Job, process: subprocess.Popen[bytes], deadline: float, tick: Callable[[float], None]
+    job: Job, process: subprocess.Popen[bytes], timeout: float, tick: Callable[[float], None]
 ) -> int:
     began = time.monotonic()
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(_TICK)
         passed = time.monotonic() - began
-        if passed > deadline:
+        if passed > timeout:
             raise RehearsalError(
-                f"{job.name}: the compiler was not done after {deadline:g} s and was ended. Pass "
-                "deadline=... seconds to wait longer, or try fewer layers first."
+                f"{job.name}: the compiler was not done after {timeout:g} s and was ended. Pass "
+                "timeout=... seconds to wait longer, or try fewer layers first.",
+                option="timeout",
             )
         tick(passed)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)  # with what it may have started
         process.wait()
     if process.stdin is not None:
         process.stdin.close()
 
 
-def _crash(job: Job, status: int, written: str) -> str:
+def _crash(job: Job, status: int, notes: str) -> str:
     how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
-    lines = written.strip().splitlines()
-    why = [line for line in lines if _REASON.search(line)]
-    last = [line[:400] for line in why[:3]] or [line[:160] for line in lines[-_LINES:]]
-    said = "\n  ".join(["It wrote:", *last]) if last else "It wrote nothing."
-    return f"{job.name}: the compiling process crashed ({how}). {said}"
+    lines = notes.strip().splitlines()
+    # A failed check says why on one line; the last lines are then a stack without symbols.
+    fatal = [line for line in lines if _FATAL.search(line)]
+    shown = [line[:400] for line in fatal[:3]] or [line[:160] for line in lines[-_MOST_LINES:]]
+    wrote = "\n  ".join(["It wrote:", *shown]) if shown else "It wrote nothing."
+    return f"{job.name}: the compiling process crashed ({how}). {wrote}"
 
 
-# Outcomes kept on disk, one file each, by the key of their job.
-#
-# A file holds a checksum, then the outcome, compressed. One that is damaged counts as not there.
+def versions() -> tuple[tuple[str, str], ...]:
+    """Name and version of every package that takes part in a compile, empty where not installed."""
+    return tuple((name, _version(name)) for name in PACKAGES)
 
 
-_CHECKSUM = 32  # bytes
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+# Outcomes are kept on disk, one file each, named by the key of their job. A file holds a checksum,
+# then the outcome, compressed. One that is damaged counts as not there.
+
+
+_CHECKSUM = 32  # bytes of a SHA-256
 
 
 def default_folder() -> Path:
@@ -230,7 +268,7 @@ def default_folder() -> Path:
 
 
 def load(folder: Path, job: Job) -> Outcome | None:
-    """What is kept for this job, if anything is."""
+    """Load the outcome of a job; `None` where there is none, or its file is damaged."""
     try:
         content = _file(folder, job).read_bytes()
         checksum, packed = content[:_CHECKSUM], content[_CHECKSUM:]
@@ -243,6 +281,7 @@ def load(folder: Path, job: Job) -> Outcome | None:
 
 def save(folder: Path, job: Job, outcome: Outcome) -> None:
     """Keep an outcome; a folder that cannot be written only costs the time of another compile."""
+    # Written beside and renamed, so that a reader sees all of it or nothing.
     packed = zlib.compress(json.dumps(outcome.to_json()).encode(), level=1)
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -257,33 +296,3 @@ def save(folder: Path, job: Job, outcome: Outcome) -> None:
 
 def _file(folder: Path, job: Job) -> Path:
     return folder / f"{job.key}.rehearsal"
-
-
-# The compiler's answer to a job: kept from before, or asked for now and kept.
-
-
-_ANSWER_LINES = 12  # of a compiler's own error
-
-
-def answer(
-    job: Job,
-    folder: Path | None,
-    deadline: float,
-    tick: Callable[[float], None],
-    ready: Compiler | None = None,
-) -> tuple[Outcome, bool]:
-    """What the compiler says, or said before; whether it is from the folder.
-
-    `ready` is a compiler that was started before for this hardware; else one is started.
-    """
-    kept = None if folder is None else load(folder, job)
-    if kept is not None:
-        return kept, True
-    with ready or Compiler(job.site) as compiler:
-        outcome = compiler.run(job, deadline, tick)
-    if outcome.verdict == "failed":
-        lines = [line[:160] for line in outcome.reason.splitlines()[:_ANSWER_LINES]]
-        raise RehearsalError("\n  ".join([f"{job.name}: the compiler refused it.", *lines]))
-    if folder is not None:
-        save(folder, job, outcome)
-    return outcome, False

@@ -2,7 +2,7 @@
 
 Run with a folder: `site` is there from the start, `job` once a line comes by standard input, and
 `outcome` in the end. It ends when its standard input does, so that it never outlives the process
-that asked.
+that asked. What it imports delays every rehearsal, so it is little.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from meshwright import _compat
@@ -26,23 +27,24 @@ _SIZES = ("argument", "output", "alias", "temp", "generated_code")
 
 
 def main(folder: str) -> None:
-    place = Path(folder)
-    site: Site = pickle.loads(place.joinpath("site").read_bytes())  # noqa: S301 - our parent's
-    devices = _ready(site)
+    path = Path(folder)
+    site: Site = pickle.loads(path.joinpath("site").read_bytes())  # noqa: S301 - our parent's
+    devices = _devices_or_error(site)
     if not os.read(0, 1):
         _leave(folder)
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
-    job: Job = pickle.loads(place.joinpath("job").read_bytes())  # noqa: S301 - our parent's
+    job: Job = pickle.loads(path.joinpath("job").read_bytes())  # noqa: S301 - our parent's
     _compat.use_shardy(job.shardy)
     outcome = compile_job(job, devices)
-    written = place / "outcome.part"
-    written.write_text(json.dumps(outcome.to_json()), encoding="utf-8")
-    written.replace(place / "outcome")
+    # Renamed when it is whole: an outcome that exists has been written to its end.
+    partial = path / "outcome.part"
+    partial.write_text(json.dumps(outcome.to_json()), encoding="utf-8")
+    partial.replace(path / "outcome")
     sys.stderr.flush()
     os._exit(0)  # nothing is left to tidy, and compilers take their time to unload
 
 
-def _ready(site: Site) -> list[Any] | Exception:
+def _devices_or_error(site: Site) -> list[Any] | Exception:
     """The devices to compile for, or what went wrong with them: that too is an outcome."""
     try:
         return _devices(site)
@@ -51,13 +53,13 @@ def _ready(site: Site) -> list[Any] | Exception:
 
 
 def compile_job(job: Job, devices: list[Any] | Exception) -> Outcome:
-    """The outcome, also where the compiler refuses."""
+    """Compile a job; what the compiler raises is an outcome too."""
     began = time.monotonic()
     try:
         if isinstance(devices, Exception):
             raise devices
         free = list(job.free_outputs)
-        made = _compat.compile_bytecode(job.code, devices, free, dict(job.options))
+        executable = _compat.compile_bytecode(job.code, devices, free, dict(job.options))
     except Exception as error:  # whatever a compiler raises is its verdict
         reason = str(error).strip()
         exhausted = "RESOURCE_EXHAUSTED" in reason or "Ran out of memory" in reason
@@ -68,49 +70,48 @@ def compile_job(job: Job, devices: list[Any] | Exception) -> Outcome:
             compiler=_compiler(job),
         )
     seconds = time.monotonic() - began
-    stats = made.get_compiled_memory_stats()
+    stats = executable.get_compiled_memory_stats()
     memory = {name: int(getattr(stats, f"{name}_size_in_bytes")) for name in _SIZES}
     memory["live"] = int(getattr(stats, "peak_memory_in_bytes", 0))
     return Outcome(
         "compiled",
-        text=made.hlo_modules()[0].to_string(),
+        text=executable.hlo_modules()[0].to_string(),
         memory=memory,
-        cost=_cost(made),
+        cost=_cost(executable),
         seconds=seconds,
         compiler=_compiler(job),
-        shardings=_compat.written_shardings(made, len(job.free_outputs)),
+        shardings=_compat.written_shardings(executable, len(job.free_outputs)),
     )
 
 
-def _cost(made: Any) -> dict[str, float]:
+def _cost(executable: Any) -> dict[str, float]:
     try:
-        found = made.cost_analysis()
+        costs = executable.cost_analysis()
     except Exception:  # the CUDA compiler has none without a driver
         return {}
-    found = found[0] if isinstance(found, list) else found
+    costs = (costs[0] if isinstance(costs, list) else costs) or {}
     wanted = ("flops", "bytes accessed", "optimal_seconds")
-    return {name: float(found[name]) for name in wanted if name in (found or {})}
+    return {name: float(costs[name]) for name in wanted if name in costs}
 
 
 def _devices(site: Site) -> list[Any]:
     """The devices of a topology, in the order of the program's partitions."""
     if site.platform == "cpu":
-        import jax
-
         count = int(site.positions.size)
         jax.config.update("jax_num_cpu_devices", count)  # type: ignore[no-untyped-call]
         return list(jax.devices("cpu"))
+    # In the function: jobs for CPUs need none of what this imports.
     from meshwright.meshes.devices import target_topology
 
-    found = target_topology(site.topology, None, 1)
-    devices = found.devices or ()
+    here = target_topology(site.topology, None, 1)
+    devices = here.devices or ()
     # The compiler counts its devices in an order of its own; the points of the grid are the same.
     points = np.argsort(site.topology.index.ravel())[site.positions.ravel()]
-    return [devices[place] for place in found.index.ravel()[points]]
+    return [devices[number] for number in here.index.ravel()[points]]
 
 
 def _compiler(job: Job) -> str:
-    """Which compiler this is, e.g. `libtpu 0.0.42, jax 0.10.2`."""
+    """Name the compiler and its version, e.g. `libtpu 0.0.42, jax 0.10.2`."""
     known = dict(versions())
     vendor = {"tpu": "libtpu", "cuda": "jax-cuda13-plugin", "cpu": "jaxlib"}[job.site.platform]
     return f"{vendor} {known[vendor]}, jax {known['jax']}"
@@ -123,7 +124,7 @@ def _end_with_parent(folder: str) -> None:
 
 
 def _leave(folder: str) -> None:
-    """Nobody waits for an answer, and nobody else tidies up."""
+    """End at once: the parent is gone, and with it who would have removed the folder."""
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 

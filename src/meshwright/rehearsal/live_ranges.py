@@ -1,7 +1,7 @@
-"""How long each piece of memory of a computation is needed.
+"""`LiveRanges`: from which instruction to which each buffer of a computation is needed.
 
-A piece lives from the instruction that makes it to the last one that reads it. Tuples, bitcasts,
-loops and the ends of asynchronous pairs make nothing new: they hand on what they were given, and
+A buffer is live from the instruction that makes it to the last one that reads it. Tuples, bitcasts,
+loops and the ends of asynchronous pairs make nothing new: they pass on what they were given, and
 so does what writes over an operand. A loop writes its next state where the last one was, and a
 donated argument is overwritten by the result that takes its place, so these are not counted again.
 """
@@ -16,174 +16,187 @@ from collections.abc import Iterable, Iterator, Mapping
 from meshwright.hlo.instructions import Computation, Instruction
 from meshwright.hlo.program import Program
 
-_HANDED_ON = ("bitcast", "optimization-barrier", "domain")
-_NOTHING = ("constant", "after-all", "partition-id", "replica-id", "iota")
+_PASSED_ON = ("bitcast", "optimization-barrier", "domain")
+_NO_BUFFER = ("constant", "after-all", "partition-id", "replica-id", "iota")
+_REFERENCES = ("tuple", "get-tuple-element", "bitcast")  # say where something is, read nothing
 _ARRAY = re.compile(r"[a-z][a-z0-9]*\[[^\]]*\](?:\{[^{}]*\})?")
-_ON_CHIP = re.compile(r"S\([1-9]\d*\)")  # a TPU's own scratch memory
-_POINTS = ("tuple", "get-tuple-element", "bitcast")  # say where something is, and read nothing
+_ON_CHIP = re.compile(r"S\([1-9]\d*\)")  # memory space of a layout: a TPU's own scratch memory
 
-Piece = tuple[str, int]  # an instruction and the number of one of its results
+BufferId = tuple[str, int]  # the instruction that makes it, and the number of its result
+_Buffers = frozenset[BufferId]  # more than one where a value may be in either
 
 
 @dataclasses.dataclass(frozen=True)
-class Lease:
-    """What a computation may do with memory that its caller gave it."""
+class CallerBuffers:
+    """What a computation may do with memory that its caller gave it.
 
-    counted: bool = False  # whether arguments count here, and not with the caller
-    results: frozenset[int] = frozenset()  # those whose place is an argument's, or the caller's
-    parameters: frozenset[int] = frozenset()  # those that may be written over
+    `counted`: whether arguments count here, and not with the caller; true of the entry alone.
+    `results` are those written to the caller's memory or over an argument, `parameters` those
+    that may be written over.
+    """
+
+    counted: bool = False
+    results: frozenset[int] = frozenset()
+    parameters: frozenset[int] = frozenset()
 
 
-class Lives:
-    """First and last instruction that each new piece of a computation's memory is needed at."""
+# In: a scheduled computation. Out: `{(instruction, result): (first, last)}`, positions in the
+# schedule at which the buffer must exist, for every buffer that is new here. Invariant: two values
+# in one buffer have one range. Example: for `%a = add(%p, %p); %b = negate(%a); ROOT %c = dot(%b,
+# %b)` in an entry, p and c live from 0 to 3, and a from 1 to 3: b is in its place, since `negate`
+# reads each element just before it writes it.
+class LiveRanges:
+    """First and last instruction at which each new buffer of a computation is needed."""
 
-    def __init__(self, program: Program, computation: Computation, lease: Lease):
+    def __init__(self, program: Program, computation: Computation, caller: CallerBuffers):
         self.program = program
         self.computation = computation
-        self.lease = lease
+        self.caller = caller
         self.end = len(computation.instructions) - 1
-        self.position = {made.name: at for at, made in enumerate(computation.instructions)}
-        self.holds: dict[str, list[frozenset[Piece]]] = {}
-        self.lives: dict[Piece, list[int]] = {}
-        self.updates: list[tuple[int, Piece, frozenset[Piece]]] = []
+        self.position = {each.name: at for at, each in enumerate(computation.instructions)}
+        self.holds: dict[str, list[_Buffers]] = {}  # per instruction, per leaf of its shape
+        self.ranges: dict[BufferId, list[int]] = {}
+        self.updates: list[tuple[int, BufferId, _Buffers]] = []  # when, what, perhaps over what
 
-    def found(self) -> Mapping[Piece, tuple[int, int]]:
-        begun: dict[str, tuple[str, ...]] = {}  # what asynchronous work reads until it is done
+    def compute(self) -> Mapping[BufferId, tuple[int, int]]:
+        """Walk the schedule once, then join what shares memory."""
+        started: dict[str, tuple[str, ...]] = {}  # what asynchronous work reads until it is done
         for at, instruction in enumerate(self.computation.instructions):
-            reads = () if instruction.opcode in _POINTS else instruction.operands
+            reads = () if instruction.opcode in _REFERENCES else instruction.operands
             if instruction.opcode.endswith("-start"):
-                begun[instruction.name] = reads
-            for operand in (*reads, *(name for each in reads for name in begun.get(each, ()))):
+                started[instruction.name] = reads
+            for operand in (*reads, *(name for each in reads for name in started.get(each, ()))):
                 self._read(at, operand)
-            self._make(at, instruction)
-        self._leave()
-        self._update()
+            self._define(at, instruction)
+        self._extend_results()
+        self._join_updates()
         return dict(self._counted())
 
     def _read(self, at: int, name: str) -> None:
-        for pieces in self.holds.get(name, ()):
-            for piece in pieces:
-                self.lives[piece][1] = max(at, self.lives[piece][1])
+        for buffers in self.holds.get(name, ()):
+            for buffer in buffers:
+                self.ranges[buffer][1] = max(at, self.ranges[buffer][1])
 
-    def _make(self, at: int, instruction: Instruction) -> None:
-        """Note what an instruction holds: what it is handed and, for the rest, new pieces."""
-        found = _handed_on(instruction, self.holds)
-        if found is None:
-            over = _written_over(self.computation, instruction, self.holds)
-            found = [
+    def _define(self, at: int, instruction: Instruction) -> None:
+        """Note what an instruction holds: buffers passed on to it and, for the rest, new ones."""
+        held = _passed_on(instruction, self.holds)
+        if held is None:
+            over = _buffers_written_over(self.computation, instruction, self.holds)
+            held = [
                 over.get(number) or self._new(at, instruction, number)
-                for number in _made(self.computation, instruction)
+                for number in _new_leaves(self.computation, instruction)
             ]
             self._note_updates(at, instruction)
-        self.holds[instruction.name] = found
+        self.holds[instruction.name] = held
 
-    def _new(self, at: int, instruction: Instruction, number: int) -> frozenset[Piece]:
-        if instruction.opcode in _NOTHING:
+    def _new(self, at: int, instruction: Instruction, number: int) -> _Buffers:
+        if instruction.opcode in _NO_BUFFER:
             return frozenset()
-        self.lives[instruction.name, number] = [at, at]
+        self.ranges[instruction.name, number] = [at, at]
         return frozenset({(instruction.name, number)})
 
     def _note_updates(self, at: int, instruction: Instruction) -> None:
-        """What it may write over, and when it is done with that."""
+        """Note what an instruction may write over, and when it is done with that."""
         if says_all(instruction):
             return
         if instruction.opcode.endswith("-start"):
             users = self.computation.users.get(instruction.name, ())
             at = max((self.position[user.name] for user in users), default=at)
         for number, operand in updated(self.program.computations, instruction):
-            self._note(at, (instruction.name, number), self._given(instruction, operand))
+            self._note(at, (instruction.name, number), self._operand(instruction, operand))
         for number, operand in by_element(self.program.computations, instruction):
-            given = self._given(instruction, operand)
-            if not any(map(self._is_parameter, given)):  # that place is for a result
-                self._note(at, (instruction.name, number), given)
+            old = self._operand(instruction, operand)
+            # The place of an argument, even a donated one, is for a result.
+            if not any(map(self._is_parameter, old)):
+                self._note(at, (instruction.name, number), old)
 
-    def _note(self, at: int, new: Piece, given: frozenset[Piece]) -> None:
-        if new in self.lives and given:
-            self.updates.append((at, new, given))
+    def _note(self, at: int, new: BufferId, old: _Buffers) -> None:
+        if new in self.ranges and old:
+            self.updates.append((at, new, old))
 
-    def _given(self, instruction: Instruction, operand: int) -> frozenset[Piece]:
+    def _operand(self, instruction: Instruction, operand: int) -> _Buffers:
         held = self.holds.get(instruction.operands[operand], [])
         return held[0] if len(held) == 1 else frozenset()
 
-    def _leave(self) -> None:
-        """What is returned lives to the end, unless its place is another's.
+    def _extend_results(self) -> None:
+        """Keep what is returned to the end, unless it is in memory that is counted elsewhere.
 
         A program's own results have their place from the start: whoever runs it sets it aside.
         """
-        for number, pieces in enumerate(self.holds[self.computation.root.name]):
-            for piece in pieces:
-                if number in self.lease.results and not self._is_parameter(piece):
-                    self.lives.pop(piece, None)
-                elif piece in self.lives:
-                    first = 0 if self.lease.counted else self.lives[piece][0]
-                    self.lives[piece] = [first, self.end]
+        for number, buffers in enumerate(self.holds[self.computation.root.name]):
+            for buffer in buffers:
+                if number in self.caller.results and not self._is_parameter(buffer):
+                    self.ranges.pop(buffer, None)
+                elif buffer in self.ranges:
+                    first = 0 if self.caller.counted else self.ranges[buffer][0]
+                    self.ranges[buffer] = [first, self.end]
 
-    def _update(self) -> None:
-        """An update takes the place of what it updates where that is needed no more."""
-        now: dict[Piece, Piece] = {}
-        for at, new, given in self.updates:
-            for old in (now.get(piece, piece) for piece in given):
-                if new in self.lives and old in self.lives and self._may_go(at, old, new):
-                    first, last = self.lives.pop(new)
-                    self.lives[old] = [min(first, self.lives[old][0]), last]
-                    now[new] = old
+    def _join_updates(self) -> None:
+        """Give an update the place of what it updates where that is needed no more."""
+        joined: dict[BufferId, BufferId] = {}  # chains of updates share their first buffer
+        for at, new, candidates in self.updates:
+            for old in (joined.get(buffer, buffer) for buffer in candidates):
+                if new in self.ranges and old in self.ranges and self._may_replace(at, old, new):
+                    first, last = self.ranges.pop(new)
+                    self.ranges[old] = [min(first, self.ranges[old][0]), last]
+                    joined[new] = old
 
-    def _may_go(self, at: int, old: Piece, new: Piece) -> bool:
+    def _may_replace(self, at: int, old: BufferId, new: BufferId) -> bool:
         by_name = self.computation.by_name
-        made = by_name[old[0]]
-        if made.opcode == "parameter" and int(made.operand_text) not in self.lease.parameters:
+        maker = by_name[old[0]]
+        if maker.opcode == "parameter" and int(maker.operand_text) not in self.caller.parameters:
             return False
-        same = main_memory(made, old[1]) == main_memory(by_name[new[0]], new[1])
-        return same and self.lives[old][1] == at
+        same_size = main_memory(maker, old[1]) == main_memory(by_name[new[0]], new[1])
+        return same_size and self.ranges[old][1] == at
 
-    def _counted(self) -> Iterator[tuple[Piece, tuple[int, int]]]:
+    def _counted(self) -> Iterator[tuple[BufferId, tuple[int, int]]]:
         """Arguments stay for as long as the program runs; those of a caller are counted there."""
-        for piece, (first, last) in self.lives.items():
-            if not self._is_parameter(piece):
-                yield piece, (first, last)
-            elif self.lease.counted:
-                yield piece, (0, self.end)
+        for buffer, (first, last) in self.ranges.items():
+            if not self._is_parameter(buffer):
+                yield buffer, (first, last)
+            elif self.caller.counted:
+                yield buffer, (0, self.end)
 
-    def _is_parameter(self, piece: Piece) -> bool:
-        return self.computation.by_name[piece[0]].opcode == "parameter"
+    def _is_parameter(self, buffer: BufferId) -> bool:
+        return self.computation.by_name[buffer[0]].opcode == "parameter"
 
 
-def _written_over(
-    computation: Computation, instruction: Instruction, holds: Mapping[str, list[frozenset[Piece]]]
-) -> dict[int, frozenset[Piece]]:
-    """The pieces that an instruction says it leaves its results in."""
-    found = {}
+def _buffers_written_over(
+    computation: Computation, instruction: Instruction, holds: Mapping[str, list[_Buffers]]
+) -> dict[int, _Buffers]:
+    """The buffers that an instruction says it leaves its results in, by result."""
+    buffers = {}
     for number, (operand, leaf) in written_over(computation, instruction).items():
         held = holds.get(instruction.operands[operand], [])
         if leaf < len(held):
-            found[number] = held[leaf]
-    return found
+            buffers[number] = held[leaf]
+    return buffers
 
 
-def _handed_on(
-    instruction: Instruction, holds: Mapping[str, list[frozenset[Piece]]]
-) -> list[frozenset[Piece]] | None:
-    """What an instruction passes on of its operands, or `None` where it makes something."""
+def _passed_on(
+    instruction: Instruction, holds: Mapping[str, list[_Buffers]]
+) -> list[_Buffers] | None:
+    """The buffers of its operands that an instruction passes on; `None` where it makes new ones."""
     opcode = instruction.opcode
-    given = [holds.get(name, []) for name in instruction.operands]
+    operands = [holds.get(name, []) for name in instruction.operands]
     if opcode == "tuple":
-        return [pieces for each in given for pieces in each]
+        return [buffers for each in operands for buffers in each]
     if opcode == "get-tuple-element":
-        return [_element(instruction, given[0])]
-    if opcode == "while" or opcode in _HANDED_ON or opcode.endswith(("-done", "-update")):
-        return given[0] if given else []
+        return [_element(instruction, operands[0])]
+    if opcode == "while" or opcode in _PASSED_ON or opcode.endswith(("-done", "-update")):
+        return operands[0] if operands else []
     return None
 
 
-def _element(instruction: Instruction, whole: list[frozenset[Piece]]) -> frozenset[Piece]:
+def _element(instruction: Instruction, held: list[_Buffers]) -> _Buffers:
     number = int(instruction.attribute("index") or 0)
-    return whole[number] if number < len(whole) else frozenset()
+    return held[number] if number < len(held) else frozenset()
 
 
-def _made(computation: Computation, instruction: Instruction) -> Iterable[int]:
-    """Which of its leaves are new. What begins asynchronous work lists what it reads as well."""
+def _new_leaves(computation: Computation, instruction: Instruction) -> Iterable[int]:
+    """Which leaves of its shape are new: a `-start` lists its operands before its results."""
     leaves = instruction.shape.leaves
-    if instruction.opcode == "copy-start":
+    if instruction.opcode == "copy-start":  # (copy, source, context)
         return (0,)
     if instruction.opcode.endswith("-start"):
         reads = tuple(
@@ -195,7 +208,7 @@ def _made(computation: Computation, instruction: Instruction) -> Iterable[int]:
 
 
 def main_memory(instruction: Instruction, number: int) -> int:
-    """What a piece takes of the device's main memory."""
+    """Bytes that a result takes of the device's main memory."""
     leaves = instruction.shape.leaves
     if number >= len(leaves) or _ON_CHIP.search(_layouts(instruction.shape.text)[number]):
         return 0
@@ -207,58 +220,59 @@ def _layouts(text: str) -> list[str]:
     return _ARRAY.findall(text)
 
 
-# Which of its results an instruction says it writes over its operands.
-#
-# Fusions and custom calls may have to: `output_to_operand_aliasing`. A TPU's compiler says of each
-# instruction what it came to share: `aliasing_operands` numbers operands and then results.
+# Which of its results an instruction says it writes over its operands. Fusions and custom calls may
+# have to: `output_to_operand_aliasing={{0}: (1, {})}` puts result 0 into operand 1. A TPU's
+# compiler says of each instruction what it came to share: `"aliasing_operands":{"lists":
+# [{"indices":["0","2"]}]}` numbers operands and then results, so for two operands that is result 0
+# in operand 0.
 
 
-_MUST = re.compile(r"\{(\d*)\}: \((\d+), \{(\d*)\}")
-_SHARED = re.compile(r'"aliasing_operands":\{"lists":\[((?:\{"indices":\[[^\]]*\]\},?)*)\]')
-_GROUP = re.compile(r"\[([^\]]*)\]")
+_MUST_ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{(\d*)\}")
+_CAME_TO_SHARE = re.compile(r'"aliasing_operands":\{"lists":\[((?:\{"indices":\[[^\]]*\]\},?)*)\]')
+_INDICES = re.compile(r"\[([^\]]*)\]")
 
-Place = tuple[int, int]  # the number of an operand and of one of its arrays
+OperandLeaf = tuple[int, int]  # the number of an operand and of one of its arrays
 
 
 def says_all(instruction: Instruction) -> bool:
     """Whether the text tells of everything that the instruction writes over."""
-    return _SHARED.search(instruction.attributes) is not None
+    return _CAME_TO_SHARE.search(instruction.attributes) is not None
 
 
-def written_over(computation: Computation, instruction: Instruction) -> dict[int, Place]:
-    """Per result that is an operand's memory, which; only where both have the same size."""
+def written_over(computation: Computation, instruction: Instruction) -> dict[int, OperandLeaf]:
+    """Per result that is in an operand's memory, which; only where both have the same size."""
     results = instruction.shape.leaves
     operands = [operand.shape.leaves for operand in computation.operands(instruction)]
-    found: dict[int, Place] = {}
-    for result, (operand, leaf) in (*_must(instruction), *_shared(instruction)):
+    aliases: dict[int, OperandLeaf] = {}
+    for result, (operand, leaf) in (*_must_alias(instruction), *_came_to_share(instruction)):
         if result < len(results) and operand < len(operands) and leaf < len(operands[operand]):
             if results[result].bytes == operands[operand][leaf].bytes:
-                found.setdefault(result, (operand, leaf))
-    return found
+                aliases.setdefault(result, (operand, leaf))
+    return aliases
 
 
-def _must(instruction: Instruction) -> Iterator[tuple[int, Place]]:
+def _must_alias(instruction: Instruction) -> Iterator[tuple[int, OperandLeaf]]:
     """Results and operands in tuples within tuples are left out."""
     text = instruction.attribute("output_to_operand_aliasing") or ""
-    for result, operand, leaf in _MUST.findall(text):
+    for result, operand, leaf in _MUST_ALIAS.findall(text):
         yield int(result or 0), (int(operand), int(leaf or 0))
 
 
-def _shared(instruction: Instruction) -> Iterator[tuple[int, Place]]:
-    said = _SHARED.search(instruction.attributes)
-    count = len(instruction.operands)
-    for group in _GROUP.findall(said[1]) if said else ():
-        numbers = sorted(int(number) for number in re.findall(r"\d+", group))
+def _came_to_share(instruction: Instruction) -> Iterator[tuple[int, OperandLeaf]]:
+    lists = _CAME_TO_SHARE.search(instruction.attributes)
+    operands = len(instruction.operands)
+    for indices in _INDICES.findall(lists[1]) if lists else ():
+        numbers = sorted(int(number) for number in re.findall(r"\d+", indices))
         for number in numbers:
-            if numbers[0] < count <= number:
-                yield number - count, (numbers[0], 0)
+            if numbers[0] < operands <= number:
+                yield number - operands, (numbers[0], 0)
 
 
-# Which results may take the place of an operand, where the text does not say.
-#
-# Some instructions replace a few elements of an array, some read each element just before they
-# write the one in its place, and fusions do either. The compiler lets them write over the array
-# where nobody needs the old one any more.
+# Which results may take the place of an operand, where the text does not say. Some instructions
+# replace a few elements of an array, some read each element just before they write the one in its
+# place, and fusions do either. XLA lets them write over the array where the old one is needed no
+# more. Example: a fusion whose root is dynamic-update-slice(bitcast(param 1), ...) updates operand
+# 1; one of add(multiply(param 0, c), param 1) may write over either operand, element by element.
 
 
 _UPDATES = ("dynamic-update-slice", "scatter")
@@ -283,7 +297,7 @@ def by_element(
     elif instruction.opcode in _BY_ELEMENT:
         yield from ((0, number) for number in numbers)
     elif instruction.opcode == "fusion":
-        yield from _by_element(_fused(computations, instruction))
+        yield from _fusion_by_element(_fused(computations, instruction))
 
 
 def updated(
@@ -312,7 +326,8 @@ def _results(fused: Computation) -> tuple[Instruction, ...]:
 def _updated_parameter(
     computations: Mapping[str, Computation], fused: Computation, result: Instruction
 ) -> int | None:
-    """Which parameter of a fusion a result is an update of, if it is one."""
+    """The parameter of a fusion that a result is an update of, if it is one."""
+    # Back from the result, through updates of updates, to a parameter or anything else.
     number, updates = 0, 0
     while result.opcode != "parameter":
         if result.opcode == "get-tuple-element":
@@ -320,32 +335,32 @@ def _updated_parameter(
         elif result.opcode in _SAME_BYTES:
             operand = 0
         else:
-            found = dict(updated(computations, result)).get(number)
-            if found is None:
+            base = dict(updated(computations, result)).get(number)
+            if base is None:
                 return None
-            number, operand, updates = 0, found, updates + 1
+            number, operand, updates = 0, base, updates + 1
         result = fused.by_name[result.operands[operand]]
     return int(result.operand_text) if updates else None
 
 
-def _by_element(fused: Computation) -> Iterator[tuple[int, int]]:
+def _fusion_by_element(fused: Computation) -> Iterator[tuple[int, int]]:
     """Results of a fusion that need no element of a parameter but the one in their place."""
     results = _results(fused)
     for number, parameter in fused.parameters.items():
-        reached = _reached(fused, parameter)
+        reached = _reached_by_element(fused, parameter)
         for place, result in enumerate(results):
             if result is not parameter and result.name in reached:
                 yield place, number
 
 
-def _reached(fused: Computation, parameter: Instruction) -> set[str]:
+def _reached_by_element(fused: Computation, parameter: Instruction) -> set[str]:
     """What is made of a parameter element by element; nothing, if it is read otherwise too."""
-    found, waiting = {parameter.name}, [parameter]
+    reached, waiting = {parameter.name}, [parameter]
     while waiting:
         for user in fused.users.get(waiting.pop().name, ()):
-            if user.opcode in _BY_ELEMENT and user.name not in found:
-                found.add(user.name)
+            if user.opcode in _BY_ELEMENT and user.name not in reached:
+                reached.add(user.name)
                 waiting.append(user)
             elif user.opcode not in (*_BY_ELEMENT, "tuple", "reduce"):
                 return set()
-    return found
+    return reached

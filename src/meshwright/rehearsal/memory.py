@@ -1,4 +1,8 @@
-"""`Memory`: what a program takes of a device, part by part, against what there is."""
+"""`Memory`: what a program takes of a device, part by part, against what there is.
+
+Sizes are the compiler's own. What lives at the peak (`Buffer`) is worked out here from the live
+ranges of the scheduled program.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +11,25 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from meshwright._text import amount, table
+from meshwright._show import Sheet, Shown, Table
+from meshwright._text import amount
 from meshwright.hardware.chips import Chip
 from meshwright.hlo.instructions import Computation, Instruction, Source, primitives
 from meshwright.hlo.program import Program
 from meshwright.partitioning.report import LeafRow
-from meshwright.rehearsal.live_ranges import Lease, Lives, Piece, main_memory
+from meshwright.rehearsal.live_ranges import BufferId, CallerBuffers, LiveRanges, main_memory
 
-_REFUSED = re.compile(r"([\d.]+)([KMGT])?i?B?\) exceeds available HBM \(([\d.]+)([KMGT])?")
-_USED = re.compile(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm")
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "": 1}
-_SHOWN = 8
+_SHOWN = 8  # buffers that are printed
 
 
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Bytes on every device. `peak` is all that is allocated at once: arguments, outputs that
-    do not overwrite an argument, temporaries and code. `refused`: the compiler gave up, and
-    `temporaries` is what it said it needs beyond the arguments.
+@dataclasses.dataclass(frozen=True, repr=False)
+class Memory(Shown):
+    """Bytes on every device. Prints itself; `to_json()`.
+
+    `peak` is all that is allocated at once: arguments, outputs that do not overwrite an argument
+    (`aliased` are those that do), temporaries and code. `limit` is what a program may have.
+    `refused`: the compiler gave up, and `temporaries` is what it said it needs beyond the
+    arguments. `buffers` are the values alive at the peak, largest first.
     """
 
     arguments: int
@@ -88,21 +93,20 @@ class Memory:
             f"{amount(self.limit)}: {amount(-self.margin)} too much ({share:.1f} times)"
         )
 
-    def __str__(self) -> str:
-        rows = [["memory on a device", "bytes"]]
-        rows += [[name, amount(size)] for name, size in self.parts().items() if size]
-        rows += [["peak", amount(self.peak)], ["limit", amount(self.limit)]]
-        lines = [self.verdict(), table(rows, [False, True])]
+    def _sheet(self) -> Sheet:
+        sizes = [[name, amount(size)] for name, size in self.parts().items() if size]
+        sizes += [["peak", amount(self.peak)], ["limit", amount(self.limit)]]
+        parts: list[str | Table] = [Table(["memory on a device", "bytes"], sizes, [False, True])]
         if self.note:
-            lines.append(f"note: {self.note}")
+            parts.append(f"note: {self.note}")
         if self.buffers:
-            found = [["largest at the peak", "bytes", "from"]]
-            found += [
-                [buffer.shape, amount(buffer.bytes), _origin(buffer)]
+            heading = ["largest at the peak", "bytes", "from"]
+            rows = [
+                [buffer.shape, amount(buffer.bytes), buffer.origin]
                 for buffer in self.buffers[:_SHOWN]
             ]
-            lines.append(table(found, [False, True, False]))
-        return "\n".join(lines)
+            parts.append(Table(heading, rows, [False, True, False]))
+        return Sheet(self.verdict(), parts)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -125,13 +129,29 @@ class Memory:
         }
 
 
-def _origin(buffer: Buffer) -> str:
-    made_by = buffer.made_by
-    return f"{made_by[:40]} {buffer.source}" if buffer.source else made_by[:60]
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """A value in memory at the moment of the peak, and whose operation it is."""
+
+    name: str
+    shape: str
+    bytes: int
+    op_name: str
+    source: Source | None
+
+    @property
+    def made_by(self) -> str:
+        """The operation in a word, or the compiler's own name where it has none."""
+        return ", ".join(primitives(self.op_name)) or self.name
+
+    @property
+    def origin(self) -> str:
+        """Operation and source line, short enough for a table."""
+        return f"{self.made_by[:40]} {self.source}" if self.source else self.made_by[:60]
 
 
 def as_compiled(sizes: Mapping[str, int], chip: Chip, buffers: tuple[Buffer, ...]) -> Memory:
-    """The compiler's own report."""
+    """`Memory` from the compiler's own report of sizes."""
     return Memory(
         sizes["argument"],
         sizes["output"],
@@ -146,14 +166,15 @@ def as_compiled(sizes: Mapping[str, int], chip: Chip, buffers: tuple[Buffer, ...
 
 
 def as_refused(reason: str, rows: Sequence[LeafRow], chip: Chip) -> Memory:
-    """The verdict of a compiler that ran out of memory, in the same form.
+    """`Memory` from the message of a compiler that ran out of memory.
 
     It names what it needs and what there is, not what for; of the buffers the arguments are known.
     """
-    needed, limit = _read(reason)
+    needed, limit = _read_refusal(reason)
     arguments = sum(row.device_bytes for row in rows)
     buffers = [
-        Buffer(f"argument {row.path}", _local(row), row.device_bytes, "", None) for row in rows
+        Buffer(f"argument {row.path}", _local_shape(row), row.device_bytes, "", None)
+        for row in rows
     ]
     return Memory(
         arguments,
@@ -169,21 +190,28 @@ def as_refused(reason: str, rows: Sequence[LeafRow], chip: Chip) -> Memory:
     )
 
 
-def _local(row: LeafRow) -> str:
+def _local_shape(row: LeafRow) -> str:
     """What a device holds of an argument, such as `f32[512,128]`."""
     return f"{row.text.partition('[')[0]}[{','.join(map(str, row.local))}]"
 
 
-def _read(reason: str) -> tuple[int | None, int | None]:
-    """What it needs and what there is, in bytes, as far as the compiler says."""
-    found = _REFUSED.search(reason) or _USED.search(reason)
-    if found is None:
+# The two forms in which libtpu says that a program is too large.
+_EXCEEDS = re.compile(r"([\d.]+)([KMGT])?i?B?\) exceeds available HBM \(([\d.]+)([KMGT])?")
+_USED = re.compile(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm")
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "": 1}
+
+
+def _read_refusal(reason: str) -> tuple[int | None, int | None]:
+    """Read what a program needs and what there is, in bytes, as far as the compiler says.
+
+    >>> [size // 2**20 for size in _read_refusal("Used 20.00G of 15.75G hbm")]
+    [20480, 16128]
+    """
+    sizes = _EXCEEDS.search(reason) or _USED.search(reason)
+    if sizes is None:
         return None, None
-    needed, unit, limit, other = found.groups(default="")
-    return int(float(needed) * _UNITS[unit]), int(float(limit) * _UNITS[other])
-
-
-# How much memory a program may take on a device.
+    needed, needed_unit, limit, limit_unit = sizes.groups(default="")
+    return int(float(needed) * _UNITS[needed_unit]), int(float(limit) * _UNITS[limit_unit])
 
 
 _GIB = 2**30
@@ -196,55 +224,40 @@ GPU_FRACTION = 0.75
 
 
 def available(chip: Chip) -> int:
-    """Bytes a program may take: what the compiler lets it, or the memory a device has."""
+    """Bytes a program may take of a device: what its compiler grants, or the memory it has."""
     if chip.name in _AVAILABLE:
         return int(_AVAILABLE[chip.name] * _GIB)
     return int(chip.memory_gb * 1e9) // chip.cores
 
 
-# The largest buffers that live at once, read off a scheduled program.
-#
-# The compiler packs a little differently here and there; what it reports itself is the truth, and
-# this says what it consists of.
-
-
-_ALIASED = re.compile(r"\{(\d*)\}: \((\d+),")
-
-
-@dataclasses.dataclass(frozen=True)
-class Buffer:
-    """One piece of memory at the moment of the peak."""
-
-    name: str
-    shape: str
-    bytes: int
-    op_name: str
-    source: Source | None
-
-    @property
-    def made_by(self) -> str:
-        """The operation in a word, or the compiler's own name where it has none."""
-        return ", ".join(primitives(self.op_name)) or self.name
+_ALIASED = re.compile(r"\{(\d*)\}: \((\d+),")  # of input_output_alias={ {0}: (1, {}, may-alias) }
 
 
 @dataclasses.dataclass(frozen=True)
 class _Peak:
+    """The most that a computation and all it calls hold at once."""
+
     bytes: int
-    pieces: tuple[tuple[str, Piece], ...]  # with the computation that holds them
+    buffers: tuple[tuple[str, BufferId], ...]  # with the computation that holds them
 
 
+# In: a scheduled program. Out: the buffers that live at the moment when they take the most bytes,
+# those of called computations included, largest first. Invariant: their sizes add up to what is
+# alive at once; the compiler packs a little differently here and there, what it reports itself is
+# the truth, and this says what it consists of. Example: entry (p) -> big = broadcast; small =
+# reduce(big) peaks at `small`, with p, big and small alive.
 def live_buffers(program: Program) -> tuple[Buffer, ...]:
-    """What lives at the peak, largest first; arguments too."""
-    found = []
-    for computation, (name, number) in _Walk(program).entry().pieces:
-        made = program.computations[computation].by_name[name]
-        leaf = made.shape.leaves[number]
-        named = origin(program, made) or made
-        found.append(Buffer(name, str(leaf), leaf.bytes, named.op_name, program.source(named)))
-    return tuple(sorted(found, key=lambda buffer: (-buffer.bytes, buffer.name)))
+    """List what lives at the peak, arguments too, largest first."""
+    buffers = []
+    for computation, (name, number) in _Peaks(program).entry().buffers:
+        maker = program.computations[computation].by_name[name]
+        leaf = maker.shape.leaves[number]
+        named = origin(program, maker) or maker
+        buffers.append(Buffer(name, str(leaf), leaf.bytes, named.op_name, program.source(named)))
+    return tuple(sorted(buffers, key=lambda buffer: (-buffer.bytes, buffer.name)))
 
 
-class _Walk:
+class _Peaks:
     """The peaks of a program's computations, each worked out once."""
 
     def __init__(self, program: Program):
@@ -253,45 +266,50 @@ class _Walk:
 
     def entry(self) -> _Peak:
         donated = _ALIASED.findall(self.program.header)
-        lease = Lease(
+        caller = CallerBuffers(
             counted=True,
             results=frozenset(int(result or 0) for result, _ in donated),
             parameters=frozenset(int(parameter) for _, parameter in donated),
         )
-        return self._peak(self.program.entry, lease)
+        return self._peak(self.program.entry, caller)
 
     def called(self, name: str, loop: bool) -> _Peak:
         if name not in self.known:
             computation = self.program.computations[name]
-            state = frozenset(range(len(computation.root.shape.leaves)))
-            lease = Lease(results=state, parameters=frozenset({0} if loop else ()))
-            self.known[name] = self._peak(computation, lease)
+            # The caller has set the results aside, and a loop's body writes over its old state.
+            results = frozenset(range(len(computation.root.shape.leaves)))
+            caller = CallerBuffers(results=results, parameters=frozenset({0} if loop else ()))
+            self.known[name] = self._peak(computation, caller)
         return self.known[name]
 
-    def _peak(self, computation: Computation, lease: Lease) -> _Peak:
-        lives = Lives(self.program, computation, lease).found()
-        begins: dict[int, list[Piece]] = {}
-        ends: dict[int, list[Piece]] = {}
-        for piece, (first, last) in lives.items():
-            begins.setdefault(first, []).append(piece)
-            ends.setdefault(last, []).append(piece)
-        sizes = {piece: main_memory(computation.by_name[piece[0]], piece[1]) for piece in lives}
-        total, best, when = 0, -1, 0
+    def _peak(self, computation: Computation, caller: CallerBuffers) -> _Peak:
+        ranges = LiveRanges(self.program, computation, caller).compute()
+        begins: dict[int, list[BufferId]] = {}
+        ends: dict[int, list[BufferId]] = {}
+        for buffer, (first, last) in ranges.items():
+            begins.setdefault(first, []).append(buffer)
+            ends.setdefault(last, []).append(buffer)
+        sizes = {
+            buffer: main_memory(computation.by_name[buffer[0]], buffer[1]) for buffer in ranges
+        }
+        # One pass over the schedule: add what begins, look, drop what ends.
+        total, most, when = 0, -1, 0
         for at, instruction in enumerate(computation.instructions):
-            total += sum(sizes[piece] for piece in begins.get(at, ()))
+            total += sum(sizes[buffer] for buffer in begins.get(at, ()))
             inner = self._inner(instruction)
-            if total + inner.bytes > best:
-                best, when = total + inner.bytes, at
-            total -= sum(sizes[piece] for piece in ends.get(at, ()))
+            if total + inner.bytes > most:
+                most, when = total + inner.bytes, at
+            total -= sum(sizes[buffer] for buffer in ends.get(at, ()))
         alive = [
-            (computation.name, piece)
-            for piece, (first, last) in lives.items()
-            if first <= when <= last and sizes[piece]
+            (computation.name, buffer)
+            for buffer, (first, last) in ranges.items()
+            if first <= when <= last and sizes[buffer]
         ]
         inner = self._inner(computation.instructions[when])
-        return _Peak(best, (*alive, *inner.pieces))
+        return _Peak(most, (*alive, *inner.buffers))
 
     def _inner(self, instruction: Instruction) -> _Peak:
+        """The largest peak among the computations that an instruction runs, one at a time."""
         if not instruction.only_calls:
             return _Peak(0, ())
         loop = instruction.opcode == "while"
@@ -299,26 +317,25 @@ class _Walk:
         return max(peaks, key=lambda peak: peak.bytes, default=_Peak(0, ()))
 
 
-# Whose operation a buffer belongs to, where the instruction that makes it does not say.
-#
-# Compilers copy, widen and set aside memory on behalf of others: a copy belongs to what it copies,
-# and memory that is set aside to whoever fills it, which may be the body of a loop.
-
-
 _COPIES = ("copy", "copy-start", "copy-done", "transpose", "reshape", "convert", "bitcast")
 _STEPS = 6  # away from the instruction itself
 
 
+# In: the instruction that makes a buffer. Out: one that carries the name of a user's operation, or
+# `None`. Compilers copy, widen and set aside memory on behalf of others: a copy belongs to what it
+# copies, and memory that is set aside to whoever fills it, which may be the body of a loop.
+# Example: a nameless broadcast that starts a scan's stacked results is named by the
+# dynamic-update-slice in the loop's body.
 def origin(program: Program, instruction: Instruction, steps: int = _STEPS) -> Instruction | None:
-    """The instruction that names an operation of the user for this one; itself, if it does."""
+    """Find the instruction that names a user's operation for this one; itself, if it does."""
     if is_named(program, instruction):
         return instruction
     if not steps:
         return None
-    for other in _others(program, instruction):
-        found = origin(program, other, steps - 1)
-        if found is not None:
-            return found
+    for neighbour in _neighbours(program, instruction):
+        named = origin(program, neighbour, steps - 1)
+        if named is not None:
+            return named
     return None
 
 
@@ -329,8 +346,8 @@ def is_named(program: Program, instruction: Instruction) -> bool:
     return "/" in instruction.op_name or program.source(instruction) is not None
 
 
-def _others(program: Program, instruction: Instruction) -> Iterator[Instruction]:
-    """Who to ask instead: what is copied, then who reads or fills it."""
+def _neighbours(program: Program, instruction: Instruction) -> Iterator[Instruction]:
+    """Whom to ask instead: what is copied, then who reads or fills it."""
     where = program.computations[instruction.computation]
     if instruction.opcode in _COPIES:
         yield from where.operands(instruction)[:1]
@@ -340,11 +357,11 @@ def _others(program: Program, instruction: Instruction) -> Iterator[Instruction]
             continue
         number = user.operands.index(instruction.name)
         for loop in where.users.get(user.name, ()):
-            yield from _written(program, loop, number)
+            yield from _left_by_body(program, loop, number)
 
 
-def _written(program: Program, loop: Instruction, number: int) -> Iterator[Instruction]:
-    """What the body of a loop leaves at a place of its state."""
+def _left_by_body(program: Program, loop: Instruction, number: int) -> Iterator[Instruction]:
+    """What the body of a loop leaves at a place of its state; nothing if it is no loop."""
     for how, name in loop.called:
         body = program.computations[name]
         if loop.opcode == "while" and how == "body" and number < len(body.root.operands):

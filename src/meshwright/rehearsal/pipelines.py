@@ -1,4 +1,4 @@
-"""`rehearse_pipeline(...)`: every task of a pipeline compiled, and timed as its schedule runs.
+"""`rehearse_pipeline`: compile every task of a pipeline, and time them as the schedule runs.
 
 The groups' meshes say for what hardware: on `mw.mesh(..., on="v5e:4x4")` the vendor's compiler
 compiles every task, in processes of its own; for live devices they are compiled here.
@@ -20,7 +20,8 @@ from jax.sharding import NamedSharding
 
 from meshwright import _compat
 from meshwright._html import html_table
-from meshwright._text import amount, duration, table
+from meshwright._show import short_repr
+from meshwright._text import amount, duration, plural, table
 from meshwright.errors import RehearsalError, short
 from meshwright.hardware.chips import Chip
 from meshwright.hlo.program import read_program
@@ -32,28 +33,34 @@ from meshwright.pipelines.plan import Plan
 from meshwright.pipelines.step import PipelineStep
 from meshwright.pipelines.step_graph import Operation, StepBuilder, TaskFunction
 from meshwright.placement.placement import Placement
-from meshwright.rehearsal.collectives.analyze import ledger
+from meshwright.rehearsal.collectives.analyze import analyze
 from meshwright.rehearsal.collectives.types import Collectives
 from meshwright.rehearsal.compiler import PLATFORMS, Job, Outcome, Site, answer
 from meshwright.rehearsal.lowering import identity_of
 from meshwright.rehearsal.memory import Memory, as_refused, available
-from meshwright.rehearsal.request import check_deadline, choose_folder
+from meshwright.rehearsal.request import TIMEOUT, check_timeout, choose_folder
 from meshwright.rehearsal.step_time import StepTime, step_time
 from meshwright.rehearsal.tpu_slices import hardware_of, stand_in
 from meshwright.schedules.timeline import Timeline, simulate
-from meshwright.schedules.types import Costs
+from meshwright.schedules.types import Costs, TaskKind
 from meshwright.trees.split import split_arrays
 from meshwright.trees.walk import bits
 
 
 def rehearse_pipeline(
-    step: PipelineStep, *args: Any, deadline: float = 900.0, cache: bool | str | Path = True
+    step: PipelineStep, *args: Any, timeout: float = TIMEOUT, cache: bool | str | Path = True
 ) -> PipelineRehearsal:
-    """Compile every task of a pipeline for its groups' hardware; `args` are arrays or shapes.
+    """Compile every task of a pipeline for its groups' hardware, and model its timeline.
 
-    For groups that are not here the vendor's compiler has `deadline` seconds for each task, and
-    its answers are kept in `cache`, as for `rehearse`. Where it runs out of memory at a task, the
-    result says which, and holds the group of that task alone.
+    Args:
+      step: what `pipeline(...)` returned, over live groups or groups on named hardware.
+      *args: the step's arguments, as arrays or as `jax.ShapeDtypeStruct`s.
+      timeout: seconds that the vendor's compiler has for each task of groups that are not here.
+      cache: folder that keeps its answers, as for `rehearse`.
+
+    Raises `RehearsalError` with the task and its group where a compiler refuses one or crashes.
+    Where it runs out of memory at a task, the result says which, and holds the group of that task
+    alone.
 
     >>> import jax, jax.numpy as jnp, meshwright as mw
     >>> def loss(params, x):
@@ -73,9 +80,12 @@ def rehearse_pipeline(
         )
     if not args:
         raise RehearsalError("rehearse_pipeline: pass the step's arguments, or their shapes.")
-    compiler = TaskCompiler(step.groups, check_deadline(deadline), choose_folder(cache))
+    compiler = TaskCompiler(step.groups, check_timeout(timeout), choose_folder(cache))
     try:
-        plan = _elsewhere(step, args, compiler) if step.groups.compile_only else step.plan_of(*args)
+        if step.groups.compile_only:
+            plan = _plan_without_devices(step, args, compiler)
+        else:
+            plan = step.plan_of(*args)
     except Exhausted as refused:
         group = GroupRehearsal(refused.group, refused.memory, 0, ())
         return PipelineRehearsal((group,), None, None, refused.task)
@@ -83,8 +93,141 @@ def rehearse_pipeline(
     return PipelineRehearsal(groups, _timeline(plan, groups), explain_plan(plan, plan.names))
 
 
-def _elsewhere(step: PipelineStep, args: tuple[Any, ...], compiler: TaskCompiler) -> Plan:
-    """The plan of a step whose tasks are compiled in other processes; it cannot run."""
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class PipelineRehearsal:
+    """What the compiler made of a pipeline. Prints itself; HTML in a notebook; `to_json()`.
+
+    `timeline` is in milliseconds, from the modelled times of the tasks. `refused` names the task
+    at which the compiler ran out of memory, if it did: then only its group is known.
+    """
+
+    groups: tuple[GroupRehearsal, ...]
+    timeline: Timeline | None
+    explanation: Explanation | None
+    refused: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return all(group.memory.fits for group in self.groups)
+
+    def __repr__(self) -> str:
+        verdict = "fits" if self.fits else "does not fit"
+        return short_repr(self, f"of {plural(len(self.groups), 'group')}, {verdict}")
+
+    def __str__(self) -> str:
+        lines = [group.verdict() for group in self.groups]
+        if self.refused:
+            return "\n".join([*lines, self._advice()])
+        tasks = table(self._task_rows(), [False, *[True] * 5])
+        return "\n".join([*lines, "", self._memory_table(), "", tasks, "", str(self.timeline)])
+
+    def _advice(self) -> str:
+        return (
+            f"The compiler ran out of memory at {self.refused}; the other tasks were not compiled. "
+            "Use more groups, more microbatches, or cut the arrays further."
+        )
+
+    def _memory_table(self) -> str:
+        rows = [["group", "arguments", "held", "largest task", "code", "peak"]]
+        for group in self.groups:
+            memory = group.memory
+            working = memory.temporaries - group.held
+            parts = (memory.arguments, group.held, working, memory.code, memory.peak)
+            rows.append([str(group.group), *map(amount, parts)])
+        return table(rows, [True] * 6)
+
+    def _task_rows(self) -> list[list[str]]:
+        rows = [["task", "group", "time", "waits for others", "moved", "temporaries"]]
+        for group in self.groups:
+            rows += [
+                [
+                    task.name,
+                    str(group.group),
+                    duration(task.time.total),
+                    duration(task.time.exposed),
+                    amount(task.collectives.moved),
+                    amount(task.temporaries),
+                ]
+                for task in group.tasks
+            ]
+        return rows
+
+    def _repr_html_(self) -> str:
+        verdicts = "".join(f"<p>{group.verdict()}</p>" for group in self.groups)
+        if self.timeline is None:
+            return f"{verdicts}<p>{self._advice()}</p>"
+        return (
+            f"{verdicts}{html_table(self._task_rows(), [False, *[True] * 5])}{self.timeline.svg()}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "fits": self.fits,
+            "refused": self.refused or None,
+            "groups": [
+                {
+                    "group": group.group,
+                    "memory": group.memory.to_json(),
+                    "held": group.held,
+                    "stand_in": group.stand_in or None,
+                    "tasks": [
+                        {
+                            "name": task.name,
+                            "time": task.time.to_json(),
+                            "collectives": task.collectives.to_json(),
+                            "temporaries": task.temporaries,
+                        }
+                        for task in group.tasks
+                    ],
+                }
+                for group in self.groups
+            ],
+            "timeline": None if self.timeline is None else self.timeline.to_json(),
+        }
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class TaskRehearsal:
+    """One kind of task of one stage, e.g. `0F`: its program on its group. Temporaries in bytes."""
+
+    name: str
+    stage: int
+    kind: TaskKind
+    collectives: Collectives
+    time: StepTime
+    temporaries: int
+
+    def __repr__(self) -> str:
+        return short_repr(self, f"{self.name}, {duration(self.time.total)}")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class GroupRehearsal:
+    """One group of the pipeline: its memory over the whole step, and its tasks.
+
+    `held` are the bytes that live between tasks at the peak: activations and sums of gradients.
+    `stand_in` names the slice that it was compiled for where none has the group's own shape.
+    """
+
+    group: int
+    memory: Memory
+    held: int
+    tasks: tuple[TaskRehearsal, ...]
+    stand_in: str = ""
+
+    def verdict(self) -> str:
+        """One line: does it fit."""
+        how = f" (compiled for {self.stand_in}: no slice has its shape)" if self.stand_in else ""
+        return f"group {self.group}: {self.memory.verdict()}{how}"
+
+    def __repr__(self) -> str:
+        return short_repr(self, self.verdict())
+
+
+def _plan_without_devices(
+    step: PipelineStep, args: tuple[Any, ...], compiler: TaskCompiler
+) -> Plan:
+    """Plan a step whose tasks are compiled in other processes; the plan cannot run."""
     try:
         return step.planner.plan(split_arrays(args, 1), step.local_groups, step.link, compiler)
     finally:
@@ -96,37 +239,44 @@ def _group(plan: Plan, group: int) -> GroupRehearsal:
     placed = explain_mesh(builder.shardings.meshes[group])
     operations = [each for each in plan.operations if each.group == group]
     memory, held = group_memory(builder, plan.operations, group, placed.topology.chip)
-    odd = stand_in(builder.shardings.meshes[group]) if builder.shardings.groups.compile_only else ""
-    return GroupRehearsal(group, memory, held, _tasks(operations, placed), odd)
+    other_shape = (
+        stand_in(builder.shardings.meshes[group]) if builder.shardings.groups.compile_only else ""
+    )
+    return GroupRehearsal(group, memory, held, _tasks(operations, placed), other_shape)
 
 
 def _tasks(operations: Sequence[Operation], placed: Placement) -> tuple[TaskRehearsal, ...]:
-    found: dict[tuple[int, str], TaskRehearsal] = {}
+    """One of every kind of task per stage: its microbatches all run one program."""
+    tasks: dict[tuple[int, str], TaskRehearsal] = {}
     for operation in operations:
         task, code = operation.task, operation.function
-        if task is None or code is None or (task.stage, task.kind) in found:
+        if task is None or code is None or (task.stage, task.kind) in tasks:
             continue
         program = read_program(code.compiled.as_text())
-        collectives = ledger(program, placed)
-        found[task.stage, task.kind] = TaskRehearsal(
+        collectives = analyze(program, placed)
+        tasks[task.stage, task.kind] = TaskRehearsal(
             f"{task.stage}{task.kind}",
             task.stage,
-            task.kind,
+            TaskKind(task.kind),
             collectives,
             step_time(program, collectives, placed.topology.chip),
             code.compiled.memory_analysis().temp_size_in_bytes,
         )
-    return tuple(found.values())
+    return tuple(tasks.values())
 
 
 def _timeline(plan: Plan, groups: Sequence[GroupRehearsal]) -> Timeline:
+    """Simulate the schedule with the modelled time of each task, in milliseconds."""
     schedule = plan.proof.schedule
     times = {(t.stage, t.kind): 1e3 * t.time.total for group in groups for t in group.tasks}
     costs = []
     for stage in range(schedule.stages):
-        f, b, w = (times.get((stage, kind), 0.0) for kind in ("F", "B", "W"))
-        whole = times.get((stage, "BW"), b + w)
-        costs.append(Costs(max(f, 1e-6), b, w, max(whole, 1e-6)))
+        forward = times.get((stage, TaskKind.FORWARD), 0.0)
+        by_input = times.get((stage, TaskKind.INPUT_GRADIENT), 0.0)
+        by_weights = times.get((stage, TaskKind.WEIGHT_GRADIENT), 0.0)
+        backward = times.get((stage, TaskKind.BACKWARD), by_input + by_weights)
+        # `Costs` refuses a forward or a backward without a cost; a stage may have an empty one.
+        costs.append(Costs(max(forward, 1e-6), by_input, by_weights, max(backward, 1e-6)))
     return simulate(schedule, costs, _latency(plan))
 
 
@@ -136,7 +286,7 @@ def _latency(plan: Plan) -> float:
     chip = explain_mesh(builder.shardings.meshes[0]).topology.chip
     largest = max(
         (
-            sum(bytes_on_device(builder, cell) for cell in operation.outs)
+            sum(bytes_on_device(builder, slot) for slot in operation.outs)
             for operation in plan.operations
             if operation.is_transfer
         ),
@@ -145,28 +295,28 @@ def _latency(plan: Plan) -> float:
     return 1e3 * largest / (chip.link * 1e9)
 
 
-# A pipeline's tasks, compiled in processes of their own.
-
-
 class Exhausted(RehearsalError):
-    """A task for which the compiler ran out of memory: of which group, and its verdict."""
+    """Raised for a task at which the compiler ran out of memory, with its group and memory."""
 
     def __init__(self, task: str, group: int, memory: Memory):
         super().__init__(f"{task}: the compiler ran out of memory. The group {memory.verdict()}.")
         self.task, self.group, self.memory = task, group, memory
 
 
+# In: lowered programs, from the threads in which a plan compiles its tasks. Out: what the compiling
+# process made of each. Invariant: one process per program, also where several threads ask for it;
+# stages of a transformer are mostly one program.
 class TaskCompiler:
-    """Compiles the programs of groups that are not here; the same program only once."""
+    """Compiles the programs of groups that are not here, equal ones only once."""
 
-    def __init__(self, groups: Groups, deadline: float, folder: Path | None):
-        self.groups, self.deadline, self.folder = groups, deadline, folder
+    def __init__(self, groups: Groups, timeout: float, folder: Path | None):
+        self.groups, self.timeout, self.folder = groups, timeout, folder
         self._asked: dict[str, concurrent.futures.Future[Outcome]] = {}
         self._lock = threading.Lock()
         self._stopped = threading.Event()
 
     def __call__(self, code: TaskFunction, operation: Operation, program: Any) -> CompiledTask:
-        """What the vendor's compiler makes of a lowered program."""
+        """Compile a lowered program with the vendor's compiler."""
         job = self._job(code, operation, program)
         outcome = self._outcome(job)
         if outcome.verdict == "exhausted":
@@ -194,18 +344,18 @@ class TaskCompiler:
         )
 
     def _outcome(self, job: Job) -> Outcome:
-        """Waits for another thread that has asked the same."""
+        """The outcome of a job, or that of another thread that has asked for the same."""
         with self._lock:
             first = job.key not in self._asked
-            found = self._asked.setdefault(job.key, concurrent.futures.Future())
+            outcome = self._asked.setdefault(job.key, concurrent.futures.Future())
         if first:
             try:
-                found.set_result(answer(job, self.folder, self.deadline, self._look)[0])
-            except BaseException as error:  # those who wait are to hear of it too
-                found.set_exception(error)
-        return found.result()
+                outcome.set_result(answer(job, self.folder, self.timeout, self._tick)[0])
+            except BaseException as error:  # those who wait must hear of it too
+                outcome.set_exception(error)
+        return outcome.result()
 
-    def _look(self, _: float) -> None:
+    def _tick(self, _: float) -> None:
         if self._stopped.is_set():
             raise RehearsalError("the rehearsal of this pipeline has ended.")
 
@@ -215,12 +365,9 @@ def _name(code: TaskFunction, operation: Operation) -> str:
     return code.name if task is None else f"group {operation.group}: task {task.stage}{task.kind}"
 
 
-# `CompiledTask`: what a compiler in another process made of a task, read as one made here is.
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class CompiledTask:
-    """Answers what `jax.stages.Compiled` does, and cannot be called."""
+    """A task compiled in another process: reads as `jax.stages.Compiled`, but cannot be called."""
 
     outcome: Outcome
     output_shardings: Sequence[NamedSharding]
@@ -236,25 +383,24 @@ class CompiledTask:
         return self.outcome.cost
 
 
-# A group's memory, followed through its operations.
-#
-# Arguments stay unless a program is donated them, for the caller holds them too; results live until
-# their last use, and each program adds its own temporaries.
-
-
+# In: the operations of all groups in the order in which they run. Out: the most that one group
+# holds at once, and what of it lives between tasks then. Arguments stay unless a program is donated
+# them, for the caller holds them too; results live until their last use, and each program adds its
+# own temporaries. Example, 1F1B with two stages: group 0 holds the activations of two microbatches
+# when its first backward begins.
 def group_memory(
     builder: StepBuilder, operations: Sequence[Operation], group: int, chip: Chip
 ) -> tuple[Memory, int]:
-    """The peak of a group as its operations run, and what of it lives between them.
+    """Follow a group's memory through its operations: its peak, and what is held between tasks.
 
-    `operations` are those of all groups: what is sent away is forgotten by the group that takes it.
+    `operations` are those of all groups: what is sent away is dropped by the group that takes it.
     """
     own = [operation for operation in operations if operation.group == group]
     given = {argument.slot for argument in builder.placed if argument.group == group}
-    given |= {cell for cell in builder.constants if builder.group_of_slot[cell] == group}
+    given |= {slot for slot in builder.constants if builder.group_of_slot[slot] == group}
 
-    def total(cells: Iterable[int]) -> int:
-        return sum(bytes_on_device(builder, cell) for cell in cells)
+    def total(slots: Iterable[int]) -> int:
+        return sum(bytes_on_device(builder, slot) for slot in slots)
 
     arguments = total(given)
     alive = set(given)
@@ -280,135 +426,14 @@ def group_memory(
 
 
 def _working(code: TaskFunction) -> int:
-    """What a program needs besides what it is given."""
+    """Bytes that a program needs besides its arguments."""
     report = code.compiled.memory_analysis()
     new = report.output_size_in_bytes - report.alias_size_in_bytes
     return int(report.temp_size_in_bytes + new)
 
 
-def bytes_on_device(builder: StepBuilder, cell: int) -> int:
-    """What a device holds of a value."""
-    aval, lies = builder.avals[cell], builder.slot_shardings[cell]
-    shape = aval.shape if lies is None else lies.shard_shape(aval.shape)
+def bytes_on_device(builder: StepBuilder, slot: int) -> int:
+    """Bytes that a device holds of the value in a slot."""
+    aval, sharding = builder.avals[slot], builder.slot_shardings[slot]
+    shape = aval.shape if sharding is None else sharding.shard_shape(aval.shape)
     return math.ceil(math.prod(shape) * bits(aval.dtype) / 8)
-
-
-# `PipelineRehearsal`: what is known about a pipeline before it runs.
-
-
-@dataclasses.dataclass(frozen=True)
-class TaskRehearsal:
-    """One kind of task of one stage: its program on its group."""
-
-    name: str
-    stage: int
-    kind: str
-    collectives: Collectives
-    time: StepTime
-    temporaries: int
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupRehearsal:
-    """One group. `held` is what lives between tasks at the peak: activations and sums.
-
-    `stand_in` names the slice that it was compiled for where none has the group's own shape.
-    """
-
-    group: int
-    memory: Memory
-    held: int
-    tasks: tuple[TaskRehearsal, ...]
-    stand_in: str = ""
-
-    def verdict(self) -> str:
-        """One line: does it fit."""
-        how = f" (compiled for {self.stand_in}: no slice has its shape)" if self.stand_in else ""
-        return f"group {self.group}: {self.memory.verdict()}{how}"
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class PipelineRehearsal:
-    """What the compiler made of a pipeline. Prints itself; HTML in a notebook; `to_json()`.
-
-    `timeline` is in milliseconds, from the modelled times of the tasks. `refused` names the task
-    at which the compiler ran out of memory, if it did: then only its group is known.
-    """
-
-    groups: tuple[GroupRehearsal, ...]
-    timeline: Timeline | None
-    explanation: Explanation | None
-    refused: str = ""
-
-    @property
-    def fits(self) -> bool:
-        return all(group.memory.fits for group in self.groups)
-
-    def __str__(self) -> str:
-        lines = [group.verdict() for group in self.groups]
-        if self.refused:
-            return "\n".join([*lines, self._advice()])
-        tasks = table(self._tasks(), [False, *[True] * 5])
-        return "\n".join([*lines, "", self._memory(), "", tasks, "", str(self.timeline)])
-
-    def _advice(self) -> str:
-        return (
-            f"The compiler ran out of memory at {self.refused}; the other tasks were not compiled. "
-            "Use more groups, more microbatches, or cut the arrays further."
-        )
-
-    def _memory(self) -> str:
-        rows = [["group", "arguments", "held", "largest task", "code", "peak"]]
-        for group in self.groups:
-            memory = group.memory
-            working = memory.temporaries - group.held
-            parts = (memory.arguments, group.held, working, memory.code, memory.peak)
-            rows.append([str(group.group), *map(amount, parts)])
-        return table(rows, [True] * 6)
-
-    def _tasks(self) -> list[list[str]]:
-        rows = [["task", "group", "time", "waits for others", "moved", "temporaries"]]
-        for group in self.groups:
-            rows += [
-                [
-                    task.name,
-                    str(group.group),
-                    duration(task.time.total),
-                    duration(task.time.exposed),
-                    amount(task.collectives.moved),
-                    amount(task.temporaries),
-                ]
-                for task in group.tasks
-            ]
-        return rows
-
-    def _repr_html_(self) -> str:
-        verdicts = "".join(f"<p>{group.verdict()}</p>" for group in self.groups)
-        if self.timeline is None:
-            return f"{verdicts}<p>{self._advice()}</p>"
-        return f"{verdicts}{html_table(self._tasks(), [False, *[True] * 5])}{self.timeline.svg()}"
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "fits": self.fits,
-            "refused": self.refused or None,
-            "groups": [
-                {
-                    "group": group.group,
-                    "memory": group.memory.to_json(),
-                    "held": group.held,
-                    "stand_in": group.stand_in or None,
-                    "tasks": [
-                        {
-                            "name": task.name,
-                            "time": task.time.to_json(),
-                            "collectives": task.collectives.to_json(),
-                            "temporaries": task.temporaries,
-                        }
-                        for task in group.tasks
-                    ],
-                }
-                for group in self.groups
-            ],
-            "timeline": None if self.timeline is None else self.timeline.to_json(),
-        }

@@ -1,11 +1,14 @@
-"""A rehearsal as text for the terminal and as JSON."""
+"""A `Rehearsal` as text for the terminal, as JSON, and as sections of HTML.
+
+`report` puts the same sections on a page of its own, beside others.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright._html import (
     CAUSES,
@@ -23,7 +26,7 @@ from meshwright._html import (
     style,
     tag,
 )
-from meshwright._text import amount, duration
+from meshwright._text import amount, duration, plural, plural_noun
 from meshwright.partitioning.report import (
     REPORT_HEADING,
     REPORT_RIGHT,
@@ -45,8 +48,8 @@ from meshwright.rehearsal.collectives.types import (
     BESIDE,
     COLLECTIVE_HEADING,
     COLLECTIVE_RIGHT,
+    IMPLICIT_RESHARDING,
     MOST_ROWS,
-    NOBODY_ASKED,
     Collective,
     Collectives,
     cause_line,
@@ -54,30 +57,32 @@ from meshwright.rehearsal.collectives.types import (
     collectives_headline,
 )
 from meshwright.rehearsal.memory import Buffer, Memory
-from meshwright.rehearsal.remedies import Remedy
-from meshwright.rehearsal.result import Rehearsal
+
+if TYPE_CHECKING:  # `result` imports this file, and a `Rehearsal` prints itself with it
+    from meshwright.rehearsal.remedies import Remedy
+    from meshwright.rehearsal.result import Rehearsal
 
 _WORST = 3  # replicated arrays that are named
 
 
-def as_text(result: Rehearsal, ways: Sequence[Remedy] = ()) -> str:
-    """All of it. `ways` are the ways out, where they were tried."""
+def as_text(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> str:
+    """Print everything for a terminal; `remedies` are those that were tried, if any were."""
     parts = [headline(result), str(result.memory)]
     if result.time is not None:
         parts += [str(result.collectives), str(result.time)]
-    if advice := next_steps(result, ways):
+    if advice := next_steps(result, remedies):
         parts.append("\n".join(map(_item, advice)))
     return "\n\n".join(parts)
 
 
 def headline(result: Rehearsal) -> str:
-    """What was compiled, for what, by which compiler."""
+    """Say what was compiled, for what, by which compiler."""
     placed = result.placement
-    devices = placed.topology.num_devices
     how = "kept from before" if result.from_cache else f"compiled in {result.compile_seconds:.1f} s"
+    devices = placed.topology.num_devices
     lines = [
         f"{result.name} as {placed.spec} on {placed.topology.name} "
-        f"({devices} device{'' if devices == 1 else 's'}), {how} by {result.compiler}"
+        f"({devices} {plural_noun(devices, 'device')}), {how} by {result.compiler}"
     ]
     if result.stand_in:
         lines.append(
@@ -87,25 +92,26 @@ def headline(result: Rehearsal) -> str:
     return "\n".join(lines)
 
 
-def next_steps(result: Rehearsal, ways: Sequence[Remedy] = ()) -> list[str]:
-    """What a reader would do about it, most important first."""
-    found = []
+def next_steps(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> list[str]:
+    """List what a reader would do about it, most important first."""
+    steps = []
     if not result.fits:
-        found += [str(remedy) for remedy in ways or result.remedies()]
-    unasked = [entry for entry in result.collectives if entry.cause == "nobody asked"]
-    if unasked:
-        worst = max(unasked, key=lambda entry: entry.total_seconds)
+        steps += [str(remedy) for remedy in remedies or result.remedies()]
+    implicit = [entry for entry in result.collectives if entry.cause == IMPLICIT_RESHARDING]
+    if implicit:
+        worst = max(implicit, key=lambda entry: entry.total_seconds)
         place = f" from {worst.source}" if worst.source else ""
-        found.append(
-            f"{len(unasked)} collectives that nobody asked for. The largest: {worst.kind} of "
-            f"{worst.shape}{place}. Constrain what it works on to one sharding."
+        steps.append(
+            f"{plural(len(implicit), 'collective')} by implicit resharding. The largest: "
+            f"{worst.kind} of {worst.shape}{place}. Constrain what it works on to one sharding."
         )
+    # Small arrays are well replicated; one is named where its copies take 5 % of a device together.
     copies = result.placement.topology.num_devices
-    given = result.request.specs is not None  # then they were meant to be whole
+    given = result.request.in_shardings is not None  # then they were meant to be replicated
     for row in () if given else result.arguments.replicated[:_WORST]:
         if row.bytes * copies > 0.05 * result.memory.limit and copies > 1:
-            found.append(f"{row.path} ({row.text}) is whole on every device: give it a spec.")
-    return found
+            steps.append(f"{row.path} ({row.text}) is whole on every device: give it a spec.")
+    return steps
 
 
 def _item(line: str) -> str:
@@ -131,14 +137,14 @@ def as_json(result: Rehearsal) -> dict[str, Any]:
     }
 
 
-# A rehearsal as HTML: for a notebook whole, for a report section by section.
+# HTML: for a notebook whole, for a report section by section.
 
 
 def as_html(result: Rehearsal) -> str:
-    """One self-contained block, no scripts and nothing fetched."""
+    """Draw everything as one self-contained block: no scripts, nothing fetched."""
     parts = [verdict(result)]
     if advice := next_steps(result):
-        parts.append(tag("section", tag("h2", "What to do next"), advised(advice)))
+        parts.append(tag("section", tag("h2", "What to do next"), advice_list(advice)))
     parts += [tag("section", tag("h2", title), body) for title, body in sections(result).values()]
     return tag("div", tag("style", Html(style())), *parts, class_="mw")
 
@@ -146,25 +152,19 @@ def as_html(result: Rehearsal) -> str:
 def sections(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> dict[str, tuple[str, Html]]:
     """Title and content of every section, by a short name for links."""
     return {
-        "memory": ("Memory", memory(result, remedies)),
-        "time": ("Where a step's time goes", steptime(result)),
-        "mesh": ("The mesh on the machine", mesh(result.placement)),
-        "collectives": ("What moves between devices", _moves(result)),
-        "shardings": ("How the arrays are cut", shardings(result.arguments)),
+        "memory": ("Memory", memory_section(result, remedies)),
+        "time": ("Where a step's time goes", time_section(result)),
+        "mesh": ("The mesh on the machine", mesh_section(result.placement)),
+        "collectives": ("What moves between devices", collectives_section(result)),
+        "shardings": ("How the arrays are cut", shardings_section(result.arguments)),
     }
 
 
-def advised(lines: Sequence[str]) -> Html:
-    """Steps in order."""
+def advice_list(lines: Sequence[str]) -> Html:
+    """Number the steps to take, the most important first."""
     return tag(
         "ol", join(tag("li", f"{line[:1].upper()}{line[1:]}") for line in lines), class_="next"
     )
-
-
-def _moves(result: Rehearsal) -> Html:
-    if result.time is None:
-        return tag("p", "Not known: the compiler gave up before it had a program.")
-    return moves(result.collectives)
 
 
 # Memory: stacked parts against the limit, and the largest buffers with where they come from.
@@ -173,38 +173,38 @@ def _moves(result: Rehearsal) -> Html:
 _BUFFERS = 12
 
 
-def memory(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> Html:
-    """The bar of a device, one for each way out, and what lives at the peak."""
+def memory_section(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> Html:
+    """Draw a bar for a device, one for each remedy, and list the buffers at the peak."""
     use, devices = result.memory, result.placement.topology.num_devices
     alike = "the device" if devices == 1 else f"each of {devices:,} devices, all alike"
-    lanes = [lane(alike, use), *map(_way_out, remedies)]
+    lanes = [memory_lane(alike, use), *map(_remedy_lane, remedies)]
     drawn = bars(lanes, amount, limit=use.limit)
     note = tag("p", f"Note: {use.note}.", class_="note") if use.note else ""
-    return join([drawn, legend(parts(use), amount, use.peak), note, buffers(use)])
+    return join([drawn, legend(_memory_parts(use), amount, use.peak), note, _buffers(use)])
 
 
-def lane(title: str, use: Memory) -> Lane:
-    return Lane(f"{title}: {amount(use.peak)}", parts(use))
+def memory_lane(title: str, use: Memory) -> Lane:
+    return Lane(f"{title}: {amount(use.peak)}", _memory_parts(use))
 
 
-def parts(use: Memory) -> tuple[Part, ...]:
+def _memory_parts(use: Memory) -> tuple[Part, ...]:
     """What is allocated at once; results that overwrite an argument are counted as that."""
     sizes = {**use.parts(), "outputs": use.outputs - use.aliased}
     return tuple(Part(name, sizes[name], colour) for name, colour in MEMORY.items())
 
 
-def _way_out(remedy: Remedy) -> Lane:
+def _remedy_lane(remedy: Remedy) -> Lane:
     title = f"{remedy.what} ({remedy.how})"
     if remedy.tried is not None:
-        return lane(f"{title}, compiled", remedy.tried.memory)
+        return memory_lane(f"{title}, compiled", remedy.tried.memory)
     if remedy.peak is None or remedy.failed:
         return Lane(f"{title}: {remedy.failed or 'not tried'}", ())
     expected = Part("expected", max(0, remedy.peak), GREY)
     return Lane(f"{title}: about {amount(remedy.peak)}", (expected,))
 
 
-def buffers(use: Memory) -> Html:
-    """What lives at the peak, the largest first."""
+def _buffers(use: Memory) -> Html:
+    """The buffers that live at the peak, the largest first."""
     if not use.buffers:
         return Html()
     shown = use.buffers[:_BUFFERS]
@@ -225,17 +225,17 @@ def _share(share: float) -> Html:
 
 
 def _origin(buffer: Buffer) -> tuple[object, object]:
-    made = buffer.made_by
+    operation = buffer.made_by[:60]
     if buffer.source is None:
-        return "", made[:60]
+        return "", operation
     where = f" in {buffer.source.function}" if buffer.source.function else ""
-    return tag("code", f"{buffer.source}{where}"[:80]), made[:60]
+    return tag("code", f"{buffer.source}{where}"[:80]), operation
 
 
 # The mesh on the machine: what each axis costs, and the devices drawn once per axis.
 
 
-def mesh(placed: Placement) -> Html:
+def mesh_section(placed: Placement) -> Html:
     notes = (tag("p", line, class_="note") for line in footnote(placed).splitlines())
     return join(
         [
@@ -247,36 +247,40 @@ def mesh(placed: Placement) -> Html:
     )
 
 
-# The ledger of collectives, a table per cause; what nobody asked for comes first.
+# Collectives, a table per cause; implicit resharding comes first.
 
 
-def moves(ledger: Collectives) -> Html:
-    if not len(ledger):
+def collectives_section(result: Rehearsal) -> Html:
+    collectives = result.collectives
+    if result.time is None:
+        return tag("p", "Not known: the compiler gave up before it had a program.")
+    if not len(collectives):
         return tag("p", "No collectives: nothing moves between devices.")
-    causes = ledger.by_cause()
-    parts = [tag("p", f"{collectives_headline(ledger)}.")]
-    if NOBODY_ASKED not in causes:
-        parts.append(tag("p", "Nothing moves that nobody asked for.", class_="note"))
-    for cause, entries in causes.items():
-        merged = collective_rows(entries)
-        mark = tag("i", style=f"background:{CAUSES[cause]}")
-        title = tag("summary", mark, tag("span", cause_line(cause, entries)))
-        left = len(merged) - MOST_ROWS
-        parts.append(
-            tag(
-                "details",
-                title,
-                grid(cause, COLLECTIVE_HEADING, merged[:MOST_ROWS], COLLECTIVE_RIGHT),
-                tag("p", f"and {left:,} more rows", class_="note") if left > 0 else "",
-                open="",
-            )
-        )
+    causes = collectives.by_cause()
+    parts = [tag("p", f"{collectives_headline(collectives)}.")]
+    if IMPLICIT_RESHARDING not in causes:
+        parts.append(tag("p", "No implicit resharding.", class_="note"))
+    parts += [_cause_table(cause, entries) for cause, entries in causes.items()]
     parts += [
-        tag("p", f"Shardings that clash: {clash}", class_="clash") for clash in ledger.clashes
+        tag("p", f"Conflicting shardings: {conflict}", class_="conflict")
+        for conflict in collectives.conflicts
     ]
-    if any(entry.asynchronous for entry in ledger):
+    if any(entry.asynchronous for entry in collectives):
         parts.append(tag("p", BESIDE, class_="note"))
     return join(parts)
+
+
+def _cause_table(cause: str, entries: Sequence[Collective]) -> Html:
+    merged = collective_rows(entries)
+    colour = tag("i", style=f"background:{CAUSES[cause]}")
+    left_out = len(merged) - MOST_ROWS
+    return tag(
+        "details",
+        tag("summary", colour, tag("span", cause_line(cause, entries))),
+        grid(cause, COLLECTIVE_HEADING, merged[:MOST_ROWS], COLLECTIVE_RIGHT),
+        tag("p", f"and {left_out:,} more rows", class_="note") if left_out > 0 else "",
+        open="",
+    )
 
 
 # How the arguments are cut: a drawing of every large one that differs, and the table of all.
@@ -287,13 +291,13 @@ _DRAWN, _ROWS = 8, 150
 
 @dataclasses.dataclass(frozen=True)
 class _Alike:
-    """Arrays of one shape that are cut in one way."""
+    """Arrays of one shape and sharding; the one with the shortest path is shown."""
 
     row: LeafRow
     number: int
 
 
-def shardings(report: PartitionReport) -> Html:
+def shardings_section(report: PartitionReport) -> Html:
     figures = tag("div", *map(_figure, _alike(report.rows)), class_="figures arrays")
     shown = sorted(report.rows, key=lambda row: -row.device_bytes)[:_ROWS]
     cells = [
@@ -320,32 +324,32 @@ def shardings(report: PartitionReport) -> Html:
 
 
 def _alike(rows: Iterable[LeafRow]) -> list[_Alike]:
-    found: dict[str, _Alike] = {}
+    by_text: dict[str, _Alike] = {}
     for row in rows:
         if row.shape:
-            before = found.get(row.text, _Alike(row, 0))
+            before = by_text.get(row.text, _Alike(row, 0))
             named = min(before.row, row, key=lambda each: len(each.path))
-            found[row.text] = _Alike(named, before.number + 1)
-    return sorted(found.values(), key=lambda a: -a.row.bytes * a.number)[:_DRAWN]
+            by_text[row.text] = _Alike(named, before.number + 1)
+    return sorted(by_text.values(), key=lambda a: -a.row.bytes * a.number)[:_DRAWN]
 
 
 def _figure(alike: _Alike) -> Html:
     row = alike.row
     others = f" and {alike.number - 1} alike" if alike.number > 1 else ""
-    said = f"{amount(row.device_bytes)} of {amount(row.bytes)} on a device"
+    sizes = f"{amount(row.device_bytes)} of {amount(row.bytes)} on a device"
     return tag(
         "figure",
         tag("figcaption", tag("code", row.text), tag("small", f"{row.path}{others}")),
         Html(drawing(row.shape, row.local)),
-        tag("small", said),
+        tag("small", sizes),
     )
 
 
 # Where the time of a step goes, and the communication in it by cause and by axis.
 
 
-def steptime(result: Rehearsal) -> Html:
-    """Lanes on one time scale: the step, its communication by cause, and by mesh axis."""
+def time_section(result: Rehearsal) -> Html:
+    """Draw lanes on one time scale: the step, its communication by cause, and by mesh axis."""
     timing = result.time
     if timing is None:
         return tag("p", "The compiler ran out of memory, so there is no program to time.")
@@ -354,11 +358,11 @@ def steptime(result: Rehearsal) -> Html:
     if len(result.collectives):
         hidden = f", {duration(timing.hidden)} of it hidden" if timing.hidden else ""
         lanes.append(
-            Lane(f"communication by cause{hidden}", grouped(result.collectives, _cause, CAUSES))
+            Lane(f"communication by cause{hidden}", _seconds_by(result.collectives, _cause, CAUSES))
         )
         axes = sorted({entry.over for entry in result.collectives})
         colours = {axis: SERIES[at % len(SERIES)] for at, axis in enumerate(axes)}
-        lanes.append(Lane("communication by axis", grouped(result.collectives, _over, colours)))
+        lanes.append(Lane("communication by axis", _seconds_by(result.collectives, _over, colours)))
     whole = max(lane.size for lane in lanes)
     drawn = (
         (bars([lane], duration, whole=whole), legend(lane.parts, duration, lane.size))
@@ -374,12 +378,12 @@ def steptime(result: Rehearsal) -> Html:
     return join([*(piece for pair in drawn for piece in pair), compiler])
 
 
-def grouped(
-    ledger: Collectives, key: Callable[[Collective], str], colours: dict[str, str]
+def _seconds_by(
+    collectives: Collectives, key: Callable[[Collective], str], colours: dict[str, str]
 ) -> tuple[Part, ...]:
     """The time of all collectives, one part per group."""
     seconds = dict.fromkeys(colours, 0.0)
-    for entry in ledger:
+    for entry in collectives:
         seconds[key(entry)] += entry.total_seconds
     return tuple(Part(name, size, colours[name]) for name, size in seconds.items())
 
@@ -396,7 +400,7 @@ def _over(entry: Collective) -> str:
 
 
 def verdict(result: Rehearsal) -> Html:
-    """Fits or not, by how much, and what was compiled."""
+    """Say whether it fits, by how much, and what was compiled."""
     first, *more = headline(result).splitlines()
     good = result.fits
     return tag(
@@ -417,18 +421,15 @@ def verdict(result: Rehearsal) -> Html:
 def _tiles(result: Rehearsal) -> Html:
     memory, timing = result.memory, result.time
     sign = "to spare" if memory.margin >= 0 else "too much"
-    found = [("memory of a device", f"{memory.peak / memory.limit:.0%}", _of(result))]
-    found.append((sign, amount(abs(memory.margin)), f"limit {amount(memory.limit)}"))
+    of_limit = f"{amount(memory.peak)} of {amount(memory.limit)}"
+    tiles = [("memory of a device", f"{memory.peak / memory.limit:.0%}", of_limit)]
+    tiles.append((sign, amount(abs(memory.margin)), f"limit {amount(memory.limit)}"))
     if timing is not None:
-        found.append(("modelled step", duration(timing.total), "by the model"))
-        found.append(("utilisation", f"{timing.utilisation:.0%}", "of the chip's peak"))
+        tiles.append(("modelled step", duration(timing.total), "by the model"))
+        tiles.append(("utilisation", f"{timing.utilisation:.0%}", "of the chip's peak"))
         sent = result.collectives
-        found.append(("sent by a device", amount(sent.moved), f"{len(sent):,} collectives"))
+        tiles.append(("sent by a device", amount(sent.moved), f"{len(sent):,} collectives"))
     return join(
         tag("div", tag("dt", name), tag("dd", value), tag("dd", note, class_="small"))
-        for name, value, note in found
+        for name, value, note in tiles
     )
-
-
-def _of(result: Rehearsal) -> str:
-    return f"{amount(result.memory.peak)} of {amount(result.memory.limit)}"

@@ -1,4 +1,4 @@
-"""`Request`: everything a rehearsal was asked for, so that it can be asked again, changed."""
+"""`Request`: the checked arguments of a rehearsal, kept so that it can be run again, changed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -24,18 +24,30 @@ from meshwright.rehearsal.compiler import PLATFORMS, Platform, default_folder
 from meshwright.rehearsal.step_arguments import decide_specs, has_rows
 from meshwright.spec.mesh_spec import MeshSpec
 
-Compiler = Literal["vendor", "cpu"]
+CompilerChoice = Literal["vendor", "cpu"]
 
-_MOST_CPU_DEVICES = 2048  # of one process, in XLA
-EXTRAS = {"tpu": "tpu", "gpu": "cuda13"}
+TIMEOUT = 900.0  # seconds; a train step of llama3-8b for 64 TPU chips takes 40
+_MOST_CPU_DEVICES = 2048  # that XLA's CPU client makes in one process
+EXTRAS = {"tpu": "tpu", "gpu": "cuda13"}  # of pip install meshwright[...], by chip family
+
+
+class CompileOptions(TypedDict, total=False):
+    """For what and by which compiler: the options that every kind of rehearsal of a step takes."""
+
+    on: str | Topology | Sequence[Any] | None
+    slices: int
+    dcn: Mapping[str, int] | Sequence[int] | str | None
+    compiler: str
+    timeout: float
+    cache: bool | str | Path
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The arguments of `rehearse`.
+    """The arguments of `rehearse`, checked.
 
-    `lighter` is the same function with rematerialisation; `layout` gives `specs` and `out` for any
-    mesh, in place of those two.
+    `lighter` is the function with rematerialisation, where that is known; `layout`, if given,
+    makes `in_shardings` and `out_shardings` for any mesh and replaces those two.
     """
 
     function: Callable[..., Any]
@@ -44,12 +56,12 @@ class Request:
     on: Any
     slices: int
     dcn: Any
-    specs: Sequence[Any] | None
-    out: Any
+    in_shardings: Sequence[Any] | None
+    out_shardings: Any
     data: tuple[int, ...]
-    donate: tuple[int, ...]
-    compiler: Compiler
-    deadline: float
+    donate_argnums: tuple[int, ...]
+    compiler: CompilerChoice
+    timeout: float
     cache: Path | None
     options: Mapping[str, Any]
     name: str
@@ -57,17 +69,18 @@ class Request:
     layout: Callable[[AbstractMesh], tuple[Sequence[Any], Any]] | None = None
 
     def placed(self) -> tuple[Placement, Topology]:
-        """Where the mesh lies, and the whole machine that its positions count in."""
+        """Place the mesh; also return the whole machine that its positions count in."""
         if isinstance(self.mesh, (Mesh, AbstractMesh)):
-            found = explain_mesh(self.mesh, on=self.on, slices=self.slices)
-            return found, found.topology
+            placement = explain_mesh(self.mesh, on=self.on, slices=self.slices)
+            return placement, placement.topology
         hardware = self._hardware()
-        found = placement_of(MeshSpec.parse(self.mesh), hardware, self.dcn)
-        warn_idle(found.spec, found.topology, hardware)
-        return found, hardware
+        placement = placement_of(MeshSpec.parse(self.mesh), hardware, self.dcn)
+        warn_idle(placement.spec, placement.topology, hardware)
+        return placement, hardware
 
     def _hardware(self) -> Topology:
-        """The machine as data: no compiler is asked here."""
+        # A name is read as data: `target` would ask the vendor's compiler for its devices, which
+        # is the compiling process's business and takes seconds.
         if isinstance(self.on, Topology):
             return self.on
         if isinstance(self.on, str):
@@ -82,10 +95,11 @@ class Request:
             self.mesh.abstract_mesh if isinstance(self.mesh, Mesh) else abstract_mesh(placed.spec)
         )
 
-    def decided(self, mesh: AbstractMesh) -> tuple[list[Any], Any]:
-        """The specs of all arguments, and those of the results."""
-        specs, out = (self.specs, self.out) if self.layout is None else self.layout(mesh)
-        return decide_specs(self.args, mesh, specs, self.data, self.options), out
+    def specs(self, mesh: AbstractMesh) -> tuple[list[Any], Any]:
+        """Decide the specs of all arguments; also return those asked for the results."""
+        given = self.in_shardings, self.out_shardings
+        in_specs, out_specs = given if self.layout is None else self.layout(mesh)
+        return decide_specs(self.args, mesh, in_specs, self.data, self.options), out_specs
 
 
 def make_request(
@@ -94,51 +108,83 @@ def make_request(
     *,
     mesh: Any,
     data: int | Sequence[int] | None,
-    donate: int | Sequence[int],
-    compiler: str,
-    deadline: float,
-    cache: bool | str | Path,
+    donate_argnums: int | Sequence[int],
     name: str | None,
-    **rest: Any,
+    on: Any = None,
+    slices: int = 1,
+    dcn: Any = None,
+    in_shardings: Sequence[Any] | None = None,
+    out_shardings: Any = None,
+    compiler: str = "vendor",
+    timeout: float = TIMEOUT,
+    cache: bool | str | Path = True,
+    options: Mapping[str, Any] | None = None,
 ) -> Request:
-    """The same, with every option checked."""
+    """Check every option of `rehearse`."""
     if not callable(function):
         raise RehearsalError(f"rehearse: {short(function)} cannot be called; pass a step function.")
     if mesh is None:
-        raise RehearsalError("rehearse: say which mesh, e.g. mesh='fsdp:-1, tp:4'.")
+        raise RehearsalError("rehearse: say which mesh, e.g. mesh='fsdp:-1, tp:4'.", option="mesh")
     if not args:
         raise RehearsalError("rehearse: pass the step's arguments, or their shapes.")
     known = [field.name for field in dataclasses.fields(Options)]
-    for option in rest["options"]:
+    for option in options or {}:
         if option not in known:
             raise RehearsalError(
                 f"rehearse has no option {option!r}.{near(option, known)} Arguments of the step go "
-                "by position; bind others with functools.partial."
+                "by position; bind others with functools.partial.",
+                option=option,
             )
-    donated = argument_numbers("donate", donate, len(args))
+    donated = argument_numbers("donate_argnums", donate_argnums, len(args))
     if data is None:
         data = [i for i in range(1, len(args)) if i not in donated]
     if compiler not in ("vendor", "cpu"):
         raise RehearsalError(
             f"compiler: {short(compiler)} is not known.{near(str(compiler), ('vendor', 'cpu'))} "
-            "'vendor' is that of the hardware, 'cpu' partitions for simulated devices."
+            "'vendor' is that of the hardware, 'cpu' partitions for simulated devices.",
+            option="compiler",
         )
     return Request(
         function,
         args,
         mesh=mesh,
+        on=on,
+        slices=slices,
+        dcn=dcn,
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
         data=argument_numbers("data", data, len(args)),
-        donate=donated,
+        donate_argnums=donated,
         compiler=compiler,  # type: ignore[arg-type]
-        deadline=check_deadline(deadline),
+        timeout=check_timeout(timeout),
         cache=choose_folder(cache),
+        options=options or {},
         name=str(name or getattr(function, "__name__", "step")),
-        **rest,
     )
 
 
+def check_timeout(timeout: float) -> float:
+    """Return a number of seconds above 0 as a float."""
+    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout > 0:
+        raise RehearsalError(
+            f"timeout: {short(timeout)} is not a number of seconds above 0.", option="timeout"
+        )
+    return float(timeout)
+
+
+def choose_folder(cache: bool | str | Path) -> Path | None:
+    """The folder that `cache` means, or `None` to keep nothing."""
+    if not isinstance(cache, (bool, str, Path)):
+        raise RehearsalError(
+            f"cache: {short(cache)} is not a folder, True or False.", option="cache"
+        )
+    if isinstance(cache, bool):
+        return default_folder() if cache else None
+    return Path(cache).expanduser()
+
+
 def platform_of(request: Request, hardware: Topology, devices: int) -> Platform:
-    """Whose compiler takes it; refused where that is not installed."""
+    """Choose the compiler's platform; refuse one that is not installed or takes fewer devices."""
     family = hardware.chip.family
     if request.compiler == "cpu" or family == "cpu":
         if devices > _MOST_CPU_DEVICES:
@@ -152,42 +198,25 @@ def platform_of(request: Request, hardware: Topology, devices: int) -> Platform:
             f"{hardware.name}: the {family.upper()} compiler is not installed. It needs no "
             f"{family.upper()} and comes with one command: pip install "
             f"'meshwright[{EXTRAS[family]}]'. Or go without it, rehearse(..., compiler='cpu'): "
-            "simulated devices, the same partitioning, memory only roughly."
+            "simulated devices, the same partitioning, memory only roughly.",
+            option="compiler",
         )
     return PLATFORMS[family]
 
 
-def shrunk(args: Sequence[Any], data: Sequence[int], parts: int) -> tuple[Any, ...] | None:
-    """The arguments with a smaller batch, or `None` where it does not divide."""
-    found = list(args)
+def shrunk(args: Sequence[Any], data: Sequence[int], factor: int) -> tuple[Any, ...] | None:
+    """Divide the rows of data by `factor`; `None` where that leaves a rest."""
+    smaller = list(args)
     for i in data:
-        if any(leaf.shape[0] % parts for leaf in filter(has_rows, jax.tree.leaves(args[i]))):
+        if any(leaf.shape[0] % factor for leaf in filter(has_rows, jax.tree.leaves(args[i]))):
             return None
-        found[i] = jax.tree.map(functools.partial(_fewer_rows, parts), args[i])
-    return tuple(found)
+        smaller[i] = jax.tree.map(functools.partial(_fewer_rows, factor), args[i])
+    return tuple(smaller)
 
 
-def _fewer_rows(parts: int, leaf: Any) -> Any:
+def _fewer_rows(factor: int, leaf: Any) -> Any:
     if not has_rows(leaf):
         return leaf
     return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
-        (leaf.shape[0] // parts, *leaf.shape[1:]), leaf.dtype
+        (leaf.shape[0] // factor, *leaf.shape[1:]), leaf.dtype
     )
-
-
-# Options that every rehearsal takes, checked.
-
-
-def check_deadline(deadline: float) -> float:
-    if not isinstance(deadline, (int, float)) or isinstance(deadline, bool) or not deadline > 0:
-        raise RehearsalError(f"deadline: {short(deadline)} is not a number of seconds above 0.")
-    return float(deadline)
-
-
-def choose_folder(cache: bool | str | Path) -> Path | None:
-    """The folder that answers are kept in, or `None` for none."""
-    if not isinstance(cache, (bool, str, Path)):
-        raise RehearsalError(f"cache: {short(cache)} is not a folder, True or False.")
-    if isinstance(cache, bool):
-        return default_folder() if cache else None
-    return Path(cache).expanduser()

@@ -1,23 +1,25 @@
-"""`Rehearsal`: everything that is known about a step before it runs."""
+"""`Rehearsal`: everything that is known about a step before it runs; `Comparison` of two."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright._html import html_table
+from meshwright._show import short_repr
 from meshwright._text import amount, duration, table
 from meshwright.errors import RehearsalError, short
 from meshwright.partitioning.report import PartitionReport
 from meshwright.placement.placement import Placement
 from meshwright.rehearsal.collectives.types import CAUSES, Collectives
 from meshwright.rehearsal.memory import Memory
+
+# `remedies` and `rendering` know this file's classes as types alone, so no import is in a function.
+from meshwright.rehearsal.remedies import Remedy, find_remedies
+from meshwright.rehearsal.rendering import as_html, as_json, as_text
 from meshwright.rehearsal.request import Request
 from meshwright.rehearsal.step_time import StepTime
-
-if TYPE_CHECKING:
-    from meshwright.rehearsal.remedies import Remedy
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -26,7 +28,7 @@ class Rehearsal:
 
     `time` is `None`, and there are no collectives, where the compiler ran out of memory.
     `stand_in`: compiled for simulated CPU devices instead of the hardware. `text` is the
-    optimised program itself, `results` the shapes of what it returns.
+    optimised HLO itself, `results` the shapes of what it returns.
     """
 
     request: Request
@@ -66,13 +68,18 @@ class Rehearsal:
         return None if self.time is None else self.time.bytes
 
     def remedies(self, *, check: bool = False) -> tuple[Remedy, ...]:
-        """Ways to need less memory, cheapest first; with `check` each is compiled too."""
-        from meshwright.rehearsal.remedies import find_remedies
+        """List ways to need less memory, cheapest first; with `check` compile each as well.
 
+        >>> import jax, meshwright as mw
+        >>> w = jax.ShapeDtypeStruct((512, 512), "float32")
+        >>> r = mw.rehearse(lambda w: w + 1, w, mesh="dp:8", on="cpu:8")
+        >>> [remedy.how for remedy in r.remedies()]
+        ['donate_argnums=0', "mesh='fsdp:8'"]
+        """
         return find_remedies(self, check=check)
 
     def compare(self, other: Rehearsal) -> Comparison:
-        """The two side by side."""
+        """Set this rehearsal and another side by side."""
         if not isinstance(other, Rehearsal):
             raise RehearsalError(f"compare: {short(other)} is not a rehearsal.")
         return Comparison(self, other)
@@ -80,58 +87,53 @@ class Rehearsal:
     def __repr__(self) -> str:
         placed = self.placement
         verdict = "fits" if self.fits else "does not fit"
-        return f"<Rehearsal of {self.name}: {placed.spec} on {placed.topology.name}, {verdict}>"
+        words = f"of {self.name}: {placed.spec} on {placed.topology.name}, {verdict}"
+        return short_repr(self, words)
 
     def __str__(self) -> str:
-        from meshwright.rehearsal.rendering import as_text
-
         return as_text(self)
 
     def _repr_html_(self) -> str:
-        from meshwright.rehearsal.rendering import as_html
-
         return as_html(self)
 
     def to_json(self) -> dict[str, Any]:
-        from meshwright.rehearsal.rendering import as_json
-
         return as_json(self)
 
 
-# Two rehearsals side by side.
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Comparison:
     """What differs between two rehearsals. Prints itself; HTML in a notebook; `to_json()`."""
 
-    one: Rehearsal
-    other: Rehearsal
+    first: Rehearsal
+    second: Rehearsal
 
     def rows(self) -> Iterator[tuple[str, Any, Any, str]]:
-        """What is compared, both values, and the kind of number: bytes, seconds or a word."""
-        one, other = self.one, self.other
-        yield "mesh", str(one.placement.spec), str(other.placement.spec), "word"
-        yield "on", one.placement.topology.name, other.placement.topology.name, "word"
-        yield "fits", _yes(one.fits), _yes(other.fits), "word"
-        yield "peak memory", one.memory.peak, other.memory.peak, "bytes"
-        yield "arguments", one.memory.arguments, other.memory.arguments, "bytes"
-        yield "temporaries", one.memory.temporaries, other.memory.temporaries, "bytes"
-        yield "margin", one.margin, other.margin, "bytes"
+        """What is compared, both values, and the kind of value: bytes, seconds or a word."""
+        first, second = self.first, self.second
+        yield "mesh", str(first.placement.spec), str(second.placement.spec), "word"
+        yield "on", first.placement.topology.name, second.placement.topology.name, "word"
+        yield "fits", _yes(first.fits), _yes(second.fits), "word"
+        yield "peak memory", first.memory.peak, second.memory.peak, "bytes"
+        yield "arguments", first.memory.arguments, second.memory.arguments, "bytes"
+        yield "temporaries", first.memory.temporaries, second.memory.temporaries, "bytes"
+        yield "margin", first.margin, second.margin, "bytes"
         for cause in CAUSES:
-            yield f"{cause}, moved", _moved(one, cause), _moved(other, cause), "bytes"
+            yield f"{cause}, moved", _moved(first, cause), _moved(second, cause), "bytes"
         yield from self._times()
 
     def _times(self) -> Iterator[tuple[str, Any, Any, str]]:
-        one, other = self.one.time, self.other.time
+        first, second = self.first.time, self.second.time
         for name in ("compute", "memory", "exposed", "total"):
             label = "modelled step" if name == "total" else f"step: {name}"
             yield (
                 label,
-                None if one is None else getattr(one, name),
-                None if other is None else getattr(other, name),
+                None if first is None else getattr(first, name),
+                None if second is None else getattr(second, name),
                 "seconds",
             )
+
+    def __repr__(self) -> str:
+        return short_repr(self, f"of {self.first!r} and {self.second!r}")
 
     def __str__(self) -> str:
         return table(self._cells(), [False, True, True, True])
@@ -140,11 +142,12 @@ class Comparison:
         return html_table(self._cells(), [False, True, True, True])
 
     def _cells(self) -> list[list[str]]:
-        cells = [["", self.one.name, self.other.name, "ratio"]]
+        cells = [["", self.first.name, self.second.name, "ratio"]]
         for label, first, second, kind in self.rows():
-            if not first and not second:
-                continue
-            cells.append([label, _word(first, kind), _word(second, kind), _ratio(first, second)])
+            if first or second:
+                cells.append(
+                    [label, _word(first, kind), _word(second, kind), _ratio(first, second)]
+                )
         return cells
 
     def to_json(self) -> dict[str, Any]:

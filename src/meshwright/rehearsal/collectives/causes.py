@@ -1,24 +1,24 @@
-"""Why a collective is there: rules of thumb, in the order in which they are tried.
+"""`Causes`: why a collective is there, by rules of thumb in the order in which they are tried.
 
-1. The partitioner complained of this operation (`clashes`): **nobody asked**.
-2. It gathers an argument of the program, looked at through casts, copies, cuts and loops, or makes
-   a result that leaves the program in an argument's shape: **parameter gathers**. Arguments of 32
-   or more whole-number bits are data (tokens, positions), not parameters.
+1. The partitioner complained of this operation (`conflicts`): **implicit resharding**.
+2. It gathers an argument of the program, looked at through casts, copies, slices and loops, or
+   makes a result that leaves the program in an argument's shape: **parameter gathers**. Integer
+   arguments of more than 8 bits are data (tokens, positions), not parameters.
 3. It sums in the backward pass, over data axes or something of a parameter's shape (whole, or a
-   layer of a stack, cut further by at most its own group): **gradient sums**. So are sums of that
-   shape over data axes that the user wrote, or whose name the compiler lost, outside the forward
-   pass of a program that has a backward pass. Parameters are arguments whose shape is also that of
-   a result; where there are none, all arguments.
+   layer of a stack, sharded further by at most its own group): **gradient sums**. So are sums of
+   that shape over data axes that the user wrote, or whose name the compiler lost, outside the
+   forward pass of a program that has a backward pass. Parameters are arguments whose shape is also
+   that of a result; where there are none, all arguments.
 4. Any other sum, whatever is written as a collective by the user (`psum`, `all_gather`,
    `ppermute`, ...) or by a sharding constraint, and gathers for an operation that needs all of its
    operand (a dot, a sum, a sort, a lookup): **activation exchanges**.
 5. A permutation at a dot, within a slice, is a step of a gather or a sum that the compiler spread
    over the dot's pieces (a windowed einsum). An argument, also one that a loop hands round, makes
    it a **parameter gather**. What a loop hands round is otherwise an **activation exchange**. The
-   rest is judged as sums are, by rule 3 with uncut shapes: a **gradient sum**, or else an
-   **activation exchange**.
+   rest is judged as sums are, by rule 3 in exactly a parameter's shape: a **gradient sum**, or
+   else an **activation exchange**.
 6. The rest moves arrays from one sharding to another on behalf of operations that need no such
-   thing, as an addition or a reshape: **nobody asked**.
+   thing, as an addition or a reshape: **implicit resharding**.
 
 A name the compiler lost (it does, in programs for several slices) is looked up at the neighbours.
 """
@@ -35,110 +35,127 @@ from meshwright.axes import role
 from meshwright.hlo.dataflow import Origin
 from meshwright.hlo.instructions import Instruction, Leaf, Source, bits, primitives
 from meshwright.hlo.program import Program
-from meshwright.rehearsal.collectives.find import Found
+from meshwright.rehearsal.collectives.find import HloCollective
 from meshwright.rehearsal.collectives.types import (
     ACTIVATION_EXCHANGES,
     GRADIENT_SUMS,
-    NOBODY_ASKED,
+    IMPLICIT_RESHARDING,
     PARAMETER_GATHERS,
     AxisPart,
     ShardingConflict,
 )
 
 _SUMS = ("all-reduce", "reduce-scatter")
+# Primitives of JAX that are collectives, or that ask for a sharding by name.
 _WRITTEN = frozenset(
     "psum pmax pmin psum2 psum_invariant pmean all_gather all_gather_invariant all_to_all "
     "ppermute pbroadcast psend precv reduce_scatter psum_scatter ragged_all_to_all pcast "
     "sharding_constraint reshard".split()
 )
+# Primitives that need all of an operand along some dim, so that a sharded one must be gathered.
 _NEEDS_ALL = re.compile(
     r"dot_general|conv_general_dilated|reduce|arg(max|min)|cum|sort|top_k|gather|scatter|"
     r"dynamic_(update_)?slice|concatenate|custom_call|fft|cholesky|triangular_solve|svd|eigh|qr"
 )
+# Of an op_name such as jit(step)/transpose(jvp(loss))/dot_general, as autodiff names operations.
 _FORWARD, _BACKWARD = "jvp(", "transpose("
+# Primitives for which a permutation between neighbours (a halo exchange) is enough.
 _SHIFTS = re.compile(r"slice|pad|concatenate|roll|rev|conv_general_dilated|cum|reduce_window")
 
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
+    """One of `CAUSES`, and why in a few words."""
+
     name: str
     why: str
-    clash: ShardingConflict | None = None
+    conflict: ShardingConflict | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Causes:
-    """The rules, for one program."""
+    """The rules, for one program. `of(...)` tries them in order.
+
+    In: a collective as `find` sees it, the operation it serves and the mesh axes of its groups.
+    Out: exactly one cause. The rules look at names and shapes alone and may be wrong; bytes, axes
+    and counts never depend on them. Example: an all-reduce over `fsdp` whose op_name holds
+    `transpose(jvp())` is a gradient sum by rule 3.
+    """
 
     program: Program
-    clashes: Sequence[ShardingConflict] = ()
+    conflicts: Sequence[ShardingConflict] = ()
 
-    def of(self, found: Found, op_name: str, axes: tuple[AxisPart, ...] | None, size: int) -> Cause:
-        clash = self._clash(found, op_name)
-        if clash is not None:
-            return Cause(NOBODY_ASKED, "the partitioner found no way between two shardings", clash)
+    def of(
+        self, collective: HloCollective, op_name: str, axes: tuple[AxisPart, ...] | None, size: int
+    ) -> Cause:
+        """The cause of a collective for `op_name` over `axes`, in groups of `size` devices."""
+        conflict = self._conflict(collective, op_name)  # rule 1
+        if conflict is not None:
+            why = "the partitioner found no way between two shardings"
+            return Cause(IMPLICIT_RESHARDING, why, conflict)
         operations = primitives(op_name)
         at = " and ".join(operations) or "an operation without a name"
-        argument = self._argument(found)
-        if argument is not None and found.kind == "all-gather":
+        argument = self._argument(collective)  # rule 2
+        if argument is not None and collective.kind == "all-gather":
             return Cause(PARAMETER_GATHERS, f"gathers {argument}")
-        if found.kind == "all-gather" and self._leaves_as_argument(found):
+        if collective.kind == "all-gather" and self._leaves_as_argument(collective):
             return Cause(PARAMETER_GATHERS, "gathers a result that replaces an argument")
-        if found.kind in _SUMS:
-            if self._sums_gradients(found, op_name, axes, size):
+        if collective.kind in _SUMS:  # rules 3 and 4
+            if self._sums_gradients(collective, op_name, axes, size):
                 return Cause(GRADIENT_SUMS, f"sums gradients of {at}")
             return Cause(ACTIVATION_EXCHANGES, f"sums for {at}")
         if any(operation in _WRITTEN for operation in operations):
             return Cause(ACTIVATION_EXCHANGES, f"asked for by {at}")
-        if _may_be_a_piece(found) and any(map(_is_dot, operations)):
-            return self._piece_by_piece(found, op_name, axes)
-        needed = _SHIFTS if found.kind == "collective-permute" else _NEEDS_ALL
+        if _may_be_a_piece(collective) and any(map(_is_dot, operations)):  # rule 5
+            return self._piece_by_piece(collective, op_name, axes)
+        needed = _SHIFTS if collective.kind == "collective-permute" else _NEEDS_ALL
         if any(needed.search(operation) for operation in operations):
             return Cause(ACTIVATION_EXCHANGES, f"needed by {at}")
-        return Cause(NOBODY_ASKED, f"moved to another sharding at {at}")
+        return Cause(IMPLICIT_RESHARDING, f"moved to another sharding at {at}")  # rule 6
 
     def _piece_by_piece(
-        self, found: Found, op_name: str, axes: tuple[AxisPart, ...] | None
+        self, collective: HloCollective, op_name: str, axes: tuple[AxisPart, ...] | None
     ) -> Cause:
         """The cause of one step of a windowed einsum."""
         pieces = f"piece by piece for {' and '.join(filter(_is_dot, primitives(op_name)))}"
-        argument = self._argument(found)
+        argument = self._argument(collective)
         if argument is not None:
             return Cause(PARAMETER_GATHERS, f"gathers {argument} {pieces}")
-        if not handed_round(self.program, found.instruction) and self._sums_gradients(
-            found, op_name, axes, 1
+        if not handed_round(self.program, collective.instruction) and self._sums_gradients(
+            collective, op_name, axes, 1
         ):
             return Cause(GRADIENT_SUMS, f"sums gradients {pieces}")
         return Cause(ACTIVATION_EXCHANGES, f"exchanged {pieces}")
 
-    def _clash(self, found: Found, op_name: str) -> ShardingConflict | None:
+    def _conflict(self, collective: HloCollective, op_name: str) -> ShardingConflict | None:
         """The complaint about the operation it serves; one without a name goes by its shape."""
-        if found.kind in _SUMS:
+        if collective.kind in _SUMS:
             return None
-        shapes = {str(leaf) for shape in (*found.operands, found.results) for leaf in shape.leaves}
-        for clash in self.clashes:
-            if clash.op_name == op_name if clash.op_name else clash.shape in shapes:
-                return clash
+        moved = (*collective.operands, collective.results)
+        shapes = {str(leaf) for shape in moved for leaf in shape.leaves}
+        for conflict in self.conflicts:
+            if conflict.op_name == op_name if conflict.op_name else conflict.shape in shapes:
+                return conflict
         return None
 
-    def _argument(self, found: Found) -> str | None:
+    def _argument(self, collective: HloCollective) -> str | None:
         """The name of the argument that is moved, if it is one."""
-        where = self.program.computations[found.instruction.computation]
-        for operand in where.operands(found.instruction)[:1]:
+        where = self.program.computations[collective.instruction.computation]
+        for operand in where.operands(collective.instruction)[:1]:
             origin = first_origin(self.program, operand).instruction
             if origin.opcode == "parameter" and origin.computation == self.program.entry.name:
                 if _may_be_parameter(origin.shape.leaves[0]):
                     return origin.op_name or f"argument {origin.operand_text}"
         return None
 
-    def _leaves_as_argument(self, found: Found) -> bool:
+    def _leaves_as_argument(self, collective: HloCollective) -> bool:
         """Whether the result goes straight out of the program in an argument's shape."""
         entry = self.program.entry
         shapes = {str(leaf) for leaf in self._arguments}
-        if found.instruction.computation != entry.name or entry.root.opcode != "tuple":
+        if collective.instruction.computation != entry.name or entry.root.opcode != "tuple":
             return False
-        return str(found.results.leaves[0]) in shapes and any(
-            self._uncopied(result).name in found.parts for result in entry.operands(entry.root)
+        return str(collective.results.leaves[0]) in shapes and any(
+            self._uncopied(result).name in collective.parts for result in entry.operands(entry.root)
         )
 
     def _uncopied(self, result: Instruction) -> Instruction:
@@ -148,6 +165,7 @@ class Causes:
 
     @functools.cached_property
     def _arguments(self) -> tuple[Leaf, ...]:
+        """Arguments that may be parameters; scalars are none."""
         return tuple(
             leaf
             for parameter in self.program.entry.parameters.values()
@@ -156,20 +174,22 @@ class Causes:
         )
 
     def _sums_gradients(
-        self, found: Found, op_name: str, axes: tuple[AxisPart, ...] | None, size: int
+        self, collective: HloCollective, op_name: str, axes: tuple[AxisPart, ...] | None, size: int
     ) -> bool:
+        """Rule 3."""
         backward = _BACKWARD in op_name
         data = bool(axes) and all(role(part.name).moves == "weights" for part in axes or ())
         if backward and data:
             return True
-        if not backward and not (data and self._may_be_of_gradients(found, op_name)):
+        if not backward and not (data and self._may_be_of_gradients(collective, op_name)):
             return False
-        leaves = [leaf for shape in found.operands for leaf in shape.leaves]
-        fits = self._as_large_as_a_parameter if found.transfer else self._like_a_parameter
+        leaves = [leaf for shape in collective.operands for leaf in shape.leaves]
+        fits = self._as_large_as_a_parameter if collective.transfer else self._like_a_parameter
+        # Compilers combine several sums into one: most of its bytes decide.
         fitting = sum(leaf.bytes for leaf in leaves if fits(leaf, size))
         return 2 * fitting > sum(leaf.bytes for leaf in leaves)
 
-    def _may_be_of_gradients(self, found: Found, op_name: str) -> bool:
+    def _may_be_of_gradients(self, collective: HloCollective, op_name: str) -> bool:
         """Whether a sum outside the backward pass may be of what that pass made.
 
         It may where the user wrote it (`psum` of the gradients) or the compiler lost its name, and
@@ -178,7 +198,7 @@ class Causes:
         if _FORWARD in op_name or not self._has_backward:
             return False
         written = any(operation in _WRITTEN for operation in primitives(op_name))
-        return written or not found.instruction.op_name
+        return written or not collective.instruction.op_name
 
     @functools.cached_property
     def _has_backward(self) -> bool:
@@ -194,12 +214,15 @@ class Causes:
 
         A batch does not come out.
         """
-        results = {tuple(_plain(leaf.dims)) for leaf in self.program.entry.root.shape.leaves}
-        again = tuple(leaf for leaf in self._arguments if tuple(_plain(leaf.dims)) in results)
+        results = {tuple(_sorted_dims(leaf.dims)) for leaf in self.program.entry.root.shape.leaves}
+        again = tuple(leaf for leaf in self._arguments if tuple(_sorted_dims(leaf.dims)) in results)
         return again or self._arguments
 
     def _as_large_as_a_parameter(self, leaf: Leaf, size: int) -> bool:
-        """What goes between slices is sent in a form of the network's own."""
+        """Whether a leaf has the elements of a parameter, or of a layer of a stack.
+
+        Between slices arrays are sent in another layout, so their dims say nothing.
+        """
         return any(
             leaf.elements in (argument.elements, argument.elements // argument.dims[0])
             for argument in self._parameters
@@ -207,18 +230,19 @@ class Causes:
         )
 
     def _like_a_parameter(self, leaf: Leaf, size: int) -> bool:
-        dims = _plain(leaf.dims)
+        """Whether a leaf has the shape of a parameter, or of a layer of a stack, but for shards."""
+        dims = _sorted_dims(leaf.dims)
         return bool(dims) and any(
-            _is_cut_of(_plain(given), dims, size)
+            _is_shard_of(_sorted_dims(given), dims, size)
             for argument in self._parameters
             for given in (argument.dims, argument.dims[1:])
         )
 
 
-def _may_be_a_piece(found: Found) -> bool:
+def _may_be_a_piece(collective: HloCollective) -> bool:
     """Whether it permutes within a slice: dots are not spread over slices."""
-    between = found.transfer is not None and found.transfer.between_slices
-    return found.kind == "collective-permute" and not between
+    between = collective.transfer is not None and collective.transfer.between_slices
+    return collective.kind == "collective-permute" and not between
 
 
 def _is_dot(operation: str) -> bool:
@@ -226,43 +250,44 @@ def _is_dot(operation: str) -> bool:
 
 
 def _may_be_parameter(leaf: Leaf) -> bool:
+    """Whether its dtype is a parameter's: no integer (s, u) but 8-bit ones and booleans (pred)."""
     return leaf.dtype[0] not in "sup" or bits(leaf.dtype) <= 8
 
 
-def _plain(dims: tuple[int, ...]) -> list[int]:
+def _sorted_dims(dims: tuple[int, ...]) -> list[int]:
+    """Dims in an order of their own: a gradient may come transposed, or with dims of size 1."""
     return sorted(dim for dim in dims if dim > 1)
 
 
-def _is_cut_of(given: list[int], found: list[int], size: int) -> bool:
-    """Whether two shapes are the same but for cuts that the group itself may have made."""
-    if len(given) != len(found):
+def _is_shard_of(given: list[int], dims: list[int], size: int) -> bool:
+    """Whether two shapes differ only by sharding that the group of `size` may have made."""
+    if len(given) != len(dims):
         return False
     ratio = 1
-    for one, other in zip(given, found, strict=True):
-        small, large = sorted((one, other))
+    for pair in zip(given, dims, strict=True):
+        small, large = sorted(pair)
         if large % small:
             return False
         ratio *= large // small
     return size % ratio == 0
 
 
-# Which operation a collective serves, and where the user wrote it.
-#
-# Compilers lose the name of a collective now and then, and of most of them in programs for several
-# slices, or call it by the argument it moves. The next best witness is a neighbour: for a gather
-# what reads it, for anything else what made it, fusions looked into.
-
-
-_STEPS = 4
+_STEPS = 4  # how far away a neighbour may be
 # What stands between a collective and the operation it serves, with the name of something else.
 _SAYS_NOTHING = frozenset("parameter constant while tuple get-tuple-element conditional".split())
 
 
-def named(program: Program, found: Found) -> tuple[str, Source | None]:
-    """Its operation and source; an empty name and `None` where nothing around it has any."""
-    made, read = _makers(program, found.first), _readers(program, found.last)
-    around = (read, made) if found.kind == "all-gather" else (made, read)
-    for witness in itertools.chain((found.instruction, found.last, found.first), *around):
+# In: a collective. Out: the user's operation that it serves and its source line, or ("", None).
+# Compilers lose the name of a collective now and then, and of most of them in programs for several
+# slices, or call it by the argument it moves. The next best is a neighbour: for a gather what reads
+# it, for anything else what made it, fusions looked into. Example: a nameless all-gather read by
+# a fusion of jit(f)/dot_general at model.py:4 is named so.
+def operation_served(program: Program, collective: HloCollective) -> tuple[str, Source | None]:
+    """Name the operation that a collective serves, and where the user wrote it."""
+    makers, readers = _makers(program, collective.first), _readers(program, collective.last)
+    around = (readers, makers) if collective.kind == "all-gather" else (makers, readers)
+    own = (collective.instruction, collective.last, collective.first)
+    for witness in itertools.chain(own, *around):
         name = witness.op_name
         if name and name not in program.arguments and witness.opcode not in _SAYS_NOTHING:
             return name, program.source(witness)
@@ -290,19 +315,19 @@ def _readers(program: Program, instruction: Instruction) -> Iterator[Instruction
 
 
 def _with_inside(program: Program, instruction: Instruction) -> Iterator[Instruction]:
+    """An instruction and, for a fusion, what it holds, the root first."""
     yield instruction
     if instruction.opcode == "fusion":
         for _, name in instruction.called:
             yield from reversed(program.computations[name].instructions)
 
 
-# Loops that hand a value from device to device, and add nothing to it.
-#
-# So a compiler gathers an array piece by piece while it works on the pieces that have come.
-
-
+# Loops that hand a value from device to device, and add nothing to it: so a compiler gathers an
+# array piece by piece while it works on the pieces that have come. In: a value in such a loop. Out:
+# what went into the loop. Example: with body (x, acc) -> (collective-permute(x), acc + dot(x)), x
+# in the body originates in the first operand of the `while`.
 def first_origin(program: Program, value: Instruction) -> Origin:
-    """Where a value comes from, also through loops that hand it round."""
+    """Trace where a value comes from, also through loops that hand it round."""
     origin = program.dataflow.origin(value)
     while (loop := _loop(program, origin)) is not None and _goes_round(
         program, loop, origin.path[0]

@@ -1,4 +1,4 @@
-"""What a collective costs: the placement's model applied to the devices it joins.
+"""`Cost` of a collective: the placement's model applied to the devices it joins.
 
 An all-gather of `b` bytes takes the model's time for 1 GiB, its part for bandwidth scaled by `b`.
 A reduce-scatter takes as long, an all-reduce twice as long. An all-to-all takes as long over a
@@ -28,6 +28,8 @@ _INSIDE = {"tpu": "ICI", "gpu": "NVLink", "cpu": "memory"}
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
+    """Seconds of one run, and the links it uses, such as `ICI ring` or `NVLink, network`."""
+
     links: str
     seconds: float
 
@@ -36,9 +38,10 @@ NOTHING = Cost("-", 0.0)
 
 
 def group_cost(kind: str, size: int, plan: AxisPlan, topology: Topology) -> Cost:
-    """The cost of one run of a collective of `size` bytes over groups that lie as planned."""
+    """Model one run of a collective of `size` bytes over groups that lie as planned."""
     if plan.size == 1:
         return NOTHING
+    # The plan has the time of an all-gather of PAYLOAD bytes: latency apart, time grows with size.
     fixed = _latency(topology, plan)
     moving = (plan.cost.all_gather - fixed) * size / PAYLOAD
     if kind == "all-reduce":
@@ -49,7 +52,7 @@ def group_cost(kind: str, size: int, plan: AxisPlan, topology: Topology) -> Cost
 
 
 def pairs_cost(size: int, pairs: np.ndarray, placement: Placement) -> Cost:
-    """The cost of a permutation. `pairs` hold mesh positions of senders and receivers."""
+    """Model a permutation of `size` bytes; `pairs` hold mesh positions, sender and receiver."""
     topology = placement.topology
     coords = grid_coords(placement)[pairs]
     seconds, kind = permutation_cost(topology, coords, size)
@@ -61,7 +64,7 @@ def pairs_cost(size: int, pairs: np.ndarray, placement: Placement) -> Cost:
 def plan_of(
     placement: Placement, groups: Sequence[np.ndarray], axes: tuple[AxisPart, ...] | None
 ) -> AxisPlan:
-    """How the groups lie on the hardware: as an axis of the mesh does, or measured anew."""
+    """How groups lie on the hardware: as an axis of the mesh does, or measured anew."""
     if axes is not None and len(axes) == 1 and axes[0].whole:
         return next(axis for axis in placement.axes if axis.name == axes[0].name)
     members = max(group.size for group in groups)
@@ -72,7 +75,7 @@ def plan_of(
 
 
 def grid_coords(placement: Placement) -> np.ndarray:
-    """The place of every mesh position on the machine's grid, `(positions, directions)`."""
+    """The coordinates of every mesh position on the machine's grid, `(positions, directions)`."""
     topology = placement.topology
     point_of = np.empty(int(topology.index.max()) + 1, np.int64)
     point_of[topology.index.ravel()] = np.arange(topology.num_devices)
@@ -105,11 +108,12 @@ def _links(topology: Topology, plan: AxisPlan) -> str:
     return f"{inside}, network" if plan.slow > 1 else inside
 
 
-# A permutation on the wires: every message on its route, the busiest link decides.
-
-
+# In: senders and receivers on the machine's grid. Out: the time of the slowest direction. Every
+# message takes its route direction by direction, and the busiest link of a direction decides.
+# Example: on a ring of 4 the shift 0->1, 1->2, 2->3, 3->0 puts one message on each link, the
+# reversal 0->3, 1->2, 2->1, 3->0 one each way.
 def permutation_cost(topology: Topology, coords: np.ndarray, size: int) -> tuple[float, str]:
-    """Seconds, and the slowest kind of link used (empty: nobody sends to another).
+    """Model a permutation: seconds, and the slowest kind of link used, empty if nothing moves.
 
     `coords`: `(pairs, 2, directions)`, sender and receiver on the machine's grid.
     """
@@ -128,10 +132,10 @@ def permutation_cost(topology: Topology, coords: np.ndarray, size: int) -> tuple
 
 
 def _load(topology: Topology, pairs: np.ndarray, dim: int) -> tuple[int, int]:
-    """Messages on the busiest link of a direction, one way, and the most hops of any."""
+    """Messages on the busiest link of a direction, either way, and the most hops of any."""
     axis = topology.axes[dim]
     hops = pairs[:, 1, dim] - pairs[:, 0, dim]
-    if axis.wraps and not axis.twisted:
+    if axis.wraps and not axis.twisted:  # the shorter way round
         hops = (hops + axis.size // 2) % axis.size - axis.size // 2
     # Messages move direction by direction: earlier ones are done, later ones not begun.
     lines = np.concatenate([pairs[:, 1, :dim], pairs[:, 0, dim:]], axis=1)
@@ -139,15 +143,18 @@ def _load(topology: Topology, pairs: np.ndarray, dim: int) -> tuple[int, int]:
     lines[:, [d for d, a in enumerate(topology.axes) if a.kind == "core"]] = 0
     line = np.ravel_multi_index(tuple(lines.T), topology.shape)
     busiest = 0
-    for way in (1, -1):
-        going = hops * way > 0
+    for sign in (1, -1):  # links are full duplex: each way has its own load
+        going = hops * sign > 0
         if going.any():
-            first = pairs[going, 0 if way == 1 else 1, dim]
+            first = pairs[going, 0 if sign == 1 else 1, dim]
             busiest = max(busiest, _busiest(line[going], first, np.abs(hops[going]), axis.size))
     return busiest, int(np.abs(hops).max())
 
 
 def _busiest(line: np.ndarray, first: np.ndarray, length: np.ndarray, size: int) -> int:
+    """The most messages over one link, each covering `length` links of `line` from `first` on."""
+    # +1 where a message enters, -1 where it leaves; the running sum is the load. Twice the size, so
+    # that one may run past the end, then folded back.
     _, row = np.unique(line, return_inverse=True)
     changes = np.zeros((row.max() + 1, 2 * size + 1), np.int64)
     np.add.at(changes, (row, first), 1)

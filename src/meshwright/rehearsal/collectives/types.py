@@ -1,32 +1,106 @@
-"""`Collective` and `Collectives`: the entries and the book."""
+"""`Collectives`: every collective of a program, grouped by cause; how they print.
+
+`Collective` is one of them, `AxisPart` a mesh axis it runs over, and `ShardingConflict` what the
+partitioner complained of.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import html
-import math
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
-from meshwright._html import html_table
-from meshwright._text import amount, duration, table
+from meshwright._show import Sheet, Shown, Table, short_repr
+from meshwright._text import amount, duration, plural
 from meshwright.hlo.dataflow import RunCount
 from meshwright.hlo.instructions import Source, SourceTable, primitives
 from meshwright.hlo.program import read_instruction
 
 # In the order in which they are shown: what should not be there at all comes first.
-NOBODY_ASKED = "nobody asked"
+IMPLICIT_RESHARDING = "implicit resharding"
 GRADIENT_SUMS = "gradient sums"
 PARAMETER_GATHERS = "parameter gathers"
 ACTIVATION_EXCHANGES = "activation exchanges"
-CAUSES = (NOBODY_ASKED, GRADIENT_SUMS, PARAMETER_GATHERS, ACTIVATION_EXCHANGES)
+CAUSES = (IMPLICIT_RESHARDING, GRADIENT_SUMS, PARAMETER_GATHERS, ACTIVATION_EXCHANGES)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
+class Collectives(Shown):
+    """All collectives of a program, in program order. Prints itself, grouped by cause.
+
+    `conflicts` are the partitioner's complaints, also those that no collective is left of.
+    """
+
+    entries: tuple[Collective, ...]
+    conflicts: tuple[ShardingConflict, ...] = ()
+
+    def __iter__(self) -> Iterator[Collective]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __getitem__(self, number: int) -> Collective:
+        return self.entries[number]
+
+    def by_cause(self) -> dict[str, tuple[Collective, ...]]:
+        """The entries of every cause that occurs, implicit resharding first."""
+        return {
+            cause: entries
+            for cause in CAUSES
+            if (entries := tuple(entry for entry in self.entries if entry.cause == cause))
+        }
+
+    @property
+    def seconds(self) -> float:
+        """Modelled time of all of them, one after the other."""
+        return sum(entry.total_seconds for entry in self.entries)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the larger side of each, on one device, every run counted."""
+        return sum(entry.total_bytes for entry in self.entries)
+
+    @property
+    def moved(self) -> int:
+        """Bytes that one device sends, every run counted."""
+        return sum(entry.total_moved for entry in self.entries)
+
+    def _sheet(self) -> Sheet:
+        if not self.entries:
+            return Sheet("no collectives: nothing moves between devices")
+        parts: list[str | Table] = [
+            _cause_table(cause, entries) for cause, entries in self.by_cause().items()
+        ]
+        parts += [
+            textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in conflict_lines(self)
+        ]
+        if any(entry.asynchronous for entry in self.entries):
+            parts.append(BESIDE)
+        return Sheet(collectives_headline(self), parts)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "seconds": self.seconds,
+            "bytes": self.bytes,
+            "moved": self.moved,
+            "causes": {
+                cause: {
+                    "collectives": len(entries),
+                    "seconds": sum(entry.total_seconds for entry in entries),
+                    "moved": sum(entry.total_moved for entry in entries),
+                }
+                for cause, entries in self.by_cause().items()
+            },
+            "conflicts": [dataclasses.asdict(conflict) for conflict in self.conflicts],
+            "collectives": [entry.to_json() for entry in self.entries],
+        }
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Collective:
     """One collective of the program, however many instructions it is written in.
 
@@ -55,7 +129,7 @@ class Collective:
     cause: str
     why: str
     instructions: tuple[str, ...]
-    clash: ShardingConflict | None = None
+    conflict: ShardingConflict | None = None
 
     @property
     def group_size(self) -> int:
@@ -75,219 +149,39 @@ class Collective:
 
     @property
     def over(self) -> str:
-        """The axes in words."""
+        """The axes in words: `dp, tp:2/8`."""
         if self.axes is None:
             return f"irregular {'/'.join(map(str, self.group_sizes))}"
         return ", ".join(map(str, self.axes)) or "itself"
 
-
-@dataclasses.dataclass(frozen=True)
-class Collectives:
-    """All collectives of a program, in program order. Prints itself, grouped by cause."""
-
-    entries: tuple[Collective, ...]
-    clashes: tuple[ShardingConflict, ...] = ()
-
-    def __iter__(self) -> Iterator[Collective]:
-        return iter(self.entries)
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def __getitem__(self, number: int) -> Collective:
-        return self.entries[number]
-
-    def by_cause(self) -> dict[str, tuple[Collective, ...]]:
-        """The entries of every cause that occurs, what nobody asked for first."""
-        return {
-            cause: entries
-            for cause in CAUSES
-            if (entries := tuple(entry for entry in self.entries if entry.cause == cause))
-        }
-
-    @property
-    def seconds(self) -> float:
-        """Modelled time of all of them, one after the other."""
-        return sum(entry.total_seconds for entry in self.entries)
-
-    @property
-    def bytes(self) -> int:
-        return sum(entry.total_bytes for entry in self.entries)
-
-    @property
-    def moved(self) -> int:
-        return sum(entry.total_moved for entry in self.entries)
-
-    def __str__(self) -> str:
-        return as_text(self)
-
-    def _repr_html_(self) -> str:
-        return as_html(self)
+    def __repr__(self) -> str:
+        source = f" from {self.source}" if self.source else ""
+        return short_repr(self, f"{self.kind} of {self.shape} over {self.over}{source}")
 
     def to_json(self) -> dict[str, Any]:
-        return as_json(self)
-
-
-# A ledger as text and JSON.
-
-
-COLLECTIVE_HEADING = ["collective", "array", "over", "bytes", "times", "in all", "links", "source"]
-COLLECTIVE_RIGHT = [False, False, False, True, True, True, False, False]
-WIDTH = 100
-_MAY_BE_CUT = [COLLECTIVE_HEADING.index(name) for name in ("array", "over", "links", "source")]
-MOST_ROWS = 40
-BESIDE = "* runs beside other work"
-
-
-def as_text(ledger: Collectives) -> str:
-    if not len(ledger):
-        return "no collectives: nothing moves between devices"
-    lines = [collectives_headline(ledger)]
-    for cause, entries in ledger.by_cause().items():
-        merged = collective_rows(entries)
-        lines.append(f"\n{cause_line(cause, entries)}")
-        lines.append(table(_fitted([COLLECTIVE_HEADING, *merged[:MOST_ROWS]]), COLLECTIVE_RIGHT))
-        if len(merged) > MOST_ROWS:
-            lines.append(f"... and {len(merged) - MOST_ROWS:,} more rows")
-    lines += [textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in clash_lines(ledger)]
-    if any(entry.asynchronous for entry in ledger):
-        lines.append(BESIDE)
-    return "\n".join(lines)
-
-
-def collectives_headline(ledger: Collectives) -> str:
-    return (
-        f"{_count(len(ledger))}: a device sends {amount(ledger.moved)}, "
-        f"{duration(ledger.seconds)} if nothing runs beside them"
-    )
-
-
-def cause_line(cause: str, entries: Sequence[Collective]) -> str:
-    moved = sum(entry.total_moved for entry in entries)
-    seconds = sum(entry.total_seconds for entry in entries)
-    return f"{cause}: {_count(len(entries))}, {amount(moved)} sent, {duration(seconds)}"
-
-
-def clash_lines(ledger: Collectives) -> list[str]:
-    """The partitioner's complaints, and which of them left no collective behind."""
-    seen = {entry.clash for entry in ledger}
-    return [
-        f"clash: {clash}" + ("" if clash in seen else "; no collective is left of it")
-        for clash in ledger.clashes
-    ]
-
-
-def collective_rows(entries: Sequence[Collective]) -> list[list[str]]:
-    """A row for all entries that look alike, the longest in all first."""
-    alike: dict[tuple[str, ...], list[Collective]] = {}
-    for entry in entries:
-        alike.setdefault(_looks(entry), []).append(entry)
-    merged = [(looks, _together(group)) for looks, group in alike.items()]
-    merged.sort(key=lambda row: -row[1].total_seconds)
-    return [
-        [kind, array, over, size, str(one.times), duration(one.total_seconds), links, source]
-        for (kind, array, over, size, links, source), one in merged
-    ]
-
-
-def _looks(entry: Collective) -> tuple[str, ...]:
-    kind = entry.kind.removeprefix("collective-") + ("*" if entry.asynchronous else "")
-    operation = ", ".join(primitives(entry.op_name))
-    source = " ".join(filter(None, (str(entry.source or ""), operation))) or "unknown"
-    return kind, entry.shape, entry.over, amount(entry.bytes), entry.links, source
-
-
-def _together(entries: Sequence[Collective]) -> Collective:
-    times = entries[0].times
-    for entry in entries[1:]:
-        times = times + entry.times
-    return dataclasses.replace(entries[0], times=times)
-
-
-def _fitted(cells: list[list[str]]) -> list[list[str]]:
-    """The widest columns cut until a line fits the screen."""
-    widths = [max(len(row[c]) for row in cells) for c in range(len(COLLECTIVE_RIGHT))]
-    while sum(widths) + 2 * (len(widths) - 1) > WIDTH:
-        widths[max(_MAY_BE_CUT, key=widths.__getitem__)] -= 1
-    return [[_cut(cell, width) for cell, width in zip(row, widths, strict=True)] for row in cells]
-
-
-def _cut(cell: str, width: int) -> str:
-    return cell if len(cell) <= width else f"{cell[: width - 2]}.."
-
-
-def _count(number: int) -> str:
-    return f"{number:,} collective{'' if number == 1 else 's'}"
-
-
-def as_json(ledger: Collectives) -> dict[str, Any]:
-    return {
-        "seconds": ledger.seconds,
-        "bytes": ledger.bytes,
-        "moved": ledger.moved,
-        "causes": {
-            cause: {
-                "collectives": len(entries),
-                "seconds": sum(entry.total_seconds for entry in entries),
-                "moved": sum(entry.total_moved for entry in entries),
-            }
-            for cause, entries in ledger.by_cause().items()
-        },
-        "clashes": [dataclasses.asdict(clash) for clash in ledger.clashes],
-        "collectives": [_entry_json(entry) for entry in ledger],
-    }
-
-
-def _entry_json(entry: Collective) -> dict[str, Any]:
-    source = entry.source
-    return {
-        "kind": entry.kind,
-        "dtype": entry.dtype,
-        "array": entry.shape,
-        "bytes": entry.bytes,
-        "moved": entry.moved,
-        "axes": None if entry.axes is None else [dataclasses.asdict(p) for p in entry.axes],
-        "over": entry.over,
-        "group_sizes": list(entry.group_sizes),
-        "groups": entry.groups,
-        "links": entry.links,
-        "seconds": entry.seconds,
-        "times": dataclasses.asdict(entry.times),
-        "total_seconds": entry.total_seconds,
-        "asynchronous": entry.asynchronous,
-        "meanwhile_flops": entry.meanwhile,
-        "op_name": entry.op_name,
-        "source": None if source is None else dataclasses.asdict(source),
-        "cause": entry.cause,
-        "why": entry.why,
-        "clash": None if entry.clash is None else dataclasses.asdict(entry.clash),
-        "instructions": list(entry.instructions),
-    }
-
-
-# A ledger for a notebook or a report.
-
-
-def as_html(ledger: Collectives) -> str:
-    if not len(ledger):
-        return "<p>no collectives: nothing moves between devices</p>"
-    parts = [f"<b>{html.escape(collectives_headline(ledger))}</b>"]
-    for cause, entries in ledger.by_cause().items():
-        merged = collective_rows(entries)
-        parts.append(f"<h4>{html.escape(cause_line(cause, entries))}</h4>")
-        parts.append('<div style="overflow-x:auto">')
-        parts.append(
-            html_table([COLLECTIVE_HEADING, *merged[:MOST_ROWS]], COLLECTIVE_RIGHT) + "</div>"
-        )
-        if len(merged) > MOST_ROWS:
-            parts.append(f"<p>... and {len(merged) - MOST_ROWS:,} more rows</p>")
-    parts += [f"<p>{html.escape(line)}</p>" for line in clash_lines(ledger)]
-    if any(entry.asynchronous for entry in ledger):
-        parts.append(f"<p>{BESIDE}</p>")
-    return f'<div style="font-family:system-ui,sans-serif">{"".join(parts)}</div>'
-
-
-# Which mesh axes a collective runs over.
+        return {
+            "kind": self.kind,
+            "dtype": self.dtype,
+            "array": self.shape,
+            "bytes": self.bytes,
+            "moved": self.moved,
+            "axes": None if self.axes is None else [dataclasses.asdict(p) for p in self.axes],
+            "over": self.over,
+            "group_sizes": list(self.group_sizes),
+            "groups": self.groups,
+            "links": self.links,
+            "seconds": self.seconds,
+            "times": dataclasses.asdict(self.times),
+            "total_seconds": self.total_seconds,
+            "asynchronous": self.asynchronous,
+            "meanwhile_flops": self.meanwhile,
+            "op_name": self.op_name,
+            "source": None if self.source is None else dataclasses.asdict(self.source),
+            "cause": self.cause,
+            "why": self.why,
+            "conflict": None if self.conflict is None else dataclasses.asdict(self.conflict),
+            "instructions": list(self.instructions),
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,60 +204,12 @@ class AxisPart:
         return self.name if self.whole else f"{self.name}:{self.members}/{self.size}"
 
 
-def axes_of(
-    groups: Sequence[np.ndarray], names: Sequence[str], sizes: Sequence[int]
-) -> tuple[AxisPart, ...] | None:
-    """The axes, or parts of them, whose combinations every group consists of.
-
-    `groups` hold positions in the mesh, counted in row order. `None` when the groups differ in
-    size, or one of them is no full set of combinations.
-
-    >>> [str(part) for part in axes_of([np.array([0, 2]), np.array([1, 3])], ["dp", "tp"], [2, 2])]
-    ['dp']
-    """
-    members = groups[0].size
-    if any(group.size != members for group in groups):
-        return None
-    coords = np.stack(np.unravel_index(np.stack(groups), tuple(sizes)), axis=-1)
-    ordered = np.sort(coords, axis=1)
-    different = 1 + (np.diff(ordered, axis=1) != 0).sum(axis=1)
-    if (different != different[0]).any() or math.prod(different[0].tolist()) != members:
-        return None
-    return tuple(
-        AxisPart(name, int(count), size)
-        for name, count, size in zip(names, different[0], sizes, strict=True)
-        if count > 1
-    )
-
-
-def axes_crossed(
-    pairs: np.ndarray, names: Sequence[str], sizes: Sequence[int]
-) -> tuple[AxisPart, ...]:
-    """The axes along which some pair of sender and receiver differs."""
-    coords = np.stack(np.unravel_index(pairs, tuple(sizes)), axis=-1)
-    differs = (coords[:, 0] != coords[:, 1]).any(axis=0)
-    return tuple(
-        AxisPart(name, size, size)
-        for name, size, crossed in zip(names, sizes, differs, strict=True)
-        if crossed
-    )
-
-
-# What the partitioner complains of: a sharding it could not turn into another without gathering
-# the whole array. It says so on standard error alone, in words that have changed over time.
-
-
-_COMPLAINT = re.compile(
-    r"Involuntary full rematerialization\.[^\n]*? from sharding (?P<before>.+?) to (?P<after>.+?) "
-    r"(?:efficiently|without doing a full rematerialization of the tensor) "
-    r"for HLO operation:? (?P<operation>%.+?)"
-    r"(?=\. (?:As the last resort|You probably want)|\.?\n|\.?$)"
-)
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ShardingConflict:
-    """Two shardings that do not go together, and the operation where they meet."""
+    """Two shardings that do not go together, and the operation where they meet.
+
+    `before` and `after` are as the partitioner writes them, e.g. `{devices=[4]<=[4]}`.
+    """
 
     operation: str
     shape: str
@@ -376,14 +222,30 @@ class ShardingConflict:
         where = f" ({self.source})" if self.source else ""
         return f"{self.shape} {self.operation}{where}: from {self.before} to {self.after}"
 
+    def __repr__(self) -> str:
+        return short_repr(self, str(self))
 
-def read_clashes(stderr: str) -> list[ShardingConflict]:
-    """Every complaint in a compiler's standard error, each once."""
-    found: dict[ShardingConflict, None] = {}
+
+_COMPLAINT = re.compile(
+    r"Involuntary full rematerialization\.[^\n]*? from sharding (?P<before>.+?) to (?P<after>.+?) "
+    r"(?:efficiently|without doing a full rematerialization of the tensor) "
+    r"for HLO operation:? (?P<operation>%.+?)"
+    r"(?=\. (?:As the last resort|You probably want)|\.?\n|\.?$)"
+)
+
+
+# In: the compiler's standard error. Out: the shardings that the partitioner could not turn into one
+# another without gathering the whole array, each once. XLA says so nowhere else, and its words have
+# changed over time; both forms are known here. Example: "... Involuntary full rematerialization.
+# The compiler cannot go from sharding {devices=[4]<=[4]} to {replicated} efficiently for HLO
+# operation %copy = f32[8]{0} copy(%x) ..." is ShardingConflict("copy", "f32[8]", ...).
+def read_conflicts(stderr: str) -> list[ShardingConflict]:
+    """Read every complaint of the partitioner."""
+    conflicts: dict[ShardingConflict, None] = {}  # in order, without repetitions
     for complaint in _COMPLAINT.finditer(stderr):
         instruction = read_instruction(f"  {complaint['operation']}", "")
         if instruction is not None:
-            clash = ShardingConflict(
+            conflict = ShardingConflict(
                 instruction.name,
                 str(instruction.shape.leaves[0]),
                 complaint["before"],
@@ -391,5 +253,102 @@ def read_clashes(stderr: str) -> list[ShardingConflict]:
                 instruction.op_name,
                 SourceTable({}).source(instruction),
             )
-            found.setdefault(clash)
-    return list(found)
+            conflicts.setdefault(conflict)
+    return list(conflicts)
+
+
+# Printing: a table per cause, entries that look alike merged into a row. `rehearsal.rendering` has
+# the same rows on a page.
+
+
+COLLECTIVE_HEADING = ["collective", "array", "over", "bytes", "times", "in all", "links", "source"]
+COLLECTIVE_RIGHT = [False, False, False, True, True, True, False, False]
+WIDTH = 100
+_MAY_BE_CUT = [COLLECTIVE_HEADING.index(name) for name in ("array", "over", "links", "source")]
+MOST_ROWS = 40
+BESIDE = "* runs beside other work"
+
+
+def collectives_headline(collectives: Collectives) -> str:
+    return (
+        f"{plural(len(collectives), 'collective')}: a device sends {amount(collectives.moved)}, "
+        f"{duration(collectives.seconds)} if nothing runs beside them"
+    )
+
+
+def cause_line(cause: str, entries: Sequence[Collective]) -> str:
+    """Sum up the collectives of one cause."""
+    moved = sum(entry.total_moved for entry in entries)
+    seconds = sum(entry.total_seconds for entry in entries)
+    number = plural(len(entries), "collective")
+    return f"{cause}: {number}, {amount(moved)} sent, {duration(seconds)}"
+
+
+def conflict_lines(collectives: Collectives) -> list[str]:
+    """The partitioner's complaints, and which of them left no collective behind."""
+    seen = {entry.conflict for entry in collectives}
+    return [
+        f"conflict: {conflict}" + ("" if conflict in seen else "; no collective is left of it")
+        for conflict in collectives.conflicts
+    ]
+
+
+def collective_rows(entries: Sequence[Collective]) -> list[list[str]]:
+    """A row for all entries that look alike, the longest in all first."""
+    alike: dict[tuple[str, ...], list[Collective]] = {}
+    for entry in entries:
+        alike.setdefault(_looks(entry), []).append(entry)
+    merged = [(looks, _merged(group)) for looks, group in alike.items()]
+    merged.sort(key=lambda row: -row[1].total_seconds)
+    return [
+        [kind, array, over, size, str(total.times), duration(total.total_seconds), links, source]
+        for (kind, array, over, size, links, source), total in merged
+    ]
+
+
+def _looks(entry: Collective) -> tuple[str, ...]:
+    kind = entry.kind.removeprefix("collective-") + ("*" if entry.asynchronous else "")
+    operation = ", ".join(primitives(entry.op_name))
+    source = " ".join(filter(None, (str(entry.source or ""), operation))) or "unknown"
+    return kind, entry.shape, entry.over, amount(entry.bytes), entry.links, source
+
+
+def _merged(entries: Sequence[Collective]) -> Collective:
+    times = entries[0].times
+    for entry in entries[1:]:
+        times = times + entry.times
+    return dataclasses.replace(entries[0], times=times)
+
+
+@dataclasses.dataclass(frozen=True)
+class _CauseTable(Table):
+    """A table under a line of its own. Its text is cut to the width of a screen, not its HTML."""
+
+    title: str = ""
+
+    def text(self) -> str:
+        heading, *rows = _fitted([self.heading, *self.rows])
+        return f"\n{self.title}\n{Table(heading, rows, self.right, self.left_out).text()}"
+
+    def html(self) -> str:
+        return f"<h4>{html.escape(self.title)}</h4>{super().html()}"
+
+
+def _cause_table(cause: str, entries: Sequence[Collective]) -> Table:
+    rows = collective_rows(entries)
+    more = f"... and {len(rows) - MOST_ROWS:,} more rows" if len(rows) > MOST_ROWS else ""
+    return _CauseTable(
+        COLLECTIVE_HEADING, rows[:MOST_ROWS], COLLECTIVE_RIGHT, more, cause_line(cause, entries)
+    )
+
+
+def _fitted(cells: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Cut the widest columns until a line fits the screen."""
+    widths = [max(len(row[c]) for row in cells) for c in range(len(COLLECTIVE_RIGHT))]
+    while sum(widths) + 2 * (len(widths) - 1) > WIDTH:
+        widths[max(_MAY_BE_CUT, key=widths.__getitem__)] -= 1
+    return [[_cut(cell, width) for cell, width in zip(row, widths, strict=True)] for row in cells]
+
+
+def _cut(cell: str, width: int) -> str:
+    return cell if len(cell) <= width else f"{cell[: width - 2]}.."

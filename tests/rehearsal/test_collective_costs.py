@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from ledger_helpers import book
+from collectives_helpers import collectives_of
 
 import meshwright as mw
 from meshwright.placement.cost_model import PAYLOAD
@@ -15,7 +15,7 @@ GIB = f"f32[{PAYLOAD // 4}]"
 
 def gibibyte(kind, groups, **options):
     operand = f"%x = {GIB} parameter(0)"
-    (entry,) = book([operand, f"ROOT %c = {GIB} {kind}(%x), {groups}"], **options)
+    (entry,) = collectives_of([operand, f"ROOT %c = {GIB} {kind}(%x), {groups}"], **options)
     return entry
 
 
@@ -43,7 +43,7 @@ def test_a_product_of_axes_is_measured_as_one():
 
 
 def test_small_messages_pay_latency():
-    tiny = book(
+    tiny = collectives_of(
         ["%x = f32[] parameter(0)", "ROOT %c = f32[] all-reduce(%x), replica_groups={}"],
         spec="dp:8",
         on="h100:8",

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import MeshwrightError
-from meshwright.rehearsal.collectives.analyze import read_groups, read_pairs
-from meshwright.rehearsal.collectives.types import axes_crossed, axes_of
+from meshwright.rehearsal.collectives.analyze import axes_crossed, axes_of, read_groups, read_pairs
 
 checked = settings(derandomize=True, deadline=None, max_examples=200)
 NAMES = ("dp", "fsdp", "tp", "ep")

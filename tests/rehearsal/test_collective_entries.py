@@ -1,13 +1,13 @@
 """One entry per collective, however it is written, with its bytes and its times."""
 
 import pytest
-from ledger_helpers import book
+from collectives_helpers import collectives_of
 
 import meshwright as mw
 from meshwright.errors import MeshwrightError
 from meshwright.hlo.program import read_program
-from meshwright.rehearsal.collectives.analyze import ledger
-from meshwright.rehearsal.collectives.find import transfers
+from meshwright.rehearsal.collectives.analyze import analyze
+from meshwright.rehearsal.collectives.find import find_transfers
 
 X = "%x = f32[8,16]{1,0} parameter(0)"
 TP = "replica_groups={{0,1,2,3},{4,5,6,7}}"
@@ -55,13 +55,15 @@ DP = "replica_groups=[4,2]<=[2,4]T(1,0)"
     ],
 )
 def test_every_kind_has_its_bytes(line, kind, size, moved, over):
-    (entry,) = book([X, f"ROOT %c = f32[32,16]{{1,0}} {line}"])
+    (entry,) = collectives_of([X, f"ROOT %c = f32[32,16]{{1,0}} {line}"])
     assert (entry.kind, entry.bytes, entry.moved, entry.over) == (kind, size, moved, over)
     assert not entry.asynchronous
 
 
 def test_several_arrays_are_one_entry():
-    (entry,) = book([X, f"ROOT %c = (f32[8,16]{{1,0}}, f32[8,16]{{1,0}}) all-reduce(%x, %x), {TP}"])
+    (entry,) = collectives_of(
+        [X, f"ROOT %c = (f32[8,16]{{1,0}}, f32[8,16]{{1,0}}) all-reduce(%x, %x), {TP}"]
+    )
     assert (entry.bytes, entry.shape) == (1024, "2 x f32[8,16]")
 
 
@@ -70,7 +72,7 @@ def test_several_arrays_are_one_entry():
     [("", True), (', backend_config={"is_sync":true}', False)],
 )
 def test_a_start_and_its_end_are_one(config, beside):
-    (entry,) = book(
+    (entry,) = collectives_of(
         [
             X,
             f"%s = (f32[8,16]{{1,0}}, f32[32,16]{{1,0}}) all-gather-start(%x), {TP}{config}",
@@ -89,7 +91,7 @@ def test_a_wrapped_start_is_one_with_what_it_calls():
   ROOT %rs = f32[2,16]{{1,0}} reduce-scatter(%a), {TP}, dimensions={{0}}
 }}
 """
-    (entry,) = book(
+    (entry,) = collectives_of(
         [
             X,
             "%s = ((f32[8,16]{1,0}), f32[2,16]{1,0}) async-start(%x), calls=%wrapped",
@@ -110,7 +112,7 @@ def test_an_all_reduce_that_is_cut_at_once_is_a_reduce_scatter():
   ROOT %cut = f32[2,16]{{1,0}} dynamic-slice(%r, %zero, %zero), dynamic_slice_sizes={{2,16}}
 }}
 """
-    (entry,) = book(
+    (entry,) = collectives_of(
         [
             X,
             "ROOT %f = f32[2,16]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1, "
@@ -140,7 +142,7 @@ dimensions={{0}}, backend_config={{"async_collective_fusion_config":{{"flag_star
 
 
 def test_a_collective_spread_over_fusions_is_one():
-    (entry,) = book(
+    (entry,) = collectives_of(
         [
             X,
             "%one = f32[32,16]{1,0} fusion(%x), kind=kCustom, calls=%begin",
@@ -194,7 +196,7 @@ def transfer(target, kind, array="f32[8,16]"):
     ],
 )
 def test_sends_between_slices_are_the_collective_they_make_up(target, kind, array, expected):
-    (entry,) = book(transfer(target, kind, array), on="v5e:2x2", slices=2, devices=4)
+    (entry,) = collectives_of(transfer(target, kind, array), on="v5e:2x2", slices=2, devices=4)
     assert (entry.kind, entry.bytes, entry.moved, entry.over) == expected
     assert (entry.links, entry.asynchronous) == ("network", True)
     assert entry.instructions == ("s", "r", "sd", "rd")
@@ -202,7 +204,7 @@ def test_sends_between_slices_are_the_collective_they_make_up(target, kind, arra
 
 def test_a_permutation_taken_apart_is_one():
     pairs = "frontend_attributes={_xla_send_recv_source_target_pairs={{0,4},{1,5}}}"
-    (entry,) = book(
+    (entry,) = collectives_of(
         [
             X,
             "%t = token[] after-all()",
@@ -221,7 +223,7 @@ def test_everywhere_means_every_device_of_the_slices():
         + "\n  ".join(transfer('"{1,3}x{0:1,3}"', "ALL_REDUCE"))
         + "\n}\n"
     )
-    (found,) = transfers(program.entry)
+    (found,) = find_transfers(program.entry)
     assert [group.tolist() for group in found.groups] == [
         [100_000, 300_000],
         [100_001, 300_001],
@@ -231,7 +233,7 @@ def test_everywhere_means_every_device_of_the_slices():
 
 @pytest.mark.parametrize(("groups", "over"), [("{{0,1},{2,3}}", "tp"), ("{{0,2},{1,3}}", "fsdp")])
 def test_numbers_of_one_slice_mean_every_slice(groups, over):
-    (entry,) = book(
+    (entry,) = collectives_of(
         [X, f"ROOT %c = f32[8,16]{{1,0}} all-reduce(%x), replica_groups={groups}"],
         spec="fsdp:2, dp:2, tp:2",
         on="v5e:2x2",
@@ -245,4 +247,4 @@ def test_a_program_for_another_mesh_is_refused():
     head = "HloModule m, num_partitions=4\n\n"
     text = head + "ENTRY %m () -> f32[] {\n  ROOT %c = f32[] constant(0)\n}\n"
     with pytest.raises(MeshwrightError, match="for 4 devices, the mesh has 8"):
-        ledger(read_program(text), mw.explain("dp:8", on="h100:8"))
+        analyze(read_program(text), mw.explain("dp:8", on="h100:8"))

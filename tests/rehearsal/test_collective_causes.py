@@ -4,10 +4,10 @@ import subprocess
 import sys
 
 import pytest
-from ledger_helpers import book, compiled_book
+from collectives_helpers import collectives_of, compiled_collectives
 
 from meshwright.hlo.instructions import Source, primitives
-from meshwright.rehearsal.collectives.types import ShardingConflict, read_clashes
+from meshwright.rehearsal.collectives.types import ShardingConflict, read_conflicts
 
 TP = "replica_groups={{0,1,2,3},{4,5,6,7}}"
 DP = "replica_groups={{0,4},{1,5},{2,6},{3,7}}"
@@ -18,7 +18,7 @@ BACKWARD, FORWARD = "jit(step)/transpose(jvp())", "jit(step)/jvp()"
 
 
 def only(lines, **options):
-    (entry,) = book(lines, **options)
+    (entry,) = collectives_of(lines, **options)
     return entry
 
 
@@ -135,7 +135,7 @@ def test_a_forward_pass_alone_sums_no_gradients():
         return jnp.tanh(x @ w).sum()
 
     args = shaped((64, 512), None, "fsdp"), shaped((512, 512), "fsdp", None)
-    found = compiled_book(forward, args, mesh)
+    found = compiled_collectives(forward, args, mesh)
     assert any("f32[64,512]" in entry.shape for entry in found)
     assert {entry.cause for entry in found} == {"activation exchanges"}
 
@@ -220,11 +220,11 @@ def test_a_dots_result_sent_to_another_slice_is_no_piece_of_it():
         "ROOT %rd = (f32[64,16]{1,0}, token[]) recv-done(%r), channel_id=2",
     ]
     entry = only(lines, on="v5e:2x2", slices=2)
-    assert (entry.kind, entry.cause) == ("collective-permute", "nobody asked")
+    assert (entry.kind, entry.cause) == ("collective-permute", "implicit resharding")
 
 
-def test_pieces_that_no_dot_needs_are_nobodys():
-    assert windowed(f"{FORWARD}/add", "%piece", "%cast").cause == "nobody asked"
+def test_pieces_that_no_dot_needs_are_implicit_resharding():
+    assert windowed(f"{FORWARD}/add", "%piece", "%cast").cause == "implicit resharding"
 
 
 @pytest.mark.parametrize(
@@ -232,14 +232,14 @@ def test_pieces_that_no_dot_needs_are_nobodys():
     [
         ("all-gather", "dot_general", "activation exchanges"),
         ("all-gather", "all_gather", "activation exchanges"),
-        ("all-gather", "add", "nobody asked"),
-        ("all-to-all", "reshape", "nobody asked"),
+        ("all-gather", "add", "implicit resharding"),
+        ("all-to-all", "reshape", "implicit resharding"),
         ("all-to-all", "all_to_all", "activation exchanges"),
         ("all-to-all", "sharding_constraint", "activation exchanges"),
         ("collective-permute", "ppermute", "activation exchanges"),
         ("collective-permute", "concatenate", "activation exchanges"),
         ("collective-permute", "dot_general", "activation exchanges"),
-        ("collective-permute", "", "nobody asked"),
+        ("collective-permute", "", "implicit resharding"),
     ],
 )
 def test_moves_are_asked_for_or_not(kind, operation, cause):
@@ -342,31 +342,31 @@ COMPLAINTS = [
 ]
 
 
-@pytest.mark.parametrize(("stderr", "clash"), COMPLAINTS)
-def test_complaints_are_read(stderr, clash):
-    assert read_clashes(f"something else\n{stderr}\n{stderr}\nand more") == [clash]
-    assert read_clashes("a quiet compile") == []
+@pytest.mark.parametrize(("stderr", "conflict"), COMPLAINTS)
+def test_complaints_are_read(stderr, conflict):
+    assert read_conflicts(f"something else\n{stderr}\n{stderr}\nand more") == [conflict]
+    assert read_conflicts("a quiet compile") == []
 
 
 def test_every_complaint_of_a_text_is_read():
-    assert read_clashes("\n".join(text for text, _ in COMPLAINTS)) == [c for _, c in COMPLAINTS]
+    assert read_conflicts("\n".join(text for text, _ in COMPLAINTS)) == [c for _, c in COMPLAINTS]
 
 
 def test_what_the_partitioner_complained_of_is_named_with_its_shardings():
-    clash = COMPLAINTS[1][1]
+    conflict = COMPLAINTS[1][1]
     lines = [
         "%a = f32[1,3,12,8]{3,2,1,0} iota(), iota_dimension=0",
         f"ROOT %g = f32[4,3,12,8]{{3,2,1,0}} all-gather(%a), {TP}, dimensions={{0}}, "
         'metadata={op_name="jit(f)/mul" source_file="me.py" source_line=9}',
     ]
-    found = book(lines, clashes=[clash])
-    assert (found[0].cause, found[0].clash.before) == ("nobody asked", clash.before)
-    assert found.clashes[0].source == Source("me.py", 9)
+    found = collectives_of(lines, conflicts=[conflict])
+    assert (found[0].cause, found[0].conflict.before) == ("implicit resharding", conflict.before)
+    assert found.conflicts[0].source == Source("me.py", 9)
     other = lines[1].replace("jit(f)/mul", "jit(f)/dot_general")
-    assert book([lines[0], other], clashes=[clash])[0].clash is None
+    assert collectives_of([lines[0], other], conflicts=[conflict])[0].conflict is None
 
 
-CLASHING = """
+CONFLICTING = """
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 import meshwright as mw
@@ -377,27 +377,29 @@ mesh = mw.mesh("dp:2, fsdp:2, tp:2")
 def lie(x, *spec):
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
 
-def clash(x):
+def conflict(x):
     x = lie(jnp.sin(x), ("dp", "fsdp", "tp"), None)
     return lie(x.reshape(4, 6, 12, 8) * 2, None, "dp", "fsdp", "tp")
 
 where = NamedSharding(mesh, P(("dp", "fsdp", "tp")))
 x = jax.ShapeDtypeStruct((24, 96), jnp.float32, sharding=where)
-print(jax.jit(clash).lower(x).compile().as_text())
+print(jax.jit(conflict).lower(x).compile().as_text())
 """
 
 
 def test_a_real_complaint_finds_its_collectives():
     import meshwright as mw
     from meshwright.hlo.program import read_program
-    from meshwright.rehearsal.collectives.analyze import ledger
+    from meshwright.rehearsal.collectives.analyze import analyze
 
     done = subprocess.run(
-        [sys.executable, "-c", CLASHING], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", CONFLICTING], capture_output=True, text=True, timeout=120, check=True
     )
-    clashes = read_clashes(done.stderr)
-    assert [clash.op_name for clash in clashes] == ["jit(clash)/mul"]
-    found = ledger(read_program(done.stdout), mw.explain("dp:2, fsdp:2, tp:2", on="cpu:8"), clashes)
+    conflicts = read_conflicts(done.stderr)
+    assert [conflict.op_name for conflict in conflicts] == ["jit(conflict)/mul"]
+    found = analyze(
+        read_program(done.stdout), mw.explain("dp:2, fsdp:2, tp:2", on="cpu:8"), conflicts
+    )
     gathers = [entry for entry in found if entry.kind == "all-gather"]
     assert gathers
-    assert all(entry.cause == "nobody asked" and entry.clash for entry in gathers)
+    assert all(entry.cause == "implicit resharding" and entry.conflict for entry in gathers)

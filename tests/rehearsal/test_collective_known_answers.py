@@ -2,9 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+from collectives_helpers import compiled_collectives
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from ledger_helpers import compiled_book
 
 import meshwright as mw
 
@@ -25,7 +25,7 @@ def test_an_fsdp_matmul_gathers_the_weights():
         return constrained(mesh, x @ w, "fsdp", None)
 
     args = (shaped(mesh, (4096, 64), "fsdp"), shaped(mesh, (64, 32), "fsdp"))
-    (entry,) = compiled_book(matmul, args, mesh)
+    (entry,) = compiled_collectives(matmul, args, mesh)
     assert (entry.kind, entry.over, entry.cause) == ("all-gather", "fsdp", "parameter gathers")
     assert entry.bytes == 64 * 32 * 4
     assert entry.moved == 64 * 32 * 4 * 7 // 8
@@ -44,7 +44,7 @@ def test_a_gather_in_a_loop_is_counted_every_round():
         return jax.lax.scan(layer, x, stack)[0]
 
     args = (shaped(mesh, (4096, 64), "fsdp"), shaped(mesh, (5, 64, 64), None, "fsdp"))
-    (entry,) = compiled_book(layers, args, mesh)
+    (entry,) = compiled_collectives(layers, args, mesh)
     assert (entry.kind, entry.bytes, entry.times.count) == ("all-gather", 64 * 64 * 4, 5)
     assert (entry.cause, entry.why) == ("parameter gathers", "gathers stack")
     assert entry.total_moved == 5 * 64 * 64 * 4 * 7 // 8
@@ -61,7 +61,7 @@ def test_a_tensor_parallel_pair_is_one_all_reduce():
         shaped(mesh, (32, 64), None, "tp"),
         shaped(mesh, (64, 32), "tp", None),
     )
-    (entry,) = compiled_book(pair, args, mesh)
+    (entry,) = compiled_collectives(pair, args, mesh)
     assert (entry.kind, entry.over, entry.group_size) == ("all-reduce", "tp", 4)
     assert entry.bytes == 8 * 32 * 4
     assert entry.moved == 2 * 8 * 32 * 4 * 3 // 4
@@ -75,7 +75,7 @@ def test_data_parallel_gradients_are_an_all_reduce_of_all_parameters():
         return jnp.sum(jnp.tanh(x @ params["a"]) @ params["b"])
 
     params = {"a": shaped(mesh, (32, 48)), "b": shaped(mesh, (48, 16))}
-    entries = compiled_book(jax.grad(loss), (params, shaped(mesh, (64, 32), "dp")), mesh)
+    entries = compiled_collectives(jax.grad(loss), (params, shaped(mesh, (64, 32), "dp")), mesh)
     assert {entry.kind for entry in entries} == {"all-reduce"}
     assert {entry.cause for entry in entries} == {"gradient sums"}
     assert sum(entry.bytes for entry in entries) == (32 * 48 + 48 * 16) * 4
@@ -88,7 +88,7 @@ def test_an_axis_moved_between_dims_is_an_all_to_all():
     def move(x):
         return constrained(mesh, x, None, "tp")
 
-    (entry,) = compiled_book(move, (shaped(mesh, (32, 64), "tp", None),), mesh)
+    (entry,) = compiled_collectives(move, (shaped(mesh, (32, 64), "tp", None),), mesh)
     assert (entry.kind, entry.over) == ("all-to-all", "tp")
     assert entry.bytes == 32 * 64 * 4 // 4
     assert entry.moved == entry.bytes * 3 // 4
@@ -110,7 +110,7 @@ def test_groups_that_are_not_contiguous_are_named():
             check_vma=False,
         )(x)
 
-    entries = compiled_book(sums, (shaped(mesh, (64,), ("dp", "fsdp", "tp")),), mesh)
+    entries = compiled_collectives(sums, (shaped(mesh, (64,), ("dp", "fsdp", "tp")),), mesh)
     assert sorted((entry.kind, entry.over) for entry in entries) == [
         ("all-reduce", "dp, tp"),
         ("all-reduce", "fsdp"),
@@ -123,6 +123,6 @@ def test_groups_that_are_not_contiguous_are_named():
 
 def test_a_program_that_moves_nothing_says_so():
     mesh = mw.mesh("dp:8")
-    entries = compiled_book(jnp.sin, (shaped(mesh, (64,), "dp"),), mesh)
+    entries = compiled_collectives(jnp.sin, (shaped(mesh, (64,), "dp"),), mesh)
     assert len(entries) == 0
     assert str(entries) == "no collectives: nothing moves between devices"

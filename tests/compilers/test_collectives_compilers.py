@@ -1,4 +1,4 @@
-"""The ledger against the vendors' real compilers: nothing missed, axes right."""
+"""The collectives against the vendors' real compilers: nothing missed, axes right."""
 
 import functools
 import re
@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.hlo.program import read_program
-from meshwright.rehearsal.collectives.analyze import ledger
+from meshwright.rehearsal.collectives.analyze import analyze
 
 pytestmark = pytest.mark.compilers
 
@@ -76,7 +76,7 @@ def compiled(on, slices, spec):
 @pytest.mark.parametrize(("on", "slices", "spec"), MACHINES)
 def test_every_collective_instruction_is_accounted_for(on, slices, spec):
     text, mesh = compiled(on, slices, spec)
-    found = ledger(read_program(text), mw.explain(mesh))
+    found = analyze(read_program(text), mw.explain(mesh))
     entered = [name for entry in found for name in entry.instructions]
     assert sorted(entered) == sorted(INSTRUCTION.findall(text))
     assert len(found) > 3
@@ -86,7 +86,7 @@ def test_every_collective_instruction_is_accounted_for(on, slices, spec):
 def test_entries_make_sense(on, slices, spec):
     text, mesh = compiled(on, slices, spec)
     program = read_program(text)
-    found = ledger(program, mw.explain(mesh))
+    found = analyze(program, mw.explain(mesh))
     assert not any(entry.times.at_least for entry in found), "a loop's rounds were not found"
     assert all(entry.seconds > 0 for entry in found if entry.moved)
     assert all(entry.axes is not None for entry in found)
@@ -114,7 +114,7 @@ def one_collective(mesh, axes):
     fn = jax.shard_map(body, mesh=mesh, in_specs=every, out_specs=every, check_vma=False)
     x = jax.ShapeDtypeStruct((mesh.size * 2048,), jnp.float32, sharding=NamedSharding(mesh, every))
     text = jax.jit(fn).lower(x).compile().as_text()
-    return ledger(read_program(text), mw.explain(mesh))
+    return analyze(read_program(text), mw.explain(mesh))
 
 
 @pytest.mark.parametrize("axes", [("a",), ("b",), ("c",), ("a", "b"), ("a", "c"), ("b", "c")])
