@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import meshwright as mw
-from meshwright.rehearsal.tpu_slices import hardware_of, stand_in
+from meshwright.rehearsal.tpu_slices import slice_for, stand_in_name
 
 pytestmark = pytest.mark.compilers
 
@@ -82,7 +82,7 @@ def test_a_group_that_does_not_fit_is_told(cache):
 def test_groups_are_compiled_for_hardware_that_can_be_had(on, spec, name, positions, odd):
     groups = mw.MpmdMesh(mw.mesh(spec, on=on), "pp")
     for mesh in groups.meshes:
-        hardware, places = hardware_of(mesh)
+        hardware, places = slice_for(mesh)
         assert hardware.name == name
         assert places.tolist() == positions
-        assert stand_in(mesh) == (name if odd else "")
+        assert stand_in_name(mesh) == (name if odd else "")

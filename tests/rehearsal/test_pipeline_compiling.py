@@ -12,7 +12,7 @@ from meshwright.errors import RehearsalError
 from meshwright.pipelines.step_graph import Operation, TaskFunction
 from meshwright.rehearsal.compiler import Compiler, Outcome
 from meshwright.rehearsal.pipelines import TaskCompiler
-from meshwright.rehearsal.tpu_slices import hardware_of
+from meshwright.rehearsal.tpu_slices import slice_for
 from meshwright.trees.split import split_arrays
 
 WEIGHT = jax.ShapeDtypeStruct((64, 64), "float32")
@@ -125,6 +125,6 @@ def test_the_timeout_and_the_end_are_heeded():
 
 def test_a_group_of_live_devices_is_hardware_of_its_size():
     step = step_over_groups()
-    hardware, positions = hardware_of(step.groups.meshes[1])
+    hardware, positions = slice_for(step.groups.meshes[1])
     assert hardware.name == "cpu:4"
     assert positions.tolist() == [0, 1, 2, 3]

@@ -27,7 +27,7 @@ from meshwright.partitioning.report import LeafRow
 from meshwright.placement.placement import Placement
 from meshwright.rehearsal.collectives.analyze import analyze
 from meshwright.rehearsal.collectives.types import Collectives, read_conflicts
-from meshwright.rehearsal.compiler import Compiler, Job, Outcome, Platform, Site, answer
+from meshwright.rehearsal.compiler import Compiler, Job, Outcome, Platform, Site, compile_or_load
 from meshwright.rehearsal.lowering import lower
 from meshwright.rehearsal.memory import Memory, as_compiled, as_refused, live_buffers
 from meshwright.rehearsal.request import (
@@ -183,7 +183,7 @@ def model_with(original: Model, **changes: Any) -> Model:
 
 def run(request: Request) -> Rehearsal:
     """Do what a checked request asks for; remedies are tried by changing one and running it."""
-    placed, hardware = request.placed()
+    placed, hardware = request.place()
     platform = platform_of(request, hardware, placed.positions.size)
     mesh = request.abstract(placed)
     site = _site(platform, placed, hardware)
@@ -206,7 +206,7 @@ def run(request: Request) -> Rehearsal:
             lowered.identity,
             lowered.options,
         )
-        outcome, from_cache = answer(
+        outcome, from_cache = compile_or_load(
             job,
             request.cache,
             request.timeout,

@@ -1,7 +1,7 @@
 """Compile a program in a process of its own, or take the answer from the cache on disk.
 
 A `Job` is a program and the `Site` to compile it for, an `Outcome` what the compiler made of it;
-`answer(job, ...)` gets the one for the other. The process apart is what makes this safe: a
+`compile_or_load(job, ...)` gets the one for the other. The process apart is what makes this safe: a
 compiler that aborts, hangs or fills the memory ends with it, and JAX here keeps its devices.
 """
 
@@ -120,7 +120,7 @@ _MOST_LINES = 12  # of a compiler's own words in a message
 _FATAL = re.compile(r"^F\d{4} |Check failed|[Uu]nknown (command line )?flag")  # glog and absl
 
 
-def answer(
+def compile_or_load(
     job: Job,
     folder: Path | None,
     timeout: float,

@@ -35,12 +35,12 @@ from meshwright.pipelines.step_graph import Operation, StepBuilder, TaskFunction
 from meshwright.placement.placement import Placement
 from meshwright.rehearsal.collectives.analyze import analyze
 from meshwright.rehearsal.collectives.types import Collectives
-from meshwright.rehearsal.compiler import PLATFORMS, Job, Outcome, Site, answer
+from meshwright.rehearsal.compiler import PLATFORMS, Job, Outcome, Site, compile_or_load
 from meshwright.rehearsal.lowering import identity_of
 from meshwright.rehearsal.memory import Memory, as_refused, available
 from meshwright.rehearsal.request import TIMEOUT, check_timeout, choose_folder
 from meshwright.rehearsal.step_time import StepTime, step_time
-from meshwright.rehearsal.tpu_slices import hardware_of, stand_in
+from meshwright.rehearsal.tpu_slices import slice_for, stand_in_name
 from meshwright.schedules.timeline import Timeline, simulate
 from meshwright.schedules.types import Costs, TaskKind
 from meshwright.trees.split import split_arrays
@@ -240,7 +240,9 @@ def _group(plan: Plan, group: int) -> GroupRehearsal:
     operations = [each for each in plan.operations if each.group == group]
     memory, held = group_memory(builder, plan.operations, group, placed.topology.chip)
     other_shape = (
-        stand_in(builder.shardings.meshes[group]) if builder.shardings.groups.compile_only else ""
+        stand_in_name(builder.shardings.meshes[group])
+        if builder.shardings.groups.compile_only
+        else ""
     )
     return GroupRehearsal(group, memory, held, _tasks(operations, placed), other_shape)
 
@@ -333,7 +335,7 @@ class TaskCompiler:
         module = program.compiler_ir("stablehlo").operation
         written = io.BytesIO()
         module.write_bytecode(written)
-        hardware, positions = hardware_of(self.groups.meshes[operation.group])
+        hardware, positions = slice_for(self.groups.meshes[operation.group])
         return Job(
             _name(code, operation),
             written.getvalue(),
@@ -350,7 +352,7 @@ class TaskCompiler:
             outcome = self._asked.setdefault(job.key, concurrent.futures.Future())
         if first:
             try:
-                outcome.set_result(answer(job, self.folder, self.timeout, self._tick)[0])
+                outcome.set_result(compile_or_load(job, self.folder, self.timeout, self._tick)[0])
             except BaseException as error:  # those who wait must hear of it too
                 outcome.set_exception(error)
         return outcome.result()

@@ -68,7 +68,7 @@ class Request:
     lighter: Callable[..., Any] | None = None
     layout: Callable[[AbstractMesh], tuple[Sequence[Any], Any]] | None = None
 
-    def placed(self) -> tuple[Placement, Topology]:
+    def place(self) -> tuple[Placement, Topology]:
         """Place the mesh; also return the whole machine that its positions count in."""
         if isinstance(self.mesh, (Mesh, AbstractMesh)):
             placement = explain_mesh(self.mesh, on=self.on, slices=self.slices)

@@ -23,7 +23,7 @@ from meshwright.placement.placer import place
 _FACTORS = (1, 2, 4)  # how much larger a slice may be than a group of a size that none has
 
 
-def hardware_of(mesh: Mesh) -> tuple[Topology, np.ndarray]:
+def slice_for(mesh: Mesh) -> tuple[Topology, np.ndarray]:
     """Find a slice for a group's mesh, and the numbers of its devices there.
 
     It has the shape of the group where slices come in that shape, turned if need be; else it is
@@ -54,10 +54,10 @@ def as_slice(placed: Placement) -> tuple[Topology, np.ndarray] | None:
     return whole, whole.index.ravel()[chosen].reshape(placed.positions.shape)
 
 
-def stand_in(mesh: Mesh) -> str:
+def stand_in_name(mesh: Mesh) -> str:
     """The name of the slice that stands for a group where none has its shape; else empty."""
     own = _of_its_shape(explain_mesh(mesh).topology)
-    return hardware_of(mesh)[0].name if own is None else ""
+    return slice_for(mesh)[0].name if own is None else ""
 
 
 def _of_its_shape(part: Topology) -> tuple[Topology, np.ndarray] | None:

@@ -325,7 +325,7 @@ def _with_inside(program: Program, instruction: Instruction) -> Iterator[Instruc
 # Loops that hand a value from device to device, and add nothing to it: so a compiler gathers an
 # array piece by piece while it works on the pieces that have come. In: a value in such a loop. Out:
 # what went into the loop. Example: with body (x, acc) -> (collective-permute(x), acc + dot(x)), x
-# in the body originates in the first operand of the `while`.
+# in the body comes from the first element of the tuple that the `while` is given.
 def first_origin(program: Program, value: Instruction) -> Origin:
     """Trace where a value comes from, also through loops that hand it round."""
     origin = program.dataflow.origin(value)
