@@ -83,12 +83,12 @@ def ends(draw):
     source=ends(),
     target=ends(),
     dtype=st.sampled_from(DTYPES),
-    way=st.sampled_from(["local", "put"]),
+    transport=st.sampled_from(["local", "put"]),
 )
-def test_any_split_goes_to_any_other_bit_for_bit(source, target, dtype, way):
+def test_any_split_goes_to_any_other_bit_for_bit(source, target, dtype, transport):
     values = pattern(dtype=dtype)
     array = on(values, source)
-    with mw.transfers.connect(way=way) as link:
+    with mw.transfers.connect(transport=transport) as link:
         assert_is(link.move(mw.transfers.route(array, target), 0, array), values, target)
     assert_is(array, values, source)
 
@@ -178,7 +178,7 @@ def test_donated_arrays_are_given_up_unless_shared(link):
 
 def test_one_process_needs_no_port():
     link = mw.transfers.connect()
-    assert (link.way, link.processes) == ("local", (0,))
+    assert (link.transport, link.processes) == ("local", (0,))
     assert repr(link) == "<Link 'local' of processes 0>"
     assert not hasattr(link, "address")
 
@@ -276,9 +276,12 @@ def test_not_a_route_is_refused(link):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"way": "pul"}, "way 'pul': use one of auto, local, pull, put. Did you mean 'pull'?"),
-        ({"way": 3}, "way 3: use one of auto, local, pull, put."),
-        ({"way": "pull"}, "way='pull' needs processes that know of one another"),
+        (
+            {"transport": "pul"},
+            "transport 'pul': use one of auto, local, pull, put. Did you mean 'pull'?",
+        ),
+        ({"transport": 3}, "transport 3: use one of auto, local, pull, put."),
+        ({"transport": "pull"}, "transport='pull' needs processes that know of one another"),
         ({"processes": [1]}, r"connect: processes \[1\]: use numbers from 0 to 0."),
         ({"processes": 4}, "connect: processes 4: use numbers from 0 to 0."),
         ({"processes": []}, "use numbers from 0 to 0."),
@@ -320,10 +323,10 @@ def test_a_put_address_that_nobody_could_reach_is_seen(monkeypatch):
 def test_with_puts_only_move_is_offered():
     array = on(pattern(), FIRST)
     route = mw.transfers.route(array, LAST)
-    with mw.transfers.connect(way="put") as link:
-        with pytest.raises(TransferError, match=r"send: with way='put' .* Use move"):
+    with mw.transfers.connect(transport="put") as link:
+        with pytest.raises(TransferError, match=r"send: with transport='put' .* Use move"):
             link.send(route, 0, array)
-        with pytest.raises(TransferError, match=r"receive: with way='put' .* Use move"):
+        with pytest.raises(TransferError, match=r"receive: with transport='put' .* Use move"):
             link.receive(route, 0)
-        with pytest.raises(TransferError, match="donate=True with way='put'"):
+        with pytest.raises(TransferError, match="donate=True with transport='put'"):
             link.move(route, 0, array, donate=True)
