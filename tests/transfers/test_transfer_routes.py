@@ -132,6 +132,57 @@ def test_every_shard_is_made_once_of_what_is_there(processes):
     check_steps(processes)
 
 
+@settings(max_examples=40, deadline=None)
+@given(source=ends(), target=ends())
+def check_messages(count, source, target):
+    values = np.arange(128, dtype=np.int32).reshape(8, 16)
+    route = mw.transfers.route(shape_of((8, 16), source, "int32"), target)
+    item = route.items[0]
+    held = [np.full((8, 16), -1) for _ in range(count)]
+    for device, box in item.source_boxes.items():
+        part(held[owner(device, count)], box)[...] = part(values, box)
+    messages = message_plan.plan_messages([item])
+    for (sender, receiver), pieces in messages.items():
+        assert sender != receiver
+        for piece in pieces:
+            given, room = (part(held[end], piece.overlap.box) for end in (sender, receiver))
+            assert (given == part(values, piece.overlap.box)).all()
+            assert piece.bytes == given.nbytes // 2  # of int32, written here as int64
+            assert (room == -1).any()  # nobody is sent what it has
+            room[...] = given
+    for device, box in item.target_boxes.items():
+        assert (part(held[owner(device, count)], box) == part(values, box)).all()
+    assert message_plan.crosses_processes(item) == bool(messages)
+    # What a route sends is never less: where one process has all of a shard, it sends it whole.
+    crossing = sum(size for pair, size in route.traffic.items() if pair[0] != pair[1])
+    assert sum(piece.bytes for pieces in messages.values() for piece in pieces) <= crossing
+
+
+def test_messages_bring_every_process_what_it_lacks_and_no_more(processes):
+    check_messages(processes)
+
+
+def test_a_shard_comes_from_one_process_that_has_all_of_it_if_that_is_preferred(share_devices):
+    share_devices(lambda device: device.id // 2)
+    # Process 0 and 1 hold halves, process 2 holds all; process 1 needs all.
+    source = end((0, 1, 2, 3, 4, 5), 3, 2, spec=P())
+    (need,) = message_plan.find_needs(end((0, 2), spec=P("a")), end((6,)), (8,))
+    load = message_plan.Load()
+    assert [sender for sender, _ in message_plan.choose_senders(need, 4, load)] == [0, 1]
+    halves = message_plan.find_needs(source, end((6,)), (8,))[0]
+    chosen = [list(message_plan.choose_senders(halves, 4, load, prefer_one=True)) for _ in range(3)]
+    # Two have sent half of an array already, so the third comes first.
+    assert [senders[0][0] for senders in chosen] == [2, 0, 1]
+
+
+def test_senders_are_chosen_by_bytes_not_by_count():
+    load = message_plan.Load()
+    sizes = [8, 1, 1, 1, 1, 1, 1, 1, 1, 4]
+    chosen = [load.assign("send", "ab", size) for size in sizes]
+    assert chosen == ["a", *"bbbbbbbb", "a"]
+    assert load.assign("receive", "ab", 1) == "a"
+
+
 def test_what_one_process_gives_to_a_shard_crosses_in_one_piece(share_devices):
     share_devices(lambda device: device.id // 4)
     route = mw.transfers.route(
@@ -234,6 +285,13 @@ def test_a_route_shows_itself():
     assert told["traffic"] == [{"from": 0, "to": 0, "bytes": 128}]
     assert told["arrays"][0]["to_devices"] == [7]
     assert told["senders"] == told["receivers"] == [0]
+
+
+def test_a_route_has_a_short_repr():
+    tree = {f"{'x' * 50}{n}": shape_of((8, 8), end(range(4), spec=P("a"))) for n in range(60)}
+    route = mw.transfers.route(tree, end((7,)))
+    assert repr(route).startswith("<Route 60 arrays, 15 KiB: 4 devices to 1, 240 pieces")
+    assert len(repr(route)) <= 200
 
 
 def test_a_long_route_is_cut_short():

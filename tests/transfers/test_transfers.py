@@ -320,6 +320,34 @@ def test_a_put_address_that_nobody_could_reach_is_seen(monkeypatch):
     assert connection.puts_problem() == ""
 
 
+def test_a_call_that_waited_in_vain_is_not_counted(monkeypatch):
+    """Else the late process would meet another call than the one it answers."""
+
+    class Store(dict):
+        def key_value_set(self, key, value, allow_overwrite=False):
+            assert allow_overwrite or key not in self
+            self[key] = value
+
+        def key_value_delete(self, prefix):
+            for key in [key for key in self if key.startswith(prefix)]:
+                del self[key]
+
+        def blocking_key_value_get(self, key, timeout):
+            if key not in self:
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+            return self[key]
+
+    store = Store()
+    monkeypatch.setattr(_compat, "coordination_client", lambda: store)
+    monkeypatch.setattr(_compat, "coordination_place", lambda: (0, 2))
+    for _ in range(2):
+        with pytest.raises(TransferError, match=r"process 1 did not connect within 0.1 s"):
+            connection._gather_addresses((0, 1), "here:1", 0.1)
+        assert store == {}
+    store["meshwright/transfers/0,1/0/1"] = "there:2"
+    assert connection._gather_addresses((0, 1), "here:1", 0.1) == {0: "here:1", 1: "there:2"}
+
+
 def test_with_puts_only_move_is_offered():
     array = on(pattern(), FIRST)
     route = mw.transfers.route(array, LAST)
