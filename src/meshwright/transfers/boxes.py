@@ -153,6 +153,7 @@ def _overlaps_with(box: Box, intervals: Sequence[Sequence[tuple[int, int]]]) -> 
 def _overlapping(
     intervals: Sequence[tuple[int, int]], start: int, stop: int
 ) -> list[tuple[int, int]]:
+    # The last interval that begins at or before `start`; earlier ones end before it.
     first = max(bisect_right(intervals, start, key=lambda interval: interval[0]) - 1, 0)
     candidates = itertools.takewhile(lambda interval: interval[0] < stop, intervals[first:])
     return [interval for interval in candidates if interval[1] > start]

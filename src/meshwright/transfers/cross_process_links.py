@@ -89,6 +89,7 @@ class PullLink(KeyedLink):
             arrays = [data[item] for item in message.whole]
             arrays += [chunks[step.inputs[0]] for step in message.steps]
             number = message_number(*name, use, self.process, receiver)
+            # The server holds the arrays until they are pulled, so the caller may drop them.
             self._server.await_pull(number, arrays)
         return job.work.send_to_itself(chunks) if job.work.sends_to_itself else None
 

@@ -120,6 +120,7 @@ def put(
 ) -> list[Any]:
     """Place checked leaves: one call for all that a single process holds."""
     check_constrained(what, leaves, shardings)
+    # By identity: an array that the tree holds twice is placed once, and stays one.
     keys = [(id(leaf.value), to) for leaf, to in zip(leaves, shardings, strict=True)]
     distinct = dict(zip(keys, leaves, strict=True))
     placed = _place_each(list(distinct.values()), [to for _, to in distinct], local)
@@ -322,6 +323,7 @@ def _problems(
 def _pieces_here(mesh: Any, entry: Any) -> int | None:
     """Return how many pieces of a dim this process holds, or None, as `share` says."""
     count = ways(entry, mesh_axes(mesh))
+    # Where a dim of as many elements as pieces would lie, one piece each.
     held: dict[int, set[int]] = collections.defaultdict(set)
     cut = NamedSharding(mesh, PartitionSpec(entry))  # type: ignore[no-untyped-call]
     indices: dict[Any, Any] = dict(cut.devices_indices_map((count,)))
@@ -405,6 +407,7 @@ def kept_dtype(leaf: Leaf) -> Any:
     """Return the dtype a leaf has once placed; None for text, objects and masked arrays."""
     if isinstance(leaf.value, (jax.Array, jax.ShapeDtypeStruct)):
         return leaf.dtype
+    # JAX refuses masked arrays one at a time; here they are named with all other bad leaves.
     if not _holds_numbers(leaf.dtype) or isinstance(leaf.value, np.ma.MaskedArray):
         return None
     return jax.dtypes.canonicalize_dtype(native(leaf.dtype), allow_extended_dtype=True)
@@ -418,6 +421,7 @@ def _holds_numbers(dtype: Any) -> bool:
 
 def does_not_fit(value: Any, kept: Any) -> str:
     """Say what is lost when integers of numpy become `kept`, which has fewer bits; or nothing."""
+    # JAX wraps integers around without a word; floats only lose digits, as was asked for.
     if not isinstance(value, (np.ndarray, np.generic)) or value.dtype.kind not in "iu":
         return ""
     if native(value.dtype) == kept or not value.size:

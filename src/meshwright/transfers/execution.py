@@ -309,6 +309,8 @@ Cuts = tuple[tuple[int, Box], ...]  # of which argument, which part of it
 Joins = tuple[tuple[tuple[int, Box], ...], ...]  # per result: which arguments, where they go
 
 
+# Cached beyond one route: pipelines make many that cut equal shards equally, and jit caches
+# compiled programs by function object.
 @functools.lru_cache(maxsize=4096)
 def cutter(device: Device, cuts: Cuts) -> Program:
     """Return a program that takes shards and returns parts of them."""

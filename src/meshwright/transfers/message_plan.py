@@ -49,6 +49,8 @@ class Need:
         return all(self.process in some for some in self.holders)
 
 
+# Cached, for the many arrays of a model have few distinct shardings and shapes, and on a pod every
+# call lists every box of every process.
 @functools.lru_cache(maxsize=1024)
 def find_needs(source: Sharding, target: Sharding, shape: Shape) -> tuple[Need, ...]:
     """Return what every process needs, once for each box however many of its devices want it.
@@ -101,6 +103,7 @@ def choose_senders(
     it arrives ready to use, and the receiver need not compute to put it together.
     """
     if prefer_one and not need.is_local:
+        # Sorted: the order of a set differs between processes, and so would the first of equals.
         full = sorted(set.intersection(*map(set, need.holders)))
         if full:
             sender = load.assign("send", full, itemsize * box_size(need.box))
@@ -142,6 +145,7 @@ def plan_messages(arrays: Sequence[ArrayMove]) -> dict[Pair, list[Piece]]:
     for number, array in enumerate(arrays):
         if array.source is None or not math.prod(array.shape):
             continue
+        # Of the host: numpy gives a 4-bit integer a whole byte.
         size = array.dtype.itemsize
         for need in find_needs(array.source, array.target, array.shape):
             for sender, overlap in choose_senders(need, size, load):

@@ -215,6 +215,7 @@ def _source_problems(leaf: Leaf, source: Any) -> Iterator[str]:
 
 def _name(items: Sequence[Item]) -> str:
     """Return a checksum of arrays, splits and devices: the same for the same in every process."""
+    # Not `hash`: Python salts that of strings in every process.
     digest = hashlib.blake2b(digest_size=8)
     for item in items:
         ends = [
@@ -266,6 +267,7 @@ def _split_problems(leaf: Leaf, where: str, sharding: Sharding) -> Iterator[str]
         yield f"{where}: {short(str(error), 200)}"
 
 
+# Chunks are made and sent by programs that work in a device's default memory.
 def _memory_problems(where: str, sharding: Sharding) -> Iterator[str]:
     device: Any = next(iter(sharding.device_set))
     try:
@@ -302,6 +304,7 @@ def fits(array: Any, item: Item) -> bool:
     return (
         same_type
         and not array.is_deleted()
+        # Nearly always equal, which is found out sooner than whether two splits are equivalent.
         and (
             array.sharding == item.source
             or array.sharding.is_equivalent_to(item.source, array.ndim)

@@ -52,6 +52,7 @@ def init(
     specs = plain_specs(specs, mesh)
     given = _arrays_of(args)
     refuse("init", list(_argument_problems(given.arrays, mesh, narrow)))
+    # What `fn` returned, once for each time it was traced; the first is looked at.
     trees: list[Any] = []
 
     def arrays(traced: Sequence[Any]) -> list[Any]:
@@ -67,6 +68,8 @@ def init(
         return [in_native_order(leaf.value) for leaf in results.arrays]
 
     values = [in_native_order(leaf.value) for leaf in given.arrays]
+    # `fn` is traced twice: its shapes must be known before shardings can be chosen for them, and
+    # jit takes shardings before it traces. Nothing is computed until all checks have passed.
     with _mesh_of_its_own(mesh):
         with _explained():
             jax.eval_shape(arrays, values)

@@ -252,6 +252,7 @@ class _ItemPlanner:
 
     def _receive_once(self, need: Need, devices: tuple[Device, ...]) -> None:
         """One device receives the shard from other processes; the rest of its process copy it."""
+        # The network between processes is slower than that between devices of one.
         leader = self.load.assign("receive", devices, self._bytes(need.box))
         senders: dict[int, list[Overlap]] = collections.defaultdict(list)
         itemsize = self.item.dtype.itemsize
@@ -271,6 +272,7 @@ class _ItemPlanner:
         parts = [overlap.box for overlap in overlaps]
         box = bounding_box(parts)
         if len(parts) == 1 or not tile(parts, box):
+            # The box around them has elements in it that others were chosen to send.
             yield from (self._cut(sender, overlap, receiver) for overlap in overlaps)
             return
         # Several processes may need the same box: it is packed for the first of them.
