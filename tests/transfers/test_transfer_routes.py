@@ -334,7 +334,7 @@ def test_a_route_moves_nothing_and_takes_arrays_too():
         (
             {"x": shape_of((8,), end((0,)))},
             NamedSharding(mesh((1,)), WHOLE, memory_kind="pinned_host"),
-            "x: target: memory kind 'pinned_host' does not travel",
+            "x: target: memory kind 'pinned_host' cannot be sent",
         ),
         (
             {"x": shape_of((8,), end((0,)))},

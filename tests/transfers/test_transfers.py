@@ -206,7 +206,7 @@ def test_a_closed_link_says_so_and_forgets_what_was_sent(link):
         (lambda: {"x": pattern()}, "x: array.* is not a jax.Array"),
         (lambda: {"x": on(pattern((8, 8)), FIRST)}, r"x: float32\[8, 8\], the route carries"),
         (lambda: {"x": on(pattern(dtype="int8"), FIRST)}, r"x: int8\[8, 16\], the route carries"),
-        (lambda: {"x": on(pattern(), LAST)}, "x: lies as NamedSharding.*the route starts at"),
+        (lambda: {"x": on(pattern(), LAST)}, "x: is sharded as NamedSharding.*the route starts at"),
         (lambda: {"x": jax.random.split(jax.random.key(0), 8)}, "x: key.*the route carries"),
         (lambda: {"y": on(pattern(), FIRST)}, "is not that of the route"),
         (lambda: None, "is not that of the route"),
@@ -313,7 +313,7 @@ def test_puts_are_allowed_only_before_jax_starts():
 
 def test_a_put_address_that_nobody_could_reach_is_seen(monkeypatch):
     monkeypatch.setattr(_compat, "cross_host_address", lambda: "127.0.0.1:0")
-    assert "with port 0 nobody arrives" in connection.puts_problem()
+    assert "others cannot reach port 0" in connection.puts_problem()
     monkeypatch.setattr(_compat, "cross_host_address", lambda: "")
     assert connection.puts_problem() == "jax_cross_host_transfer_socket_address is not set"
     monkeypatch.setattr(_compat, "cross_host_address", lambda: "127.0.0.1:4444")

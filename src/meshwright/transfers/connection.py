@@ -229,6 +229,10 @@ def allow_puts(address: str = LOOPBACK) -> None:
     has started its devices. It sets JAX's own options `jax_cross_host_transfer_socket_address`,
     with a free port, since JAX tells others the port it was given, and
     `jax_cross_host_transport_addresses`, by default on all interfaces.
+
+    >>> mw.transfers.allow_puts("10.0.0.3")  # doctest: +SKIP
+    >>> jax.distributed.initialize()  # doctest: +SKIP
+    >>> link = mw.transfers.connect(transport="put")  # doctest: +SKIP
     """
     host = checked_address(address)
     if _compat.backends_started():
@@ -270,7 +274,7 @@ def puts_problem() -> str:
     if address and not address.endswith(":0"):
         return ""
     if address:
-        return f"jax_cross_host_transfer_socket_address is {address!r}; with port 0 nobody arrives"
+        return f"jax_cross_host_transfer_socket_address is {address!r}; others cannot reach port 0"
     if _compat.puts_by_itself():
         return ""
     return "jax_cross_host_transfer_socket_address is not set"

@@ -19,6 +19,7 @@ from meshwright.errors import PartitionError, short
 from meshwright.partitioning.decide import PartitionOptions, settle
 from meshwright.partitioning.optimizer_state import _follow, _unplaced
 from meshwright.transfers.boxes import Box, box_at
+from meshwright.transfers.moves import for_distinct
 from meshwright.transfers.resharding import reshard
 from meshwright.trees.specs import (
     AnyMesh,
@@ -121,22 +122,18 @@ def put(
     """Place checked leaves: one call for all that a single process holds."""
     check_constrained(what, leaves, shardings)
     # By identity: an array that the tree holds twice is placed once, and stays one.
-    keys = [(id(leaf.value), to) for leaf, to in zip(leaves, shardings, strict=True)]
-    distinct = dict(zip(keys, leaves, strict=True))
-    placed = _place_each(list(distinct.values()), [to for _, to in distinct], local)
-    by_key = dict(zip(distinct, placed, strict=True))
-    return [by_key[key] for key in keys]
+    pairs = list(zip(leaves, shardings, strict=True))
+    keys = [(id(leaf.value), sharding) for leaf, sharding in pairs]
+    return for_distinct(keys, pairs, lambda distinct: _place_each(distinct, local))
 
 
-def _place_each(
-    leaves: Sequence[Leaf], shardings: Sequence[NamedSharding], local: bool
-) -> list[Any]:
-    if shardings and isinstance(shardings[0].mesh, AbstractMesh):
-        return [_abstract(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
-    results: list[Any] = [None] * len(leaves)
+def _place_each(pairs: Sequence[tuple[Leaf, NamedSharding]], local: bool) -> list[Any]:
+    if pairs and isinstance(pairs[0][1].mesh, AbstractMesh):
+        return [_abstract(leaf, sharding) for leaf, sharding in pairs]
+    results: list[Any] = [None] * len(pairs)
     # One call of `device_put` for many arrays takes a fraction of a call for each.
     together = []
-    for place, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
+    for place, (leaf, sharding) in enumerate(pairs):
         if isinstance(leaf.value, jax.ShapeDtypeStruct):
             results[place] = _abstract(leaf, sharding)
         elif isinstance(leaf.value, FromCallback):
@@ -149,9 +146,9 @@ def _place_each(
             results[place] = _across(leaf, sharding)
         else:
             together.append(place)
-    values = [_source(leaves[i].value, shardings[i]) for i in together]
-    placed = jax.device_put(values, [shardings[i] for i in together])
-    for place, value in zip(together, placed, strict=True):
+    shardings = [pairs[place][1] for place in together]
+    values = [_source(pairs[place][0].value, pairs[place][1]) for place in together]
+    for place, value in zip(together, jax.device_put(values, shardings), strict=True):
         results[place] = value
     return results
 

@@ -221,7 +221,7 @@ def key_text(key: Any) -> str:
         return str(operator.index(key))
     except TypeError:
         raise TransferError(
-            f"key {short(key)}: a {type(key).__name__} is not told apart alike in every process. "
+            f"key {short(key)}: a {type(key).__name__} may read differently in another process. "
             "Use an int, a str or a tuple of them, such as (stage, microbatch).",
             option="key",
         ) from None

@@ -25,6 +25,7 @@ from meshwright.transfers.moves import (
     Move,
     agree,
     build,
+    for_distinct,
     local_shards,
     memory,
     own_memory,
@@ -89,9 +90,7 @@ def reshard(tree: Any, mesh: AnyMesh, specs: Any, *, donate: bool = False) -> An
 def _move_distinct(moves: Sequence[Move], donate: bool) -> list[jax.Array]:
     """Move an array that the tree holds twice only once, so that it stays one."""
     keys = [(id(move.value), move.target) for move in moves]
-    distinct = dict(zip(keys, moves, strict=True))
-    moved = dict(zip(distinct, _move_each(list(distinct.values()), donate), strict=True))
-    return [moved[key] for key in keys]
+    return for_distinct(keys, moves, lambda distinct: _move_each(distinct, donate))
 
 
 def _move_each(moves: Sequence[Move], donate: bool) -> list[jax.Array]:
@@ -322,7 +321,10 @@ def value_problems(leaf: Leaf) -> Iterator[str]:
         if value.is_deleted():
             yield f"{where}: the array was deleted or donated. Use the one it went into."
         elif getattr(getattr(value.sharding, "spec", None), "unreduced", None):
-            yield f"{where}: a sum is still open ({value.sharding}). Reduce it first."
+            yield (
+                f"{where}: an unreduced array ({value.sharding}): its shards are terms of a sum. "
+                "Reduce it first."
+            )
     elif isinstance(value, jax.ShapeDtypeStruct):
         if value.sharding is None or value.sharding.has_addressable_devices:
             yield (

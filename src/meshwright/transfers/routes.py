@@ -276,7 +276,7 @@ def _memory_problems(where: str, sharding: Sharding) -> Iterator[str]:
         return
     if sharding.memory_kind not in (None, usual):
         yield (
-            f"{where}: memory kind {sharding.memory_kind!r} does not travel. Use {usual!r}, and "
+            f"{where}: memory kind {sharding.memory_kind!r} cannot be sent. Use {usual!r}, and "
             "jax.device_put before or after."
         )
 
@@ -331,7 +331,7 @@ def misfit(array: Any, item: Item) -> str:
     if item.key_impl is not None and not _has_such_keys(array, item):
         return f"{where}: other keys or another shape than the route carries. Make one for them."
     return (
-        f"{where}: lies as {short(array.sharding, 120)}, the route starts at "
+        f"{where}: is sharded as {short(array.sharding, 120)}, the route starts at "
         f"{short(item.source, 120)}. Move it there with jax.device_put, or make a route from it."
     )
 
