@@ -85,11 +85,15 @@ class Load:
     """
 
     def __init__(self) -> None:
-        self._bytes: collections.Counter[tuple[str, Hashable]] = collections.Counter()
+        self._bytes: dict[str, dict[Hashable, int]] = collections.defaultdict(
+            lambda: collections.defaultdict(int)
+        )
 
     def assign(self, role: str, candidates: Sequence[Candidate], size: int) -> Candidate:
-        chosen = min(candidates, key=lambda candidate: self._bytes[role, candidate])
-        self._bytes[role, chosen] += size
+        assigned = self._bytes[role]
+        # A replicated array has as many candidates as devices: no Python call for each of them.
+        chosen = min(candidates, key=assigned.__getitem__)
+        assigned[chosen] += size
         return chosen
 
 

@@ -289,10 +289,11 @@ class _ItemPlanner:
 
     def _cut(self, sender: int, overlap: Overlap, receiver: Device) -> int:
         """Cut a part of a shard on a device of `sender`: on the receiver, if it has the shard."""
-        holders = self.holders[sender, overlap.source]
-        if receiver in holders:
+        has_shard = self.item.source_boxes.get(receiver) == overlap.source
+        if has_shard and process_of(receiver) == sender:
             device = receiver
         else:
+            holders = self.holders[sender, overlap.source]
             device = self.load.assign("send", holders, self._bytes(overlap.box))
         return self.builder.cut(self.number, device, overlap.source, overlap.box)
 
