@@ -86,7 +86,7 @@ def ways(arrays: list[jax.Array], target: NamedSharding, same: bool) -> dict[str
     """What is compared: a call of each process per message."""
     route = mw.transfers.route(arrays, target)
     names = ["local"] if jax.process_count() == 1 else ["pull", "put"]
-    links = {name: mw.transfers.connect(way=name) for name in names}
+    links = {name: mw.transfers.connect(transport=name) for name in names}
     found: dict[str, Any] = {}
     if same or len(names) == 1:
         found["device_put"] = lambda: jax.device_put(arrays, [target] * len(arrays))

@@ -79,6 +79,8 @@ def gather_texts(
     texts = {other: _read(client, f"{room}/{other}", deadline) for other in processes}
     if None in texts.values():
         client.key_value_delete(f"{room}/{process}")
+        # Who was absent has not counted this call: the next one must meet its first.
+        _calls[f"{purpose}/{members}"] -= 1
     return texts
 
 

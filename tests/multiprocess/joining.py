@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import jax
 
-PATIENCE = 240  # seconds, on a busy machine too
+TIMEOUT = 240  # seconds, on a busy machine too
 
 
 def start(port: int, me: int, processes: int, devices: int) -> None:
@@ -24,7 +24,7 @@ def start(port: int, me: int, processes: int, devices: int) -> None:
             processes,
             me,
             coordinator_bind_address=address,
-            initialization_timeout=PATIENCE,
+            initialization_timeout=TIMEOUT,
         )
 
 

@@ -1,4 +1,4 @@
-"""Real processes over loopback: arrays go from group to group by every way, bit for bit."""
+"""Real processes over loopback: arrays go from group to group by every transport, bit for bit."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from launching import launch
 
 WORKER = Path(__file__).with_name("transfer_worker.py")
 # Processes, devices in each: groups of one process, and of two.
-RUNS = [(way, *sizes) for way in ("pull", "put") for sizes in ((2, 4), (4, 2))]
+RUNS = [(transport, *sizes) for transport in ("pull", "put") for sizes in ((2, 4), (4, 2))]
 MOVES = (
     "same split",
     "same split, other names",
@@ -34,9 +34,9 @@ ONLY = {"pull": {"out of order", "one key", "late", "listening after"}, "put": {
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
 
 
-def reports(way: str, processes: int, devices: int):
+def reports(transport: str, processes: int, devices: int):
     """What each process printed."""
-    return launch(WORKER, processes, devices, way)
+    return launch(WORKER, processes, devices, transport)
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
@@ -85,7 +85,7 @@ def refusals(run, name):
     ("refusal", "text"),
     [
         ("donate", "the arrays may still be on their way when this returns"),
-        ("local", "way='local' stays inside a process, this link is of 0, 1"),
+        ("local", "transport='local' stays inside a process, this link is of 0, 1"),
         ("not a member", "Only they call connect."),
         ("no such process", "connect: processes [0, 9]: use numbers from 0 to"),
         ("address", "address '192.0.2.1': this machine has no such interface"),

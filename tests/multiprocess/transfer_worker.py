@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from joining import PATIENCE, start, tell
+from joining import TIMEOUT, start, tell
 from shards import mesh, on, pattern, refused, wrong, wrong_values
 
 import meshwright as mw
@@ -169,9 +169,9 @@ def under_a_mesh(link: mw.transfers.Link) -> list[str]:
         return moved(link, ("float16",), *layouts()["half replicated"])
 
 
-def late(way: str) -> list[str]:
+def late(transport: str) -> list[str]:
     """What was asked for before closing still arrives; what never was sent or pulled waits not."""
-    link = mw.transfers.connect(way=way)
+    link = mw.transfers.connect(transport=transport)
     there, _, first, last = both_ways()
     values = pattern(2, SHAPE, "float32")
     client = _compat.coordination_client()
@@ -183,13 +183,13 @@ def late(way: str) -> list[str]:
         link.close()
         faults = []
     else:
-        client.wait_at_barrier("meshwright/test/closed", 1000 * PATIENCE, sorted(there.receivers))
+        client.wait_at_barrier("meshwright/test/closed", 1000 * TIMEOUT, sorted(there.receivers))
         result = link.receive(there, "late")
         link.receive(there, "never sent")
         link.close()
         faults = wrong(result, values, last, P("a", "b"))
     took = time.monotonic() - begun
-    faults += [] if took < PATIENCE / 2 else [f"closing took {took:.1f} s"]
+    faults += [] if took < TIMEOUT / 2 else [f"closing took {took:.1f} s"]
     return faults
 
 
@@ -216,7 +216,7 @@ def nobody_there() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         at = f"127.0.0.1:{closed.getsockname()[1]}"
-        connection.greet("nowhere", server, {1: server.connect(at)}, {1: at}, 0.3)
+        connection.greet(server, {1: server.connect(at)}, {1: at}, 0.3)
 
 
 def refusals(link: mw.transfers.Link) -> dict[str, str]:
@@ -225,50 +225,50 @@ def refusals(link: mw.transfers.Link) -> dict[str, str]:
     me = jax.process_index()
     found = {
         "donate": refused(lambda: link.move(there, 0, array, donate=True)),
-        "local": refused(lambda: mw.transfers.connect(way="local")),
+        "local": refused(lambda: mw.transfers.connect(transport="local")),
         "not a member": refused(lambda: mw.transfers.connect([1 - me % 2])),
         "no such process": refused(lambda: mw.transfers.connect([0, 9])),
         "send": refused(lambda: link.send(there, 0, array)) if me not in there.senders else "",
         "receive": refused(lambda: link.receive(there, 0)) if me not in there.receivers else "",
-        "address": refused(lambda: mw.transfers.connect(way="pull", address="192.0.2.1")),
-        "some put": refused(lambda: mw.transfers.connect([me], way="put")),
+        "address": refused(lambda: mw.transfers.connect(transport="pull", address="192.0.2.1")),
+        "some put": refused(lambda: mw.transfers.connect([me], transport="put")),
     }
-    if link.way == "pull":
-        found["put"] = refused(lambda: mw.transfers.connect(way="put"))
-        with mw.transfers.connect([me], way="pull") as small:
+    if link.transport == "pull":
+        found["put"] = refused(lambda: mw.transfers.connect(transport="put"))
+        with mw.transfers.connect([me], transport="pull") as small:
             found["strangers"] = refused(lambda: small.move(there, 0, array))
         if me == 0:  # and the others do not come, or are not there
-            found["absent"] = refused(lambda: mw.transfers.connect([0, 1], patience=0.3))
+            found["absent"] = refused(lambda: mw.transfers.connect([0, 1], timeout=0.3))
             found["wrong place"] = refused(nobody_there)
     else:
         found["after start"] = refused(mw.transfers.allow_puts)
     return found
 
 
-def report(way: str) -> dict:
-    with mw.transfers.connect(way=way) as link:
+def report(transport: str) -> dict:
+    with mw.transfers.connect(transport=transport) as link:
         found = {
             name: moved(link, DTYPES if "split" in name else FEW, *layout)
             for name, layout in layouts().items()
         }
         found |= {"large": large(link), "under a mesh": under_a_mesh(link)}
-        if way == "pull":
+        if transport == "pull":
             found |= {"out of order": out_of_order(link), "one key": one_key(link)}
         else:
             found["many puts"] = many_puts(link)
         found |= {"refusals": refusals(link), "listening": listening()}
         found["after"] = moved(link, FEW, *layouts()["overlapping"])
         client = _compat.coordination_client()
-        client.wait_at_barrier("meshwright/test/done", 1000 * PATIENCE)
-    if way == "pull":
-        found["late"] = late(way)
-        client.wait_at_barrier("meshwright/test/late", 1000 * PATIENCE)
+        client.wait_at_barrier("meshwright/test/done", 1000 * TIMEOUT)
+    if transport == "pull":
+        found["late"] = late(transport)
+        client.wait_at_barrier("meshwright/test/late", 1000 * TIMEOUT)
         found["listening after"] = listening()
     return found
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    faulthandler.dump_traceback_later(TIMEOUT, exit=True)
     if sys.argv[5] == "put":
         mw.transfers.allow_puts()
     start(*map(int, sys.argv[1:5]))

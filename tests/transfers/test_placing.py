@@ -619,6 +619,12 @@ def test_a_process_holds_an_equal_share_or_none_can_be_told(held, count, shares)
     assert [device_put.share(held, count, process) for process in held] == shares
 
 
+def test_an_array_from_a_callback_has_a_short_repr():
+    lazy = mw.FromCallback((8,) * 99, "float32", lambda index: np.zeros((8,) * 99)[index])
+    assert repr(mw.FromCallback((8, 6), "float32", len)) == "<FromCallback float32[8, 6]>"
+    assert len(repr(lazy)) <= 200
+
+
 def test_parts_that_overlap_are_refused(monkeypatch):
     monkeypatch.setattr(device_put, "_pieces_here", lambda mesh, entry: None)
     with pytest.raises(

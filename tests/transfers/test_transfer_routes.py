@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.errors import TransferError
-from meshwright.transfers import links, routes, transfer_plan
+from meshwright.transfers import links, message_plan, routes, transfer_plan
 
 WHOLE = P()
 
@@ -44,12 +44,22 @@ def ends(draw, shape=(8, 16)):
     return NamedSharding(at, P(*entries))
 
 
+@pytest.fixture
+def share_devices(monkeypatch):
+    """The eight devices as those of several processes: `share_devices(process of a device)`."""
+
+    def share(process_of):
+        message_plan.find_needs.cache_clear()
+        for module in (message_plan, transfer_plan, routes, links):
+            monkeypatch.setattr(module, "process_of", process_of)
+
+    yield share
+    message_plan.find_needs.cache_clear()
+
+
 @pytest.fixture(params=[1, 2, 4, 8])
-def processes(request, monkeypatch):
-    """The eight devices as those of several processes."""
-    for module in (transfer_plan, transfer_plan, routes, transfer_plan, links):
-        if hasattr(module, "process_of"):
-            monkeypatch.setattr(module, "process_of", lambda device: owner(device, request.param))
+def processes(request, share_devices):
+    share_devices(lambda device: owner(device, request.param))
     return request.param
 
 
@@ -58,30 +68,30 @@ def owner(device, count):
 
 
 def carried_out(route, values, count):
-    """The lots after all steps, done with numpy; no step takes what is not there."""
+    """The chunks after all steps, done with numpy; no step takes what is not there."""
     plan, store = route.plan, {}
-    for number, lot in enumerate(plan.lots):
-        if route.items[lot.item].held.get(lot.device) == lot.box:
-            store[number] = part(values, lot.box)
+    for number, chunk in enumerate(plan.chunks):
+        if route.items[chunk.item].source_boxes.get(chunk.device) == chunk.box:
+            store[number] = part(values, chunk.box)
     for name in ("cut", "gather", "pack", "send", "join", "copy"):
         for step in getattr(plan, name):
-            made, taken = plan.lots[step.made], [plan.lots[lot] for lot in step.of]
-            same_device = all(lot.device == made.device for lot in taken)
-            same_process = {owner(lot.device, count) for lot in (made, *taken)}
+            made, taken = plan.chunks[step.output], [plan.chunks[chunk] for chunk in step.inputs]
+            same_device = all(chunk.device == made.device for chunk in taken)
+            same_process = {owner(chunk.device, count) for chunk in (made, *taken)}
             assert same_device or name in ("gather", "send", "copy")
             assert len(same_process) == 1 or name == "send"
             room = np.full(tuple(stop - start for start, stop in made.box), -1, values.dtype)
             covered = np.zeros(room.shape, int)
-            for lot, number in zip(taken, step.of, strict=True):
+            for chunk, number in zip(taken, step.inputs, strict=True):
                 if name == "cut":
-                    room[...] = part(store[number], within(made.box, lot.box))
+                    room[...] = part(store[number], within(made.box, chunk.box))
                     covered += 1
                 else:
-                    inner = tuple(slice(*side) for side in within(lot.box, made.box))
+                    inner = tuple(slice(*side) for side in within(chunk.box, made.box))
                     room[inner] = store[number]
                     covered[inner] += 1
             assert (covered == 1).all()
-            store[step.made] = room
+            store[step.output] = room
     return store
 
 
@@ -99,14 +109,16 @@ def check_steps(count, source, target):
     values = np.arange(128).reshape(8, 16)
     route = mw.transfers.route(shape_of((8, 16), source), target)
     store = carried_out(route, values, count)
-    for device, box in route.items[0].wanted.items():
-        assert (store[route.lot(0, device)] == part(values, box)).all()
-    made = [step.made for step in (*route.plan.join, *route.plan.copy)]
+    for device, box in route.items[0].target_boxes.items():
+        assert (store[route.target_chunk(0, device)] == part(values, box)).all()
+    made = [step.output for step in (*route.plan.join, *route.plan.copy)]
     assert len(made) == len(set(made))
     # What crosses, crosses once for every process, however many of its devices need it.
     for process in route.receivers:
         needs = {
-            box for device, box in route.items[0].wanted.items() if owner(device, count) == process
+            box
+            for device, box in route.items[0].target_boxes.items()
+            if owner(device, count) == process
         }
         crossing = [
             size
@@ -120,9 +132,59 @@ def test_every_shard_is_made_once_of_what_is_there(processes):
     check_steps(processes)
 
 
-def test_what_one_process_gives_to_a_shard_crosses_in_one_piece(monkeypatch):
-    for module in (transfer_plan, transfer_plan, routes, transfer_plan):
-        monkeypatch.setattr(module, "process_of", lambda device: device.id // 4)
+@settings(max_examples=40, deadline=None)
+@given(source=ends(), target=ends())
+def check_messages(count, source, target):
+    values = np.arange(128, dtype=np.int32).reshape(8, 16)
+    route = mw.transfers.route(shape_of((8, 16), source, "int32"), target)
+    item = route.items[0]
+    held = [np.full((8, 16), -1) for _ in range(count)]
+    for device, box in item.source_boxes.items():
+        part(held[owner(device, count)], box)[...] = part(values, box)
+    messages = message_plan.plan_messages([item])
+    for (sender, receiver), pieces in messages.items():
+        assert sender != receiver
+        for piece in pieces:
+            given, room = (part(held[end], piece.overlap.box) for end in (sender, receiver))
+            assert (given == part(values, piece.overlap.box)).all()
+            assert piece.bytes == given.nbytes // 2  # of int32, written here as int64
+            assert (room == -1).any()  # nobody is sent what it has
+            room[...] = given
+    for device, box in item.target_boxes.items():
+        assert (part(held[owner(device, count)], box) == part(values, box)).all()
+    assert message_plan.crosses_processes(item) == bool(messages)
+    # What a route sends is never less: where one process has all of a shard, it sends it whole.
+    crossing = sum(size for pair, size in route.traffic.items() if pair[0] != pair[1])
+    assert sum(piece.bytes for pieces in messages.values() for piece in pieces) <= crossing
+
+
+def test_messages_bring_every_process_what_it_lacks_and_no_more(processes):
+    check_messages(processes)
+
+
+def test_a_shard_comes_from_one_process_that_has_all_of_it_if_that_is_preferred(share_devices):
+    share_devices(lambda device: device.id // 2)
+    # Process 0 and 1 hold halves, process 2 holds all; process 1 needs all.
+    source = end((0, 1, 2, 3, 4, 5), 3, 2, spec=P())
+    (need,) = message_plan.find_needs(end((0, 2), spec=P("a")), end((6,)), (8,))
+    load = message_plan.Load()
+    assert [sender for sender, _ in message_plan.choose_senders(need, 4, load)] == [0, 1]
+    halves = message_plan.find_needs(source, end((6,)), (8,))[0]
+    chosen = [list(message_plan.choose_senders(halves, 4, load, prefer_one=True)) for _ in range(3)]
+    # Two have sent half of an array already, so the third comes first.
+    assert [senders[0][0] for senders in chosen] == [2, 0, 1]
+
+
+def test_senders_are_chosen_by_bytes_not_by_count():
+    load = message_plan.Load()
+    sizes = [8, 1, 1, 1, 1, 1, 1, 1, 1, 4]
+    chosen = [load.assign("send", "ab", size) for size in sizes]
+    assert chosen == ["a", *"bbbbbbbb", "a"]
+    assert load.assign("receive", "ab", 1) == "a"
+
+
+def test_what_one_process_gives_to_a_shard_crosses_in_one_piece(share_devices):
+    share_devices(lambda device: device.id // 4)
     route = mw.transfers.route(
         shape_of((8, 16), end(range(4), spec=P("a"))), end(range(4, 8), spec=P(None, "a"))
     )
@@ -132,12 +194,11 @@ def test_what_one_process_gives_to_a_shard_crosses_in_one_piece(monkeypatch):
     assert not route.joins_on_arrival
     assert route.traffic == {(0, 1): 512}
     # Each device of the source puts one shard together.
-    assert {route.plan.lots[step.made].device.id for step in route.plan.pack} == {0, 1, 2, 3}
+    assert {route.plan.chunks[step.output].device.id for step in route.plan.pack} == {0, 1, 2, 3}
 
 
-def test_what_several_processes_give_is_joined_on_arrival(monkeypatch):
-    for module in (transfer_plan, transfer_plan, routes, transfer_plan):
-        monkeypatch.setattr(module, "process_of", lambda device: device.id // 2)
+def test_what_several_processes_give_is_joined_on_arrival(share_devices):
+    share_devices(lambda device: device.id // 2)
     route = mw.transfers.route(
         shape_of((8, 16), end(range(4), spec=P("a"))), end(range(4, 8), spec=P(None, "a"))
     )
@@ -152,14 +213,13 @@ def test_what_several_processes_give_is_joined_on_arrival(monkeypatch):
     ]
 
 
-def test_replicas_take_turns_and_a_replicated_target_is_fed_once_a_process(monkeypatch):
-    for module in (transfer_plan, transfer_plan, routes, transfer_plan):
-        monkeypatch.setattr(module, "process_of", lambda device: device.id // 2)
+def test_replicas_take_turns_and_a_replicated_target_is_fed_once_a_process(share_devices):
+    share_devices(lambda device: device.id // 2)
     tree = [shape_of((8,), end(range(4))) for _ in range(4)]
     route = mw.transfers.route(tree, end(range(4, 8)))
-    lots = route.plan.lots
-    givers = [lots[step.of[0]].device.id for step in route.plan.send]
-    takers = [lots[step.made].device.id for step in route.plan.send]
+    chunks = route.plan.chunks
+    givers = [chunks[step.inputs[0]].device.id for step in route.plan.send]
+    takers = [chunks[step.output].device.id for step in route.plan.send]
     assert sorted(givers) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert sorted(takers) == [4, 4, 5, 5, 6, 6, 7, 7]
     assert len(route.plan.copy) == 8
@@ -167,10 +227,10 @@ def test_replicas_take_turns_and_a_replicated_target_is_fed_once_a_process(monke
 
 def test_a_device_that_holds_its_shard_sends_nothing():
     route = mw.transfers.route(shape_of((8,), end(range(4))), end((2, 3, 4), spec=WHOLE))
-    assert [route.plan.lots[step.made].device.id for step in route.plan.send] == [4]
+    assert [route.plan.chunks[step.output].device.id for step in route.plan.send] == [4]
 
 
-def test_equal_splits_travel_whole(monkeypatch):
+def test_equal_splits_travel_whole(share_devices):
     tree = {
         "same": shape_of((8, 16), end(range(4), spec=P("a"))),
         "turned": shape_of((8, 16), end(range(4), spec=P("a"))),
@@ -186,9 +246,7 @@ def test_equal_splits_travel_whole(monkeypatch):
     names = [item.where for item in mw.transfers.route(tree, targets).items]
     assert names == ["none", "same", "scalar", "turned"]
     assert links.whole_here(mw.transfers.route(tree, targets)) == {1, 2}
-    for module in (transfer_plan, transfer_plan, routes, transfer_plan, links):
-        if hasattr(module, "process_of"):
-            monkeypatch.setattr(module, "process_of", lambda device: device.id // 4)
+    share_devices(lambda device: device.id // 4)
     route = mw.transfers.route(tree, targets)
     # A replicated array crosses once, and is copied there.
     assert links.whole_pulled(route) == {1}
@@ -227,6 +285,13 @@ def test_a_route_shows_itself():
     assert told["traffic"] == [{"from": 0, "to": 0, "bytes": 128}]
     assert told["arrays"][0]["to_devices"] == [7]
     assert told["senders"] == told["receivers"] == [0]
+
+
+def test_a_route_has_a_short_repr():
+    tree = {f"{'x' * 50}{n}": shape_of((8, 8), end(range(4), spec=P("a"))) for n in range(60)}
+    route = mw.transfers.route(tree, end((7,)))
+    assert repr(route).startswith("<Route 60 arrays, 15 KiB: 4 devices to 1, 240 pieces")
+    assert len(repr(route)) <= 200
 
 
 def test_a_long_route_is_cut_short():
@@ -269,7 +334,7 @@ def test_a_route_moves_nothing_and_takes_arrays_too():
         (
             {"x": shape_of((8,), end((0,)))},
             NamedSharding(mesh((1,)), WHOLE, memory_kind="pinned_host"),
-            "x: target: memory kind 'pinned_host' does not travel",
+            "x: target: memory kind 'pinned_host' cannot be sent",
         ),
         (
             {"x": shape_of((8,), end((0,)))},

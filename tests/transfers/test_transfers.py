@@ -83,12 +83,12 @@ def ends(draw):
     source=ends(),
     target=ends(),
     dtype=st.sampled_from(DTYPES),
-    way=st.sampled_from(["local", "put"]),
+    transport=st.sampled_from(["local", "put"]),
 )
-def test_any_split_goes_to_any_other_bit_for_bit(source, target, dtype, way):
+def test_any_split_goes_to_any_other_bit_for_bit(source, target, dtype, transport):
     values = pattern(dtype=dtype)
     array = on(values, source)
-    with mw.transfers.connect(way=way) as link:
+    with mw.transfers.connect(transport=transport) as link:
         assert_is(link.move(mw.transfers.route(array, target), 0, array), values, target)
     assert_is(array, values, source)
 
@@ -178,7 +178,7 @@ def test_donated_arrays_are_given_up_unless_shared(link):
 
 def test_one_process_needs_no_port():
     link = mw.transfers.connect()
-    assert (link.way, link.processes) == ("local", (0,))
+    assert (link.transport, link.processes) == ("local", (0,))
     assert repr(link) == "<Link 'local' of processes 0>"
     assert not hasattr(link, "address")
 
@@ -206,7 +206,7 @@ def test_a_closed_link_says_so_and_forgets_what_was_sent(link):
         (lambda: {"x": pattern()}, "x: array.* is not a jax.Array"),
         (lambda: {"x": on(pattern((8, 8)), FIRST)}, r"x: float32\[8, 8\], the route carries"),
         (lambda: {"x": on(pattern(dtype="int8"), FIRST)}, r"x: int8\[8, 16\], the route carries"),
-        (lambda: {"x": on(pattern(), LAST)}, "x: lies as NamedSharding.*the route starts at"),
+        (lambda: {"x": on(pattern(), LAST)}, "x: is sharded as NamedSharding.*the route starts at"),
         (lambda: {"x": jax.random.split(jax.random.key(0), 8)}, "x: key.*the route carries"),
         (lambda: {"y": on(pattern(), FIRST)}, "is not that of the route"),
         (lambda: None, "is not that of the route"),
@@ -276,9 +276,12 @@ def test_not_a_route_is_refused(link):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"way": "pul"}, "way 'pul': use one of auto, local, pull, put. Did you mean 'pull'?"),
-        ({"way": 3}, "way 3: use one of auto, local, pull, put."),
-        ({"way": "pull"}, "way='pull' needs processes that know of one another"),
+        (
+            {"transport": "pul"},
+            "transport 'pul': use one of auto, local, pull, put. Did you mean 'pull'?",
+        ),
+        ({"transport": 3}, "transport 3: use one of auto, local, pull, put."),
+        ({"transport": "pull"}, "transport='pull' needs processes that know of one another"),
         ({"processes": [1]}, r"connect: processes \[1\]: use numbers from 0 to 0."),
         ({"processes": 4}, "connect: processes 4: use numbers from 0 to 0."),
         ({"processes": []}, "use numbers from 0 to 0."),
@@ -310,20 +313,48 @@ def test_puts_are_allowed_only_before_jax_starts():
 
 def test_a_put_address_that_nobody_could_reach_is_seen(monkeypatch):
     monkeypatch.setattr(_compat, "cross_host_address", lambda: "127.0.0.1:0")
-    assert "with port 0 nobody arrives" in connection.puts_problem()
+    assert "others cannot reach port 0" in connection.puts_problem()
     monkeypatch.setattr(_compat, "cross_host_address", lambda: "")
     assert connection.puts_problem() == "jax_cross_host_transfer_socket_address is not set"
     monkeypatch.setattr(_compat, "cross_host_address", lambda: "127.0.0.1:4444")
     assert connection.puts_problem() == ""
 
 
+def test_a_call_that_waited_in_vain_is_not_counted(monkeypatch):
+    """Else the late process would meet another call than the one it answers."""
+
+    class Store(dict):
+        def key_value_set(self, key, value, allow_overwrite=False):
+            assert allow_overwrite or key not in self
+            self[key] = value
+
+        def key_value_delete(self, prefix):
+            for key in [key for key in self if key.startswith(prefix)]:
+                del self[key]
+
+        def blocking_key_value_get(self, key, timeout):
+            if key not in self:
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+            return self[key]
+
+    store = Store()
+    monkeypatch.setattr(_compat, "coordination_client", lambda: store)
+    monkeypatch.setattr(_compat, "coordination_place", lambda: (0, 2))
+    for _ in range(2):
+        with pytest.raises(TransferError, match=r"process 1 did not connect within 0.1 s"):
+            connection._gather_addresses((0, 1), "here:1", 0.1)
+        assert store == {}
+    store["meshwright/transfers/0,1/0/1"] = "there:2"
+    assert connection._gather_addresses((0, 1), "here:1", 0.1) == {0: "here:1", 1: "there:2"}
+
+
 def test_with_puts_only_move_is_offered():
     array = on(pattern(), FIRST)
     route = mw.transfers.route(array, LAST)
-    with mw.transfers.connect(way="put") as link:
-        with pytest.raises(TransferError, match=r"send: with way='put' .* Use move"):
+    with mw.transfers.connect(transport="put") as link:
+        with pytest.raises(TransferError, match=r"send: with transport='put' .* Use move"):
             link.send(route, 0, array)
-        with pytest.raises(TransferError, match=r"receive: with way='put' .* Use move"):
+        with pytest.raises(TransferError, match=r"receive: with transport='put' .* Use move"):
             link.receive(route, 0)
-        with pytest.raises(TransferError, match="donate=True with way='put'"):
+        with pytest.raises(TransferError, match="donate=True with transport='put'"):
             link.move(route, 0, array, donate=True)

@@ -30,16 +30,16 @@ from meshwright.transfers.moves import (
     return_freed_memory,
 )
 from meshwright.transfers.resharding import (
-    _as_asked,
     batches,
+    choose_method,
     move_batch,
     plan,
     put_from_host,
     reshard,
     spans_processes,
     target_spec_problems,
+    transfer_context,
     value_problems,
-    way,
 )
 from meshwright.trees.specs import mesh_axes
 from meshwright.trees.split import broadcast_prefix
@@ -309,12 +309,12 @@ def move_all(moves: Sequence[Move], *, donate: bool) -> list[jax.Array]:
     # Memory of each source's results so far: a copy may be a view of its source.
     in_results: dict[int, set[Any]] = collections.defaultdict(set)
     results: list[jax.Array] = []
-    with _as_asked(moves):
+    with transfer_context(moves):
         for batch in batches(moves):
             freed = 0
             for move, value in zip(batch, move_batch(batch), strict=True):
                 source = id(move.value)
-                if source in owned and way(move) is not put_from_host:
+                if source in owned and choose_method(move) is not put_from_host:
                     in_results[source] |= memory(value)
                 own = owned.get(source)
                 if own and last[source] == len(results) and not own & in_results[source]:
@@ -338,7 +338,7 @@ def delete_donated(arrays: Iterable[jax.Array], results: Iterable[Any]) -> None:
     distinct = {id(array): array for array in arrays if not array.is_deleted()}
     moves = [_stationary(_data(array)) for array in distinct.values()]
     freed = 0
-    for move, own in zip(moves, own_memory(moves), strict=True):
+    for move, own in zip(moves, own_memory([move.value for move in moves]), strict=True):
         if own and id(move.value) not in kept:
             freed += _delete(move)
     _return_to_system(freed)
@@ -347,7 +347,8 @@ def delete_donated(arrays: Iterable[jax.Array], results: Iterable[Any]) -> None:
 def _owned(moves: Sequence[Move]) -> dict[int, Memory]:
     """Return the memory of each source that nothing else uses."""
     sources = {id(move.value): move for move in moves}
-    return dict(zip(sources, own_memory(list(sources.values())), strict=True))
+    values = [move.value for move in sources.values()]
+    return dict(zip(sources, own_memory(values), strict=True))
 
 
 def _delete(move: Move) -> int:

@@ -1,8 +1,13 @@
-"""Arrays on the move. In: arrays and where they shall lie. Out: the arrays there.
+"""Move arrays: in come arrays and where they shall lie, out come the arrays there.
 
-`shard`, `init` and `reshard` work on trees. A `Route` knows, before anything moves, which device
-gives which piece to which; a `Link` moves arrays along routes between groups: inside a process,
-pulled by the receiver under a key, or put in one order.
+On trees: `shard` (`device_put`), `init` (`sharded_init`) and `reshard` (`resharding`, `moves`).
+Between groups of devices: `route` plans a transfer once (`routes`), `connect` opens a `Link` that
+carries it out any number of times (`execution`, `links`, `cross_process_links`, `connection`).
+
+Both rest on one planner, which is pure: `boxes` says which part of an array each device holds and
+where two shardings overlap, `message_plan` which process sends what to which, `transfer_plan` which
+device does each step. There is one transport for each kind of connection: copies inside a process,
+a collective program (`ppermute_transport`), pulls by key, and puts in one order.
 """
 
 from meshwright.transfers.connection import allow_puts as allow_puts

@@ -1,4 +1,4 @@
-"""`shard(...)`: a tree placed by its specs in one batched transfer, checked first."""
+"""`shard` and `shard_like`: place a tree by its specs in one batched transfer, checked first."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from meshwright._checks import check_flag
+from meshwright._show import short_repr
 from meshwright.errors import PartitionError, short
 from meshwright.partitioning.decide import PartitionOptions, resolve_specs
 from meshwright.partitioning.optimizer_state import follow_params, unplaced_problem
+from meshwright.transfers.boxes import Box, box_at
+from meshwright.transfers.moves import for_distinct
+from meshwright.transfers.resharding import reshard
 from meshwright.trees.specs import (
     AnyMesh,
     check_constrained,
@@ -40,7 +44,7 @@ def shard(
     local: bool = False,
     **options: Unpack[PartitionOptions],
 ) -> Any:
-    """The tree with every array placed on the mesh; other leaves pass through.
+    """Place every array of a tree on the mesh; other leaves pass through.
 
     `specs` is a tree of `PartitionSpec`s as `partition` makes it (or of `NamedSharding`s on this
     mesh, as `shardings` does), or one for all; without it `partition(tree, mesh, **options)`
@@ -57,24 +61,56 @@ def shard(
     """
     check_narrow(narrow)
     local = check_flag("local", local)
-    found = walk(tree)
-    refuse("shard", [*tie_problems(tree), *value_problems(found.arrays, narrow, "shard")])
-    per_leaf = _specs(found, tree, mesh, specs, options, local)
+    leaves = walk(tree)
+    refuse("shard", [*tie_problems(tree), *value_problems(leaves.arrays, narrow, "shard")])
+    per_leaf = _specs(leaves, tree, mesh, specs, options, local)
     shardings = [NamedSharding(mesh, spec) for spec in per_leaf]
-    return found.rebuild(put(found.arrays, shardings, local))
+    return leaves.rebuild(put(leaves.arrays, shardings, local))
 
 
 def _specs(
-    found: Walk, tree: Any, mesh: AnyMesh, specs: Any, options: Mapping[str, Any], local: bool
+    leaves: Walk, tree: Any, mesh: AnyMesh, specs: Any, options: Mapping[str, Any], local: bool
 ) -> list[PartitionSpec]:
     specs = specs_on_mesh(specs, mesh)
     if not local:
-        return resolve_specs("shard", found, tree, mesh, specs, options)
+        return resolve_specs("shard", leaves, tree, mesh, specs, options)
     if specs is None or options:
-        raise PartitionError("local=True needs specs: a part does not tell the whole shape.")
-    per_leaf = match_specs(found, specs)
-    check_parts("shard", found.arrays, per_leaf, mesh)
+        raise PartitionError(
+            "local=True needs specs: a part does not tell the whole shape.", option="local"
+        )
+    per_leaf = match_specs(leaves, specs)
+    check_parts("shard", leaves.arrays, per_leaf, mesh)
     return per_leaf
+
+
+def shard_like(
+    state: Any, params: Any, mesh: AnyMesh | None = None, *, unmatched: str = "error"
+) -> Any:
+    """Place optimizer state beside the parameters it follows, as `partition_like` decides.
+
+    The parameters must be placed already. Under `jit`, where nothing is, use `partition_like`.
+
+    >>> import jax, optax, meshwright as mw
+    >>> params = mw.shard({"w": jax.numpy.ones((64, 64))}, mw.mesh("fsdp:8"))
+    >>> state = mw.shard_like(optax.adam(1e-3).init(params), params)
+    >>> state[0].mu["w"].sharding == params["w"].sharding
+    True
+    """
+    state_leaves, param_leaves = walk(state), walk(params)
+    refuse("shard_like", tie_problems(state))
+    refuse("shard_like", [text for leaf in param_leaves.arrays if (text := unplaced_problem(leaf))])
+    specs = [leaf.value.sharding.spec for leaf in param_leaves.arrays]
+    meshes = [leaf.value.sharding.mesh for leaf in param_leaves.arrays]
+    if not meshes and mesh is None:
+        raise PartitionError("the parameters hold no arrays, so there is nothing to follow.")
+    if any(other != meshes[0] for other in meshes):
+        raise PartitionError("the parameters stand on several meshes; call shard_like for each.")
+    target = meshes[0] if mesh is None else mesh
+    per_leaf = follow_params(state_leaves.arrays, param_leaves.arrays, specs, unmatched)
+    check_specs("shard_like", state_leaves.arrays, per_leaf, target)
+    check_values(state_leaves.arrays, what="shard_like")
+    shardings = [NamedSharding(target, spec) for spec in per_leaf]
+    return state_leaves.rebuild(put(state_leaves.arrays, shardings, what="shard_like"))
 
 
 def put(
@@ -85,19 +121,19 @@ def put(
 ) -> list[Any]:
     """Place checked leaves: one call for all that a single process holds."""
     check_constrained(what, leaves, shardings)
-    names = [(id(leaf.value), to) for leaf, to in zip(leaves, shardings, strict=True)]
-    single = dict(zip(names, leaves, strict=True))
-    placed = _each(list(single.values()), [to for _, to in single], local)
-    by_name = dict(zip(single, placed, strict=True))
-    return [by_name[name] for name in names]
+    # By identity: an array that the tree holds twice is placed once, and stays one.
+    pairs = list(zip(leaves, shardings, strict=True))
+    keys = [(id(leaf.value), sharding) for leaf, sharding in pairs]
+    return for_distinct(keys, pairs, lambda distinct: _place_each(distinct, local))
 
 
-def _each(leaves: Sequence[Leaf], shardings: Sequence[NamedSharding], local: bool) -> list[Any]:
-    if shardings and isinstance(shardings[0].mesh, AbstractMesh):
-        return [_abstract(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
-    results: list[Any] = [None] * len(leaves)
+def _place_each(pairs: Sequence[tuple[Leaf, NamedSharding]], local: bool) -> list[Any]:
+    if pairs and isinstance(pairs[0][1].mesh, AbstractMesh):
+        return [_abstract(leaf, sharding) for leaf, sharding in pairs]
+    results: list[Any] = [None] * len(pairs)
+    # One call of `device_put` for many arrays takes a fraction of a call for each.
     together = []
-    for place, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
+    for place, (leaf, sharding) in enumerate(pairs):
         if isinstance(leaf.value, jax.ShapeDtypeStruct):
             results[place] = _abstract(leaf, sharding)
         elif isinstance(leaf.value, FromCallback):
@@ -110,15 +146,15 @@ def _each(leaves: Sequence[Leaf], shardings: Sequence[NamedSharding], local: boo
             results[place] = _across(leaf, sharding)
         else:
             together.append(place)
-    values = [_source(leaves[i].value, shardings[i]) for i in together]
-    placed = jax.device_put(values, [shardings[i] for i in together])
-    for place, value in zip(together, placed, strict=True):
+    shardings = [pairs[place][1] for place in together]
+    values = [_source(pairs[place][0].value, pairs[place][1]) for place in together]
+    for place, value in zip(together, jax.device_put(values, shardings), strict=True):
         results[place] = value
     return results
 
 
 def _source(value: Any, sharding: NamedSharding) -> Any:
-    """A CPU device's array as the host memory it is.
+    """Return what to hand to `device_put`: of a CPU device's array the host memory it is.
 
     JAX cuts an array on a device by a program per array, three times slower than slicing; and
     what it does not cut it shares, so that donating one array would delete the other.
@@ -141,11 +177,9 @@ def _abstract(leaf: Leaf, sharding: NamedSharding) -> Any:
 
 
 def _across(leaf: Leaf, sharding: NamedSharding) -> Any:
-    """A global array from one that every process has whole."""
+    """Make a global array from one that every process has whole."""
     value = leaf.value
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        from meshwright.transfers.resharding import reshard
-
         return reshard(value, sharding.mesh, sharding.spec)
     keys = isinstance(value, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     host = value if keys else in_native_order(np.asarray(value))
@@ -159,46 +193,52 @@ def _across(leaf: Leaf, sharding: NamedSharding) -> Any:
 
 
 def make_from_callback(leaf: Leaf, sharding: NamedSharding) -> Any:
-    """The array, its pieces checked as they come; equal pieces of several devices made once."""
+    """Make the array, its pieces checked as they come; a piece of several devices only once."""
     local, kept = sharding.shard_shape(leaf.shape), kept_dtype(leaf)
-    made: dict[Any, Any] = {}
+    pieces: dict[Box, Any] = {}
 
     def piece(index: Any) -> Any:
-        key = tuple(side.indices(size) for side, size in zip(index, leaf.shape, strict=True))
-        if key not in made:
-            made[key] = _checked(leaf, index, local, kept)
-        return made[key]
+        box = box_at(index, leaf.shape)
+        if box not in pieces:
+            pieces[box] = _call_and_check(leaf, index, local, kept)
+        return pieces[box]
 
     return jax.make_array_from_callback(leaf.shape, sharding, piece, dtype=kept)
 
 
-def _checked(leaf: Leaf, index: Any, local: tuple[int, ...], kept: Any) -> Any:
+def _call_and_check(leaf: Leaf, index: Any, local: tuple[int, ...], kept: Any) -> Any:
     try:
-        made = leaf.value.fn(index)
+        piece = leaf.value.fn(index)
     except Exception as error:
         error.add_note(f"{leaf.where}: raised by the function for the piece at {short(index)}.")
         raise
-    shape, dtype = getattr(made, "shape", None), getattr(made, "dtype", None)
+    shape, dtype = getattr(piece, "shape", None), getattr(piece, "dtype", None)
     if shape != local or native(dtype) not in (kept, native(leaf.dtype)):
         raise PartitionError(
             f"{leaf.where}: the function gave {dtype} {shape} for the piece at {short(index)}, "
             f"which is {leaf.dtype} {local}. Return that part of the array."
         )
-    outside = does_not_fit(made, kept)
+    outside = does_not_fit(piece, kept)
     if outside:
         raise PartitionError(f"{leaf.where}: the piece at {short(index)} {outside}")
-    return in_native_order(made)
+    return in_native_order(piece)
 
 
 # `FromCallback`: an array that a function makes piece by piece, where the pieces are needed.
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class FromCallback:
     """An array that is only made where it is needed: `fn(index)` gives the piece at `index`.
 
     Stands in a tree like an array; `shard` calls `fn` for the pieces of this process alone, once
-    for each.
+    for each. `index` is a tuple of slices, one per dim.
+
+    >>> import jax, numpy as np, meshwright as mw
+    >>> rows = np.arange(64.0, dtype="float32").reshape(16, 4)
+    >>> lazy = mw.FromCallback(rows.shape, rows.dtype, lambda index: rows[index])
+    >>> mw.shard(lazy, mw.mesh("fsdp:8"), jax.P("fsdp")).addressable_shards[1].data[0]
+    Array([ 8.,  9., 10., 11.], dtype=float32)
     """
 
     shape: tuple[int, ...]
@@ -217,6 +257,9 @@ class FromCallback:
             )
         object.__setattr__(self, "shape", tuple(int(side) for side in self.shape))
         object.__setattr__(self, "dtype", _read_dtype(self.dtype))
+
+    def __repr__(self) -> str:
+        return short_repr(self, f"{self.dtype}{list(self.shape)}")
 
 
 def _read_dtype(dtype: Any) -> Any:
@@ -275,8 +318,9 @@ def _problems(
 
 @functools.lru_cache(maxsize=256)
 def _pieces_here(mesh: Any, entry: Any) -> int | None:
-    """How many pieces of a dim this process holds, or None, as `share` says."""
+    """Return how many pieces of a dim this process holds, or None, as `share` says."""
     count = shard_count(entry, mesh_axes(mesh))
+    # Where a dim of as many elements as pieces would lie, one piece each.
     held: dict[int, set[int]] = collections.defaultdict(set)
     cut = NamedSharding(mesh, PartitionSpec(entry))  # type: ignore[no-untyped-call]
     indices: dict[Any, Any] = dict(cut.devices_indices_map((count,)))
@@ -286,7 +330,7 @@ def _pieces_here(mesh: Any, entry: Any) -> int | None:
 
 
 def share(held: Mapping[int, Collection[int]], count: int, process: int) -> int | None:
-    """How many of `count` pieces a process holds; None where parts overlap or are not equal.
+    """Return how many of `count` pieces a process holds; None if parts overlap or are not equal.
 
     >>> share({0: {0, 1}, 1: {2, 3}}, 4, process=0), share({0: {0, 1}, 1: {1, 2}}, 3, process=0)
     (2, None)
@@ -301,13 +345,15 @@ def share(held: Mapping[int, Collection[int]], count: int, process: int) -> int 
 
 
 Narrow = Literal["error", "convert"]
-# Those with an option `narrow`; the others have none to speak of.
+# The functions with an option `narrow`; messages of the others do not name it.
 _NARROWING = ("shard", "init")
 
 
 def check_narrow(narrow: object) -> None:
     if not isinstance(narrow, str) or narrow not in ("error", "convert"):
-        raise PartitionError(f"narrow: {short(narrow)} is not 'error' or 'convert'.")
+        raise PartitionError(
+            f"narrow: {short(narrow)} is not 'error' or 'convert'.", option="narrow"
+        )
 
 
 def check_values(leaves: Sequence[Leaf], narrow: Narrow = "error", what: str = "shard") -> None:
@@ -316,9 +362,9 @@ def check_values(leaves: Sequence[Leaf], narrow: Narrow = "error", what: str = "
 
 
 def value_problems(leaves: Sequence[Leaf], narrow: Narrow, what: str) -> list[str]:
-    """Tracers, deleted arrays, what is no array, values JAX would narrow."""
-    found = ((leaf, _problem(leaf, narrow, what)) for leaf in leaves)
-    return [f"{leaf.where}: {problem}" for leaf, problem in found if problem]
+    """Say which leaves are tracers, deleted arrays, no arrays, or would be narrowed by JAX."""
+    checked = ((leaf, _problem(leaf, narrow, what)) for leaf in leaves)
+    return [f"{leaf.where}: {problem}" for leaf, problem in checked if problem]
 
 
 def _problem(leaf: Leaf, narrow: Narrow, what: str) -> str:
@@ -355,9 +401,10 @@ def _problem(leaf: Leaf, narrow: Narrow, what: str) -> str:
 
 
 def kept_dtype(leaf: Leaf) -> Any:
-    """The dtype a leaf has once placed; None for text, objects and masked arrays."""
+    """Return the dtype a leaf has once placed; None for text, objects and masked arrays."""
     if isinstance(leaf.value, (jax.Array, jax.ShapeDtypeStruct)):
         return leaf.dtype
+    # JAX refuses masked arrays one at a time; here they are named with all other bad leaves.
     if not _holds_numbers(leaf.dtype) or isinstance(leaf.value, np.ma.MaskedArray):
         return None
     return jax.dtypes.canonicalize_dtype(native(leaf.dtype), allow_extended_dtype=True)
@@ -370,7 +417,8 @@ def _holds_numbers(dtype: Any) -> bool:
 
 
 def does_not_fit(value: Any, kept: Any) -> str:
-    """What is lost when integers of numpy become `kept`, which has fewer bits; or nothing."""
+    """Say what is lost when integers of numpy become `kept`, which has fewer bits; or nothing."""
+    # JAX wraps integers around without a word; floats only lose digits, as was asked for.
     if not isinstance(value, (np.ndarray, np.generic)) or value.dtype.kind not in "iu":
         return ""
     if native(value.dtype) == kept or not value.size:
@@ -385,42 +433,12 @@ def does_not_fit(value: Any, kept: Any) -> str:
 
 
 def native(dtype: Any) -> Any:
-    """The same dtype in the byte order of this machine."""
+    """Return a dtype in the byte order of this machine."""
     return dtype if getattr(dtype, "isnative", True) else dtype.newbyteorder("=")
 
 
 def in_native_order(value: Any) -> Any:
-    """Numpy's arrays in the byte order of this machine, which is all that JAX takes."""
+    """Return numpy's arrays in the byte order of this machine, which is all that JAX takes."""
     if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.isnative:
         return np.asarray(value, native(value.dtype))
     return value
-
-
-def shard_like(
-    state: Any, params: Any, mesh: AnyMesh | None = None, *, unmatched: str = "error"
-) -> Any:
-    """The state placed beside the parameters it follows, as `partition_like` decides.
-
-    The parameters must be placed already. Under `jit`, where nothing is, use `partition_like`.
-
-    >>> import jax, optax, meshwright as mw
-    >>> params = mw.shard({"w": jax.numpy.ones((64, 64))}, mw.mesh("fsdp:8"))
-    >>> state = mw.shard_like(optax.adam(1e-3).init(params), params)
-    >>> state[0].mu["w"].sharding == params["w"].sharding
-    True
-    """
-    found, of_params = walk(state), walk(params)
-    refuse("shard_like", tie_problems(state))
-    refuse("shard_like", [text for leaf in of_params.arrays if (text := unplaced_problem(leaf))])
-    specs = [leaf.value.sharding.spec for leaf in of_params.arrays]
-    meshes = [leaf.value.sharding.mesh for leaf in of_params.arrays]
-    if not meshes and mesh is None:
-        raise PartitionError("the parameters hold no arrays, so there is nothing to follow.")
-    if any(other != meshes[0] for other in meshes):
-        raise PartitionError("the parameters stand on several meshes; call shard_like for each.")
-    target = meshes[0] if mesh is None else mesh
-    per_leaf = follow_params(found.arrays, of_params.arrays, specs, unmatched)
-    check_specs("shard_like", found.arrays, per_leaf, target)
-    check_values(found.arrays, what="shard_like")
-    shardings = [NamedSharding(target, spec) for spec in per_leaf]
-    return found.rebuild(put(found.arrays, shardings, what="shard_like"))

@@ -1,4 +1,9 @@
-"""What one process does in a transfer: its steps, as programs and copies."""
+"""Carry out one process's part of a route: its steps, as compiled programs and copies of devices.
+
+A `Job` is planned once per route and link. Arrays go in, checked; `LocalWork` cuts and packs them,
+a link transports the chunks, `LocalWork` joins and copies them; arrays come out, as a tree.
+Nothing here waits: everything is dispatched to devices and becomes ready on its own.
+"""
 
 from __future__ import annotations
 
@@ -11,119 +16,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, Sharding
+from jax.sharding import AxisType, Mesh
 
 from meshwright.errors import TransferError, short
-from meshwright.transfers.boxes import Box
+from meshwright.transfers.boxes import Box, relative_to
+from meshwright.transfers.message_plan import Device, process_of
+from meshwright.transfers.moves import empty_array, x64_if
 from meshwright.transfers.routes import Route, fits, misfit, refuse
-from meshwright.transfers.transfer_plan import Device, Item, Plan, Step, process_of
+from meshwright.transfers.transfer_plan import Item, Plan, Step
 
-# Arrays by the number of their lot in the plan.
+# Arrays by the number of their chunk in the plan.
 Store = dict[int, jax.Array]
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A program on one device: the lots it takes, and those it makes."""
-
-    takes: tuple[int, ...]
-    makes: tuple[int, ...]
-    program: Program
-
-
-@dataclasses.dataclass(frozen=True)
-class Copies:
-    """Lots that are copied between devices of this process, in one call."""
-
-    takes: tuple[int, ...]
-    makes: tuple[int, ...]
-    devices: tuple[Device, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """The steps of this process, for arrays that do not travel whole."""
-
-    route: Route
-    shards: Mapping[int, tuple[tuple[int, int], ...]]  # item: positions of shards, and their lots
-    cut: tuple[Run, ...]
-    gather: Copies
-    pack: tuple[Run, ...]
-    inside: Copies
-    stay: tuple[int, ...]  # lots that already lie where they are needed
-    join: tuple[Run, ...]
-    copy: Copies
-    arrays: Mapping[int, tuple[int, ...]]  # item: the lots that are its new shards here
-
-    @property
-    def near(self) -> bool:
-        """Whether this process gives something to itself."""
-        return bool(self.stay or self.inside.takes)
-
-    def give(self, data: Sequence[Any]) -> Store:
-        """What the devices of this process give, made of the arrays."""
-        store: Store = {}
-        for item, places in self.shards.items():
-            # Not `addressable_data`: of a replicated array it always returns the first shard.
-            shards = data[item].addressable_shards
-            for place, lot in places:
-                store[lot] = shards[place].data
-        _run(self.cut, store)
-        _copy(self.gather, store)
-        _run(self.pack, store)
-        return store
-
-    def keep(self, store: Store) -> Store:
-        """Of what this process gives, that which it takes itself, on the devices that take it."""
-        kept = {lot: store[lot] for lot in self.stay}
-        if self.inside.takes:
-            _copy(self.inside, store)
-            kept.update({lot: store[lot] for lot in self.inside.makes})
-        return kept
-
-    def take(self, store: Store) -> dict[int, jax.Array]:
-        """The arrays, by item, made of all that this process takes."""
-        _run(self.join, store)
-        _copy(self.copy, store)
-        items = self.route.items
-        return {
-            item: _array(items[item], [store[lot] for lot in lots])
-            for item, lots in self.arrays.items()
-        }
-
-
-def _run(runs: Iterable[Run], store: Store) -> None:
-    for run in runs:
-        made = run.program(*[store[lot] for lot in run.takes])
-        store.update(zip(run.makes, made, strict=True))
-
-
-def _copy(copies: Copies, store: Store) -> None:
-    if copies.takes:
-        values = [store[lot] for lot in copies.takes]
-        store.update(zip(copies.makes, jax.device_put(values, list(copies.devices)), strict=True))
-
-
-def _array(item: Item, shards: Sequence[jax.Array]) -> jax.Array:
-    return jax.make_array_from_single_device_arrays(
-        item.shape, item.target, list(shards), dtype=item.dtype
-    )
-
-
-def empty(item: Item, end: Sharding) -> jax.Array:
-    """An array as a process sees it that holds none of it, or one without elements."""
-    if item.bytes or not end.has_addressable_devices:
-        return jax.make_array_from_single_device_arrays(item.shape, end, [], dtype=item.dtype)
-    return jax.make_array_from_callback(
-        item.shape, end, functools.partial(_nothing, item), dtype=item.dtype
-    )
-
-
-def _nothing(item: Item, index: Any) -> Any:
-    return np.zeros(item.shape, item.dtype)[index]
-
-
-# A route as one process works it off: arrays in, checked; arrays out, as a tree.
+Program = Callable[..., Sequence[jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,67 +36,284 @@ class Job:
 
     route: Route
     whole: frozenset[int]
-    work: Work
-    gives: tuple[bool, ...]  # per item: whether this process holds a part of it
+    work: LocalWork
+    holds: tuple[bool, ...]  # per item: whether this process holds a part of it
     wide: bool  # whether some arrays have 64 bits
-    load: Any = None  # what else the way of the link has planned
+    transport_plan: Any = None  # what the link's transport has planned beside
 
     def check(self, arrays: Any) -> list[Any]:
-        """The arrays of a tree as they travel, refused if they are not those of the route."""
+        """Return the arrays of a tree as they travel; refuse what is not of the route."""
         leaves, treedef = jax.tree.flatten(arrays)
         if treedef != self.route.treedef:
             raise TransferError(
                 f"send: the tree {short(treedef, 200)} is not that of the route, "
                 f"{short(self.route.treedef, 200)}. Pass the same tree, or make a route for it."
             )
-        known = list(zip(leaves, self.route.items, self.gives, strict=True))
-        if not all(fits(leaf, item) for leaf, item, gives in known if gives):
-            wrong = [(leaf, item) for leaf, item, gives in known if gives and not fits(leaf, item)]
+        known = list(zip(leaves, self.route.items, self.holds, strict=True))
+        if not all(fits(leaf, item) for leaf, item, holds in known if holds):
+            wrong = [(leaf, item) for leaf, item, holds in known if holds and not fits(leaf, item)]
             refuse("send", [misfit(leaf, item) for leaf, item in wrong])
         return [
-            jax.random.key_data(leaf) if gives and item.kind is not None else leaf
-            for leaf, item, gives in known
+            jax.random.key_data(leaf) if holds and item.key_impl is not None else leaf
+            for leaf, item, holds in known
         ]
 
     def finish(self, arrays: Mapping[int, jax.Array]) -> Any:
-        """The tree; arrays without elements, or of which nothing comes here, are made here."""
-        with self.as_asked():
-            return jax.tree.unflatten(self.route.treedef, self._finished(arrays))
+        """Return the tree; arrays without elements, or none of which comes here, are made here."""
+        with self.context():
+            finished = [self._finished(number, arrays) for number in range(len(self.route.items))]
+            return jax.tree.unflatten(self.route.treedef, finished)
 
-    def _finished(self, arrays: Mapping[int, jax.Array]) -> Sequence[Any]:
-        finished = []
-        for number, item in enumerate(self.route.items):
-            array = arrays[number] if number in arrays else empty(item, item.target)
-            if item.kind is not None:
-                array = jax.random.wrap_key_data(array, impl=item.kind)
-            finished.append(array)
-        return finished
+    def _finished(self, number: int, arrays: Mapping[int, jax.Array]) -> jax.Array:
+        item = self.route.items[number]
+        array = arrays[number] if number in arrays else _make_empty(item)
+        if item.key_impl is not None:
+            array = jax.random.wrap_key_data(array, impl=item.key_impl)
+        return array
 
-    def as_asked(self) -> contextlib.AbstractContextManager[Any]:
-        """64-bit arrays stay so whatever JAX is set to."""
-        return jax.enable_x64(True) if self.wide else contextlib.nullcontext()
+    def context(self) -> contextlib.AbstractContextManager[Any]:
+        """Keep 64-bit arrays so while they are worked on, whatever JAX is set to."""
+        return x64_if(self.wide)
 
 
-def job(route: Route, process: int, whole: frozenset[int], load: Any = None) -> Job:
+def make_job(route: Route, process: int, whole: frozenset[int], transport_plan: Any = None) -> Job:
     wide = any(item.dtype.itemsize >= 8 for item in route.items)
-    gives = tuple(
-        any(process_of(device) == process for device in item.held) for item in route.items
+    holds = tuple(
+        any(process_of(device) == process for device in item.source_boxes) for item in route.items
     )
-    with jax.enable_x64(True) if wide else contextlib.nullcontext():
-        return Job(route, whole, work(route, process, whole), gives, wide, load)
+    with x64_if(wide):
+        work = plan_work(route, process, whole)
+    return Job(route, whole, work, holds, wide, transport_plan)
 
 
-# Small compiled programs on one device: shards cut into pieces, pieces joined into shards.
+def _make_empty(item: Item) -> jax.Array:
+    """Make an array as a process sees it that holds none of it, or one without elements."""
+    if item.bytes or not item.target.has_addressable_devices:
+        return empty_array(item.shape, item.dtype, item.target)
+    # One without elements has shards here, if empty ones, and nobody sends them.
+    return jax.make_array_from_callback(
+        item.shape,
+        item.target,
+        lambda index: np.zeros(item.shape, item.dtype)[index],
+        dtype=item.dtype,
+    )
+
+
+# The steps of one process.
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A program on one device: the chunks it takes, and those it makes."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    program: Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """Chunks that are copied between devices of this process, in one call."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    devices: tuple[Device, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalWork:
+    """The steps of this process, for arrays that do not travel whole."""
+
+    route: Route
+    shards: Mapping[int, tuple[tuple[int, int], ...]]  # item: positions of shards, their chunks
+    cut: tuple[Run, ...]
+    gather: Copies
+    pack: tuple[Run, ...]
+    send_inside: Copies
+    in_place: tuple[int, ...]  # chunks that already lie where they are needed
+    join: tuple[Run, ...]
+    copy: Copies
+    results: Mapping[int, tuple[int, ...]]  # item: the chunks that are its new shards here
+
+    @property
+    def sends_to_itself(self) -> bool:
+        return bool(self.in_place or self.send_inside.inputs)
+
+    def make_outgoing(self, data: Sequence[Any]) -> Store:
+        """Cut and pack the arrays: returns all chunks that devices of this process send."""
+        store: Store = {}
+        for item, positions in self.shards.items():
+            # Not `addressable_data`: of a replicated array it always returns the first shard.
+            shards = data[item].addressable_shards
+            for position, chunk in positions:
+                store[chunk] = shards[position].data
+        _run(self.cut, store)
+        _copy(self.gather, store)
+        _run(self.pack, store)
+        return store
+
+    def send_to_itself(self, outgoing: Store) -> Store:
+        """Return what this process receives from itself, on the devices that need it."""
+        received = {chunk: outgoing[chunk] for chunk in self.in_place}
+        if self.send_inside.inputs:
+            _copy(self.send_inside, outgoing)
+            received.update({chunk: outgoing[chunk] for chunk in self.send_inside.outputs})
+        return received
+
+    def make_arrays(self, received: Store) -> dict[int, jax.Array]:
+        """Join and copy all that this process received: returns the arrays, by item."""
+        _run(self.join, received)
+        _copy(self.copy, received)
+        items = self.route.items
+        return {
+            item: _array(items[item], [received[chunk] for chunk in chunks])
+            for item, chunks in self.results.items()
+        }
+
+
+def _run(runs: Iterable[Run], store: Store) -> None:
+    for run in runs:
+        outputs = run.program(*[store[chunk] for chunk in run.inputs])
+        store.update(zip(run.outputs, outputs, strict=True))
+
+
+def _copy(copies: Copies, store: Store) -> None:
+    if copies.inputs:
+        values = [store[chunk] for chunk in copies.inputs]
+        placed = jax.device_put(values, list(copies.devices))
+        store.update(zip(copies.outputs, placed, strict=True))
+
+
+def _array(item: Item, shards: Sequence[jax.Array]) -> jax.Array:
+    return jax.make_array_from_single_device_arrays(
+        item.shape, item.target, list(shards), dtype=item.dtype
+    )
+
+
+# Which steps of a route one process does, and with which programs.
+
+
+def plan_work(route: Route, process: int, whole: frozenset[int]) -> LocalWork:
+    """Return what `process` does; the items in `whole` are left to JAX."""
+    plan = _local_steps(route.plan, process, whole)
+    results = {
+        number: tuple(
+            route.target_chunk(number, device)
+            for device in item.target_boxes
+            if process_of(device) == process
+        )
+        for number, item in enumerate(route.items)
+        if number not in whole and item.bytes
+    }
+    results = {number: chunks for number, chunks in results.items() if chunks}
+    # A chunk that is used on the receiving side but made by none of its steps is a part of a
+    # source shard on the very device that needs it.
+    used = {chunk for step in (*plan.join, *plan.copy) for chunk in step.inputs}
+    used |= {chunk for chunks in results.values() for chunk in chunks}
+    arriving = {step.output for step in (*plan.send, *plan.join, *plan.copy)}
+    in_place = tuple(sorted(used - arriving))
+    # Likewise, what the sending side uses and none of its steps makes is a whole source shard.
+    early = (*plan.cut, *plan.gather, *plan.pack)
+    needed = {chunk for step in early for chunk in step.inputs} | set(in_place)
+    needed |= {step.inputs[0] for step in plan.send if plan.pair(step)[0] == process}
+    return LocalWork(
+        route,
+        _shard_positions(route, process, sorted(needed - {step.output for step in early})),
+        _runs(plan, plan.cut, _make_cutter),
+        _copies(plan, plan.gather),
+        _runs(plan, plan.pack, _make_joiner),
+        _copies(plan, [step for step in plan.send if plan.pair(step) == (process, process)]),
+        in_place,
+        _runs(plan, plan.join, _make_joiner),
+        _copies(plan, plan.copy),
+        results,
+    )
+
+
+def _local_steps(plan: Plan, process: int, whole: frozenset[int]) -> Plan:
+    """Return the plan with only the steps in which a process takes part."""
+
+    def local(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+        return tuple(
+            step
+            for step in steps
+            if process in plan.pair(step) and plan.chunks[step.output].item not in whole
+        )
+
+    return Plan(
+        plan.chunks,
+        local(plan.cut),
+        local(plan.gather),
+        local(plan.pack),
+        local(plan.send),
+        local(plan.join),
+        local(plan.copy),
+    )
+
+
+def _shard_positions(
+    route: Route, process: int, chunks: Sequence[int]
+) -> Mapping[int, tuple[tuple[int, int], ...]]:
+    positions: dict[int, list[tuple[int, int]]] = {}
+    for number in chunks:
+        chunk = route.plan.chunks[number]
+        devices = route.items[chunk.item].source_boxes
+        addressable = [device for device in devices if process_of(device) == process]
+        positions.setdefault(chunk.item, []).append((addressable.index(chunk.device), number))
+    return {item: tuple(some) for item, some in positions.items()}
+
+
+Maker = Callable[[Plan, Sequence[Step], Mapping[int, int]], Program]
+
+
+def _runs(plan: Plan, steps: Sequence[Step], make: Maker) -> tuple[Run, ...]:
+    """Return one program per device, for all steps on it: dispatching each costs a while."""
+    by_device: dict[Device, list[Step]] = {}
+    for step in steps:
+        by_device.setdefault(plan.chunks[step.output].device, []).append(step)
+    runs = []
+    for some in by_device.values():
+        inputs = tuple(dict.fromkeys(chunk for step in some for chunk in step.inputs))
+        slots = {chunk: slot for slot, chunk in enumerate(inputs)}
+        runs.append(Run(inputs, tuple(step.output for step in some), make(plan, some, slots)))
+    return tuple(runs)
+
+
+def _make_cutter(plan: Plan, steps: Sequence[Step], slots: Mapping[int, int]) -> Program:
+    chunks = plan.chunks
+    cuts = [
+        (slots[step.inputs[0]], relative_to(chunks[step.inputs[0]].box, chunks[step.output].box))
+        for step in steps
+    ]
+    return cutter(chunks[steps[0].output].device, tuple(cuts))
+
+
+def _make_joiner(plan: Plan, steps: Sequence[Step], slots: Mapping[int, int]) -> Program:
+    chunks = plan.chunks
+    joins = [tuple((slots[chunk], chunks[chunk].box) for chunk in step.inputs) for step in steps]
+    return joiner(chunks[steps[0].output].device, tuple(joins))
+
+
+def _copies(plan: Plan, steps: Sequence[Step]) -> Copies:
+    return Copies(
+        tuple(step.inputs[0] for step in steps),
+        tuple(step.output for step in steps),
+        tuple(plan.chunks[step.output].device for step in steps),
+    )
+
+
+# Small compiled programs on one device: shards cut into chunks, chunks joined into shards.
 
 
 Cuts = tuple[tuple[int, Box], ...]  # of which argument, which part of it
 Joins = tuple[tuple[tuple[int, Box], ...], ...]  # per result: which arguments, where they go
-Program = Callable[..., Sequence[jax.Array]]
 
 
+# Cached beyond one route: pipelines make many that cut equal shards equally, and jit caches
+# compiled programs by function object.
 @functools.lru_cache(maxsize=4096)
 def cutter(device: Device, cuts: Cuts) -> Program:
-    """A program that takes shards and returns pieces of them."""
+    """Return a program that takes shards and returns parts of them."""
 
     def cut(*shards: jax.Array) -> list[jax.Array]:
         return [_slice(shards[number], part) for number, part in cuts]
@@ -202,16 +323,16 @@ def cutter(device: Device, cuts: Cuts) -> Program:
 
 @functools.lru_cache(maxsize=4096)
 def joiner(device: Device, joins: Joins) -> Program:
-    """A program that takes pieces and returns the shards they are parts of."""
+    """Return a program that takes chunks and returns the shards they are parts of."""
 
-    def join(*pieces: jax.Array) -> list[jax.Array]:
-        return [_join([(pieces[number], place) for number, place in some]) for some in joins]
+    def join(*chunks: jax.Array) -> list[jax.Array]:
+        return [_join([(chunks[number], box) for number, box in parts]) for parts in joins]
 
     return _on(device, join)
 
 
 def _on(device: Device, function: Any) -> Program:
-    """Not compiled ahead: compiled programs refuse 4-bit integers for their layout (jax 0.10)."""
+    # Not compiled ahead: compiled programs refuse 4-bit integers for their layout (jax 0.10).
     program: Program = jax.jit(function)
     alone = Mesh(np.array([device]), ("device",), axis_types=(AxisType.Auto,))
 
@@ -227,146 +348,34 @@ def _on(device: Device, function: Any) -> Program:
 
 def _slice(shard: jax.Array, part: Box) -> jax.Array:
     starts, stops = [start for start, _ in part], [stop for _, stop in part]
-    piece = jax.lax.slice(_bits(shard), starts, stops)
-    return _unbits(piece, shard.dtype)
+    piece = jax.lax.slice(_as_integers(shard), starts, stops)
+    return _from_integers(piece, shard.dtype)
 
 
 def _join(parts: Sequence[tuple[jax.Array, Box]]) -> jax.Array:
-    """The parts of a shard form a grid: join them dim by dim, the last dim first."""
+    """Join the parts of a shard, which form a grid, dim by dim, the last dim first."""
     dtype = parts[0][0].dtype
-    return _unbits(_grid([(_bits(value), place) for value, place in parts], 0), dtype)
+    joined = _join_grid([(_as_integers(value), box) for value, box in parts], 0)
+    return _from_integers(joined, dtype)
 
 
-def _grid(parts: Sequence[tuple[jax.Array, Box]], dim: int) -> jax.Array:
+def _join_grid(parts: Sequence[tuple[jax.Array, Box]], dim: int) -> jax.Array:
     if len(parts) == 1:
         return parts[0][0]
     rows: dict[int, list[tuple[jax.Array, Box]]] = {}
-    for value, place in parts:
-        rows.setdefault(place[dim][0], []).append((value, place))
-    joined = [_grid(rows[start], dim + 1) for start in sorted(rows)]
+    for value, box in parts:
+        rows.setdefault(box[dim][0], []).append((value, box))
+    joined = [_join_grid(rows[start], dim + 1) for start in sorted(rows)]
     return joined[0] if len(joined) == 1 else jnp.concatenate(joined, axis=dim)
 
 
-def _bits(array: jax.Array) -> jax.Array:
-    """Short floats as integers: a compiler may pass them through longer ones, and lose NaNs."""
+def _as_integers(array: jax.Array) -> jax.Array:
+    """View short floats as integers: a compiler may pass them through longer ones, losing NaNs."""
     width = jax.dtypes.itemsize_bits(array.dtype)
     if width < 32 and jnp.issubdtype(array.dtype, jnp.floating):
         return jax.lax.bitcast_convert_type(array, f"uint{width}")
     return array
 
 
-def _unbits(array: jax.Array, dtype: Any) -> jax.Array:
+def _from_integers(array: jax.Array, dtype: Any) -> jax.Array:
     return array if array.dtype == dtype else jax.lax.bitcast_convert_type(array, dtype)
-
-
-# Which steps of a route one process does, and with which programs. Planned once per route.
-
-
-Maker = Callable[[Plan, Sequence[Step], Mapping[int, int]], Program]
-
-
-def work(route: Route, process: int, whole: frozenset[int]) -> Work:
-    """What `process` does; the items in `whole` are left to JAX."""
-    plan = _part(route.plan, process, whole)
-    lots = plan.lots
-    inside = [step for step in plan.send if plan.pair(step) == (process, process)]
-    arrays = {
-        number: tuple(
-            route.lot(number, device) for device in item.wanted if process_of(device) == process
-        )
-        for number, item in enumerate(route.items)
-        if number not in whole and item.bytes
-    }
-    arrays = {number: some for number, some in arrays.items() if some}
-    came = {step.made for step in (*plan.send, *plan.join, *plan.copy)}
-    used = {lot for step in (*plan.join, *plan.copy) for lot in step.of}
-    used |= {lot for some in arrays.values() for lot in some}
-    stay = tuple(sorted(used - came))
-    early = (*plan.cut, *plan.gather, *plan.pack)
-    given = {step.of[0] for step in plan.send if process_of(lots[step.of[0]].device) == process}
-    needed = {lot for step in early for lot in step.of} | given | set(stay)
-    return Work(
-        route,
-        _shards(route, process, sorted(needed - {step.made for step in early})),
-        _runs(plan, plan.cut, _cutter),
-        _copies(plan, plan.gather),
-        _runs(plan, plan.pack, _joiner),
-        _copies(plan, inside),
-        stay,
-        _runs(plan, plan.join, _joiner),
-        _copies(plan, plan.copy),
-        arrays,
-    )
-
-
-def _part(plan: Plan, process: int, whole: frozenset[int]) -> Plan:
-    """The steps in which a process takes part."""
-
-    def some(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-        return tuple(
-            step
-            for step in steps
-            if process in plan.pair(step) and plan.lots[step.made].item not in whole
-        )
-
-    return Plan(
-        plan.lots,
-        some(plan.cut),
-        some(plan.gather),
-        some(plan.pack),
-        some(plan.send),
-        some(plan.join),
-        some(plan.copy),
-    )
-
-
-def _shards(
-    route: Route, process: int, lots: Sequence[int]
-) -> Mapping[int, tuple[tuple[int, int], ...]]:
-    found: dict[int, list[tuple[int, int]]] = {}
-    for number in lots:
-        lot = route.plan.lots[number]
-        near = [device for device in route.items[lot.item].held if process_of(device) == process]
-        found.setdefault(lot.item, []).append((near.index(lot.device), number))
-    return {item: tuple(places) for item, places in found.items()}
-
-
-def _runs(plan: Plan, steps: Sequence[Step], make: Maker) -> tuple[Run, ...]:
-    """A program per device, for all steps on it."""
-    found: dict[Device, list[Step]] = {}
-    for step in steps:
-        found.setdefault(plan.lots[step.made].device, []).append(step)
-    runs = []
-    for some in found.values():
-        takes = tuple(dict.fromkeys(lot for step in some for lot in step.of))
-        slots = {lot: slot for slot, lot in enumerate(takes)}
-        runs.append(Run(takes, tuple(step.made for step in some), make(plan, some, slots)))
-    return tuple(runs)
-
-
-def _cutter(plan: Plan, steps: Sequence[Step], slots: Mapping[int, int]) -> Program:
-    lots = plan.lots
-    cuts = [
-        (slots[step.of[0]], _within(lots[step.made].box, lots[step.of[0]].box)) for step in steps
-    ]
-    return cutter(lots[steps[0].made].device, tuple(cuts))
-
-
-def _joiner(plan: Plan, steps: Sequence[Step], slots: Mapping[int, int]) -> Program:
-    lots = plan.lots
-    joins = [tuple((slots[lot], lots[lot].box) for lot in step.of) for step in steps]
-    return joiner(lots[steps[0].made].device, tuple(joins))
-
-
-def _within(part: Box, outer: Box) -> Box:
-    return tuple(
-        (start - base, stop - base) for (start, stop), (base, _) in zip(part, outer, strict=True)
-    )
-
-
-def _copies(plan: Plan, steps: Sequence[Step]) -> Copies:
-    return Copies(
-        tuple(step.of[0] for step in steps),
-        tuple(step.made for step in steps),
-        tuple(plan.lots[step.made].device for step in steps),
-    )

@@ -1,4 +1,8 @@
-"""`reshard(...)`: a tree of arrays from any meshes and splits to another, checked first."""
+"""`reshard`: move a tree of arrays from any meshes and splits to another, checked first.
+
+First what speaks against it, of all arrays at once and the same in every process; then the arrays,
+batch by batch, each by the cheapest of four methods; each batch given up as soon as it has moved.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +12,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from meshwright import _compat
 from meshwright._checks import check_flag
 from meshwright.errors import PartitionError, short
-from meshwright.transfers.boxes import in_one_piece, in_place
+from meshwright.transfers.boxes import is_in_place, keeps_boxes
+from meshwright.transfers.message_plan import crosses_processes, process_of
 from meshwright.transfers.moves import (
     Memory,
     Move,
     agree,
     build,
-    held,
+    for_distinct,
+    local_shards,
     memory,
     own_memory,
     platform,
     read_whole,
     return_freed_memory,
     without_shards,
+    x64_if,
 )
-from meshwright.transfers.ppermute_transport import bring, needs
+from meshwright.transfers.ppermute_transport import exchange_pieces
+from meshwright.transfers.transfer_plan import key_data_shape
 from meshwright.trees.specs import (
     AnyMesh,
     is_reduction_free,
@@ -38,7 +45,7 @@ from meshwright.trees.specs import (
     spec_problems,
     specs_on_mesh,
 )
-from meshwright.trees.walk import Leaf, Walk, refuse, tie_problems, walk
+from meshwright.trees.walk import Leaf, Walk, is_key, refuse, tie_problems, walk
 
 # Arrays are moved in batches: small ones together, for speed, large ones alone, for memory.
 _LARGEST_BATCH = 64 * 2**20
@@ -46,7 +53,7 @@ _SMALLEST_BATCH = 4 * 2**20
 
 
 def reshard(tree: Any, mesh: AnyMesh, specs: Any, *, donate: bool = False) -> Any:
-    """The tree with every array on `mesh`, split by `specs`; other leaves pass through.
+    """Move every array of a tree to `mesh`, split by `specs`; other leaves pass through.
 
     No bit changes. Arrays may come from any mesh, split, single device or from host memory, and
     go to fewer, more or other devices. `specs` is a tree of `PartitionSpec`s (or of
@@ -71,45 +78,48 @@ def reshard(tree: Any, mesh: AnyMesh, specs: Any, *, donate: bool = False) -> An
     (8, 4)
     """
     donate = check_flag("donate", donate)
-    found = walk(tree)
-    planned = plan(tree, found, mesh, specs)
+    leaves = walk(tree)
+    planned = plan(tree, leaves, mesh, specs)
     problems: Sequence[str] = planned.problems
-    spans = spans_processes(found, mesh)
+    spans = spans_processes(leaves, mesh)
     if spans:
         problems = agree(problems, planned.moves)
     refuse("reshard", problems)
-    with _as_asked(planned.moves):
+    with transfer_context(planned.moves):
         # What is one object here may be two in another process: there each is moved on its own.
-        moved = _each(planned.moves, donate) if spans else _once(planned.moves, donate)
-    return found.rebuild(
+        move_arrays = _move_each if spans else _move_distinct
+        moved = move_arrays(planned.moves, donate)
+    return leaves.rebuild(
         [finish(value) for finish, value in zip(planned.finish, moved, strict=True)]
     )
 
 
-def _once(moves: Sequence[Move], donate: bool) -> list[jax.Array]:
-    """An array that the tree holds twice is moved once, and stays one."""
-    names = [(id(move.value), move.target) for move in moves]
-    single = dict(zip(names, moves, strict=True))
-    moved = dict(zip(single, _each(list(single.values()), donate), strict=True))
-    return [moved[name] for name in names]
+def _move_distinct(moves: Sequence[Move], donate: bool) -> list[jax.Array]:
+    """Move an array that the tree holds twice only once, so that it stays one."""
+    keys = [(id(move.value), move.target) for move in moves]
+    return for_distinct(keys, moves, lambda distinct: _move_each(distinct, donate))
 
 
-def _each(moves: Sequence[Move], donate: bool) -> list[jax.Array]:
-    owned = own_memory(moves) if donate else []
+def _move_each(moves: Sequence[Move], donate: bool) -> list[jax.Array]:
+    owned = own_memory([move.value for move in moves]) if donate else []
     results: list[jax.Array] = []
     for batch in batches(moves):
         values = move_batch(batch)
         if donate:
-            _give_up(batch, values, owned[len(results) :])
+            _delete_sources(batch, values, owned[len(results) :])
         results += values
     return results
 
 
-def _give_up(batch: Sequence[Move], values: Sequence[jax.Array], owned: Sequence[Memory]) -> None:
+def _delete_sources(
+    batch: Sequence[Move], values: Sequence[jax.Array], owned: Sequence[Memory]
+) -> None:
     """Delete what was moved, unless its memory is shared or the result lives on in it."""
     freed = 0
     for move, value, own in zip(batch, values, owned, strict=False):
-        if own and (way(move) is put_from_host or not own & memory(value)):
+        # What was put from a host copy shares nothing, and for arrays that small asking every
+        # shard for its address would take longer than moving them.
+        if own and (choose_method(move) is put_from_host or not own & memory(value)):
             freed += move.bytes if platform(move.value.sharding) == "cpu" else 0
             move.value.delete()
     if freed >= _SMALLEST_BATCH // 2:
@@ -117,43 +127,129 @@ def _give_up(batch: Sequence[Move], values: Sequence[jax.Array], owned: Sequence
 
 
 def batches(moves: Sequence[Move]) -> Iterator[list[Move]]:
-    """In order; a batch is no larger than the largest array, within reason."""
+    """Yield the moves in order; a batch is no larger than the largest array, within reason."""
     largest = max((move.bytes for move in moves), default=0)
-    room = min(_LARGEST_BATCH, max(_SMALLEST_BATCH, largest))
+    limit = min(_LARGEST_BATCH, max(_SMALLEST_BATCH, largest))
     batch: list[Move] = []
-    filled = 0
+    size = 0
     for move in moves:
-        if batch and filled + move.bytes > room:
+        if batch and size + move.bytes > limit:
             yield batch
-            batch, filled = [], 0
+            batch, size = [], 0
         batch.append(move)
-        filled += move.bytes
+        size += move.bytes
     if batch:
         yield batch
 
 
 def move_batch(batch: Sequence[Move]) -> list[jax.Array]:
     """Move arrays together, and wait for them: what is on its way stays bounded."""
-    by_way: dict[Way, list[int]] = {keep: [], put: [], put_from_host: [], assemble: []}
+    # Methods run in this order in every process: `assemble` may be a collective.
+    by_method: dict[Method, list[int]] = {keep: [], put: [], put_from_host: [], assemble: []}
     for number, move in enumerate(batch):
-        by_way[way(move)].append(number)
+        by_method[choose_method(move)].append(number)
     results: dict[int, jax.Array] = {}
-    for do, numbers in by_way.items():
+    for method, numbers in by_method.items():
         if numbers:
-            results.update(zip(numbers, do([batch[n] for n in numbers]), strict=True))
+            results.update(zip(numbers, method([batch[n] for n in numbers]), strict=True))
     ready = [results[number] for number in range(len(batch))]
     jax.block_until_ready(ready)  # type: ignore[no-untyped-call]
     return ready
 
 
 @contextlib.contextmanager
-def _as_asked(moves: Sequence[Move]) -> Iterator[None]:
-    """Transfers are what was asked for; 64-bit arrays stay so whatever JAX is set to."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(jax.transfer_guard("allow"))
-        if any(move.dtype.itemsize >= 8 for move in moves):
-            stack.enter_context(jax.enable_x64(True))
+def transfer_context(moves: Sequence[Move]) -> Iterator[None]:
+    """Allow transfers, which are what was asked for, and keep 64-bit arrays as they are."""
+    wide = any(move.dtype.itemsize >= 8 for move in moves)
+    with jax.transfer_guard("allow"), x64_if(wide):
         yield
+
+
+# The methods: how arrays are moved, and which one an array takes.
+
+
+Method = Callable[[Sequence[Move]], list[jax.Array]]
+# Up to here an array's shards cost more one by one than their bytes do.
+_SMALL = 64 * 2**10
+
+
+def choose_method(move: Move) -> Method:
+    """Return how to move an array; processes choose alike where more than one takes part."""
+    if move.source is not None and is_in_place(move.source, move.target, move.shape):
+        return keep
+    if _stays_on_devices(move):
+        return put
+    return put_from_host if _is_small_and_here(move) else assemble
+
+
+def keep(moves: Sequence[Move]) -> list[jax.Array]:
+    """Return the memory of arrays that already lie as asked, under the new sharding."""
+    return [_kept(move) for move in moves]
+
+
+def _kept(move: Move) -> jax.Array:
+    wanted = move.target.addressable_devices
+    if not wanted:
+        return without_shards(move)
+    if move.source == move.target:
+        value: jax.Array = move.value
+        return value
+    data = [shard.data for shard in move.value.addressable_shards if shard.device in wanted]
+    return jax.make_array_from_single_device_arrays(move.shape, move.target, data, dtype=move.dtype)
+
+
+def put(moves: Sequence[Move]) -> list[jax.Array]:
+    """Make one call of `jax.device_put` for all that concerns this process.
+
+    Its own `donate=True` is not used: between CPU devices it leaves an array that crashes when
+    touched (jax 0.10 to 0.12).
+    """
+    here = [move for move in moves if move.target.addressable_devices]
+    placed = iter(jax.device_put([move.value for move in here], [move.target for move in here]))
+    return [
+        next(placed) if move.target.addressable_devices else without_shards(move) for move in moves
+    ]
+
+
+def _stays_on_devices(move: Move) -> bool:
+    """Whether `jax.device_put` keeps to the devices, with no detour through host memory.
+
+    It does between equal sets of devices, by a compiled program (on CPUs slower than copying),
+    and for shards that only change their device. It fails for arrays without elements.
+    """
+    if move.source is None or not move.bytes:
+        return False
+    if move.source.device_set == move.target.device_set:
+        return isinstance(move.source, NamedSharding) and not _on_cpu(move.target)
+    here = move.source.is_fully_addressable and move.target.is_fully_addressable
+    return here and keeps_boxes(move.source, move.target, move.shape)
+
+
+def _on_cpu(target: NamedSharding) -> bool:
+    devices: set[Any] = target.device_set
+    return all(device.platform == "cpu" for device in devices)
+
+
+def put_from_host(moves: Sequence[Move]) -> list[jax.Array]:
+    """Read arrays to the host and put them from there, all in one call."""
+    values = [read_whole(move) for move in moves]
+    placed: list[jax.Array] = jax.device_put(values, [move.target for move in moves])
+    return placed
+
+
+def _is_small_and_here(move: Move) -> bool:
+    """Whether work per shard would cost more than copying the whole array once more."""
+    here = move.source is None or move.source.is_fully_addressable
+    return move.bytes <= _SMALL and here and move.target.is_fully_addressable
+
+
+def assemble(moves: Sequence[Move]) -> list[jax.Array]:
+    """Build each array's shards from pieces, those of other processes included."""
+    local = [local_shards(move) for move in moves]
+    # All processes find the same answer, so all of them enter the exchange, or none.
+    crossing = jax.process_count() > 1 and any(map(crosses_processes, moves))
+    received = exchange_pieces(moves, local) if crossing else [{}] * len(moves)
+    return [build(*parts) for parts in zip(moves, local, received, strict=True)]
 
 
 # What is to be moved, and everything that speaks against it. Touches no device.
@@ -164,44 +260,44 @@ Finish = Callable[[jax.Array], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The moves and how each result is finished, or the problems."""
+    """The moves and how each result is finished; or the problems, and no moves."""
 
     moves: tuple[Move, ...] = ()
     finish: tuple[Finish, ...] = ()
     problems: tuple[str, ...] = ()
 
 
-def plan(tree: Any, found: Walk, mesh: AnyMesh, specs: Any) -> Plan:
+def plan(tree: Any, leaves: Walk, mesh: AnyMesh, specs: Any) -> Plan:
     sizes = mesh_axes(mesh)
     wrong = [*_mesh_problems(mesh), *tie_problems(tree)]
     try:
-        per_leaf = match_specs(found, _broadcast(specs_on_mesh(specs, mesh), tree))
+        per_leaf = match_specs(leaves, _broadcast(specs_on_mesh(specs, mesh), tree))
     except PartitionError as error:
         return Plan(problems=(*wrong, str(error)))
-    for leaf, spec in zip(found.arrays, per_leaf, strict=True):
+    for leaf, spec in zip(leaves.arrays, per_leaf, strict=True):
         wrong += value_problems(leaf)
         wrong += target_spec_problems(leaf, spec, sizes)
     if wrong:
         return Plan(problems=tuple(wrong))
     pairs = [
         _move(leaf, NamedSharding(mesh, spec))
-        for leaf, spec in zip(found.arrays, per_leaf, strict=True)
+        for leaf, spec in zip(leaves.arrays, per_leaf, strict=True)
     ]
     return Plan(tuple(move for move, _ in pairs), tuple(finish for _, finish in pairs))
 
 
-def spans_processes(found: Walk, mesh: AnyMesh) -> bool:
+def spans_processes(leaves: Walk, mesh: AnyMesh) -> bool:
     """Whether arrays or mesh lie in more than one process; then all processes take part."""
     if jax.process_count() == 1:
         return False
-    places = [set(mesh.devices.flat)] if isinstance(mesh, Mesh) else []
-    splits = {_source(leaf.value) for leaf in found.arrays}
-    places += [split.device_set for split in splits if split is not None]
-    return len({device.process_index for devices in places for device in devices}) > 1
+    device_sets = [set(mesh.devices.flat)] if isinstance(mesh, Mesh) else []
+    sources = {_source(leaf.value) for leaf in leaves.arrays}
+    device_sets += [source.device_set for source in sources if source is not None]
+    return len({process_of(device) for devices in device_sets for device in devices}) > 1
 
 
 def _broadcast(specs: Any, tree: Any) -> Any:
-    """`specs` as a full tree where it is a prefix; what is none is left for `match_specs`."""
+    """Return `specs` as a full tree if it is a prefix; else leave it to `match_specs` to refuse."""
     if isinstance(specs, PartitionSpec):
         return specs
     try:
@@ -221,7 +317,7 @@ def _mesh_problems(mesh: AnyMesh) -> Iterator[str]:
 
 
 def value_problems(leaf: Leaf) -> Iterator[str]:
-    """Why the values of a leaf cannot be moved."""
+    """Yield why the values of a leaf cannot be moved."""
     where, value = leaf.where, leaf.value
     if isinstance(value, jax.core.Tracer):
         yield (
@@ -232,7 +328,10 @@ def value_problems(leaf: Leaf) -> Iterator[str]:
         if value.is_deleted():
             yield f"{where}: the array was deleted or donated. Use the one it went into."
         elif getattr(getattr(value.sharding, "spec", None), "unreduced", None):
-            yield f"{where}: a sum is still open ({value.sharding}). Reduce it first."
+            yield (
+                f"{where}: an unreduced array ({value.sharding}): its shards are terms of a sum. "
+                "Reduce it first."
+            )
     elif isinstance(value, jax.ShapeDtypeStruct):
         if value.sharding is None or value.sharding.has_addressable_devices:
             yield (
@@ -264,7 +363,7 @@ def _dtype_problems(where: str, dtype: np.dtype[Any]) -> Iterator[str]:
 def target_spec_problems(
     leaf: Leaf, spec: PartitionSpec, sizes: Mapping[str, int]
 ) -> Iterator[str]:
-    """Why an array cannot lie as its spec says."""
+    """Yield why an array cannot be split as its spec says."""
     yield from spec_problems(leaf.path, leaf.shape, spec, sizes)
     if is_reduction_free(spec) and PartitionSpec.UNCONSTRAINED in tuple(spec):
         yield (
@@ -274,10 +373,10 @@ def target_spec_problems(
 
 
 def _move(leaf: Leaf, target: NamedSharding) -> tuple[Move, Finish]:
-    """Keys travel as the integers they are made of."""
+    """Return the move of a leaf, and what makes the result of it: keys travel as integers."""
     value: Any = leaf.value
-    finish: Finish = _as_it_is
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    finish: Finish = _unchanged
+    if is_key(leaf.dtype):
         value, finish = _key_data(leaf)
     shape, dtype = tuple(value.shape), np.dtype(value.dtype)
     return Move(leaf.where, shape, dtype, value, _source(value), target), finish
@@ -285,125 +384,25 @@ def _move(leaf: Leaf, target: NamedSharding) -> tuple[Move, Finish]:
 
 def _key_data(leaf: Leaf) -> tuple[Any, Finish]:
     if isinstance(leaf.value, jax.Array):
-        kind: Any = jax.random.key_impl(leaf.value)
+        impl: Any = jax.random.key_impl(leaf.value)
         data: Any = jax.random.key_data(leaf.value)
     else:
-        kind, data = _key_shape(leaf.value)
-    return data, lambda moved: jax.random.wrap_key_data(moved, impl=kind)
+        impl, shape = key_data_shape(leaf.value)
+        data = jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+            shape.shape, shape.dtype, sharding=leaf.value.sharding
+        )
+    return data, lambda moved: jax.random.wrap_key_data(moved, impl=impl)
 
 
-def _key_shape(keys: jax.ShapeDtypeStruct) -> tuple[Any, jax.ShapeDtypeStruct]:
-    """The kind of keys that are not here, and the integers they are made of."""
-    kinds = []
-
-    def look(traced: Any) -> Any:
-        kinds.append(jax.random.key_impl(traced))
-        return jax.random.key_data(traced)
-
-    plain = jax.eval_shape(look, keys)
-    data = jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
-        plain.shape, plain.dtype, sharding=keys.sharding
-    )
-    return kinds[0], data
-
-
-def _as_it_is(moved: jax.Array) -> Any:
+def _unchanged(moved: jax.Array) -> Any:
     return moved
 
 
 def _source(value: Any) -> Sharding | None:
-    """Where an array lies; None for one that every process has whole, on its own."""
+    """Return where an array lies; None for one that every process has whole, on its own."""
     if isinstance(value, jax.core.Tracer):
         return None
     if isinstance(value, jax.Array) and jax.process_count() > 1 and not value.committed:
         return None
     sharding: Sharding | None = getattr(value, "sharding", None)
     return sharding
-
-
-# The ways to move arrays, and which one an array takes.
-
-
-Way = Callable[[Sequence[Move]], list[jax.Array]]
-# Up to here an array's shards cost more one by one than their bytes do.
-_SMALL = 64 * 2**10
-
-
-def way(move: Move) -> Way:
-    """How to move an array. All processes choose alike where more than one takes part."""
-    if stays(move):
-        return keep
-    if copies_whole(move):
-        return put
-    return put_from_host if is_small_and_here(move) else assemble
-
-
-def stays(move: Move) -> bool:
-    """Whether every device already holds what it shall."""
-    return move.source is not None and in_place(move.source, move.target, move.shape)
-
-
-def keep(moves: Sequence[Move]) -> list[jax.Array]:
-    """The same memory under the new sharding."""
-    return [_kept(move) for move in moves]
-
-
-def _kept(move: Move) -> jax.Array:
-    wanted = move.target.addressable_devices
-    if not wanted:
-        return without_shards(move)
-    if move.source == move.target:
-        value: jax.Array = move.value
-        return value
-    data = [shard.data for shard in move.value.addressable_shards if shard.device in wanted]
-    return jax.make_array_from_single_device_arrays(move.shape, move.target, data, dtype=move.dtype)
-
-
-def copies_whole(move: Move) -> bool:
-    """Whether `jax.device_put` keeps to the devices, with no detour through host memory.
-
-    It does between equal sets of devices, by a compiled program (on CPUs slower than copying),
-    and for shards that only change their device. It fails for arrays without elements. Its own
-    `donate=True` is not used: between CPU devices it leaves an array that crashes when touched
-    (jax 0.10 to 0.12).
-    """
-    if move.source is None or not move.bytes:
-        return False
-    if move.source.device_set == move.target.device_set:
-        return isinstance(move.source, NamedSharding) and not _on_cpu(move.target)
-    here = move.source.is_fully_addressable and move.target.is_fully_addressable
-    return here and in_one_piece(move.source, move.target, move.shape)
-
-
-def put(moves: Sequence[Move]) -> list[jax.Array]:
-    """One call of JAX for all that concerns this process."""
-    here = [move for move in moves if move.target.addressable_devices]
-    placed = iter(jax.device_put([move.value for move in here], [move.target for move in here]))
-    return [
-        next(placed) if move.target.addressable_devices else without_shards(move) for move in moves
-    ]
-
-
-def is_small_and_here(move: Move) -> bool:
-    """Whether per-shard work would cost more than copying the whole array once more."""
-    here = move.source is None or move.source.is_fully_addressable
-    return move.bytes <= _SMALL and here and move.target.is_fully_addressable
-
-
-def put_from_host(moves: Sequence[Move]) -> list[jax.Array]:
-    values = [read_whole(move) for move in moves]
-    placed: list[jax.Array] = jax.device_put(values, [move.target for move in moves])
-    return placed
-
-
-def assemble(moves: Sequence[Move]) -> list[jax.Array]:
-    """Build each array's shards from pieces, those of other processes included."""
-    shards = [held(move) for move in moves]
-    crossing = jax.process_count() > 1 and any(needs(move) for move in moves)
-    arrived = bring(moves, shards) if crossing else [{}] * len(moves)
-    return [build(*parts) for parts in zip(moves, shards, arrived, strict=True)]
-
-
-def _on_cpu(target: NamedSharding) -> bool:
-    devices: set[Any] = target.device_set
-    return all(device.platform == "cpu" for device in devices)

@@ -1,4 +1,4 @@
-"""`route(...)`: everything about a transfer that can be known before it happens."""
+"""`route`: plan a transfer of arrays once, and show what of it is known before it happens."""
 
 from __future__ import annotations
 
@@ -6,36 +6,30 @@ import collections
 import dataclasses
 import functools
 import hashlib
-import html
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
-from meshwright._html import html_table
-from meshwright._text import amount, table
+from meshwright._show import Sheet, Shown, Table
+from meshwright._text import amount, plural
 from meshwright.errors import TransferError, listing, short
 from meshwright.partitioning.report import array_type
-from meshwright.transfers.boxes import Box, box_shape
-from meshwright.transfers.transfer_plan import (
-    Device,
-    Item,
-    Lot,
-    Plan,
-    is_key,
-    item,
-    plan,
-    process_of,
-)
+from meshwright.transfers.boxes import Box, box_shape, box_size
+from meshwright.transfers.message_plan import Device, Pair, process_of
+from meshwright.transfers.transfer_plan import Chunk, Item, Plan, make_item, plan
 from meshwright.trees.specs import mesh_axes, spec_problems
-from meshwright.trees.walk import Leaf, Walk, walk
+from meshwright.trees.walk import Leaf, Walk, is_key, walk
 
-Pair = tuple[int, int]  # sending process, receiving process
+# How much of a long route is shown.
+_MOST_ROWS = 50
+_MOST_PAIRS = 8
+_WHOLE = PartitionSpec()  # type: ignore[no-untyped-call]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Route:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Route(Shown):
     """Arrays, where they lie and where they go, piece by piece. Made by `route`, used by a `Link`.
 
     `name` is the same in every process that made the same route. Prints itself; HTML in a
@@ -50,17 +44,17 @@ class Route:
     @functools.cached_property
     def senders(self) -> frozenset[int]:
         """The processes that hold a part of the arrays."""
-        return frozenset(process_of(device) for one in self.items for device in one.held)
+        return frozenset(process_of(device) for item in self.items for device in item.source_boxes)
 
     @functools.cached_property
     def receivers(self) -> frozenset[int]:
         """The processes that shall hold a part of them."""
-        return frozenset(process_of(device) for one in self.items for device in one.wanted)
+        return frozenset(process_of(device) for item in self.items for device in item.target_boxes)
 
     @property
     def bytes(self) -> int:
-        """What the arrays weigh, each counted once."""
-        return sum(one.bytes for one in self.items)
+        """The size of the arrays, each counted once."""
+        return sum(item.bytes for item in self.items)
 
     @functools.cached_property
     def joins_on_arrival(self) -> bool:
@@ -69,34 +63,81 @@ class Route:
         Devices work in order: a program sent to one after such a `receive` waits until all of it
         has come. So receive it when its turn has come, not ahead; others may be received ahead.
         """
-        came = {step.made for step in self.plan.send if len(set(self.plan.pair(step))) > 1}
-        return any(lot in came for step in self.plan.join for lot in step.of)
+        crossed = {step.output for step in self.plan.send if len(set(self.plan.pair(step))) > 1}
+        return any(chunk in crossed for step in self.plan.join for chunk in step.inputs)
 
     @functools.cached_property
     def traffic(self) -> dict[Pair, int]:
         """Bytes sent from process to process, those that stay inside one included."""
-        found: dict[Pair, int] = {}
+        traffic: dict[Pair, int] = collections.defaultdict(int)
         for step in self.plan.send:
-            lot, pair = self.plan.lots[step.made], self.plan.pair(step)
-            found[pair] = found.get(pair, 0) + self.items[lot.item].bytes_of(box_shape(lot.box))
-        return found
+            chunk = self.plan.chunks[step.output]
+            size = self.items[chunk.item].bytes_of(box_size(chunk.box))
+            traffic[self.plan.pair(step)] += size
+        return dict(traffic)
 
-    def lot(self, item: int, device: Device) -> int:
-        """The number of the lot that is an array's new shard on a device."""
-        return self._numbers[Lot(item, device, self.items[item].wanted[device])]
+    def target_chunk(self, item: int, device: Device) -> int:
+        """Return the number of the chunk that is an array's new shard on a device."""
+        return self._chunk_numbers[Chunk(item, device, self.items[item].target_boxes[device])]
 
     @functools.cached_property
-    def _numbers(self) -> dict[Lot, int]:
-        return {lot: number for number, lot in enumerate(self.plan.lots)}
-
-    def __str__(self) -> str:
-        return as_text(self)
-
-    def _repr_html_(self) -> str:
-        return as_html(self)
+    def _chunk_numbers(self) -> dict[Chunk, int]:
+        return {chunk: number for number, chunk in enumerate(self.plan.chunks)}
 
     def to_json(self) -> dict[str, Any]:
-        return as_json(self)
+        """Return what is known of the transfer as plain data."""
+        count = _count_pieces(self)
+        return {
+            "name": self.name,
+            "bytes": self.bytes,
+            "pieces": len(self.plan.send),
+            "copies": len(self.plan.gather) + len(self.plan.copy),
+            "joins_on_arrival": self.joins_on_arrival,
+            "senders": sorted(self.senders),
+            "receivers": sorted(self.receivers),
+            "traffic": [
+                {"from": sender, "to": receiver, "bytes": size}
+                for (sender, receiver), size in sorted(self.traffic.items())
+            ],
+            "arrays": [
+                {
+                    "path": item.where,
+                    "shape": list(item.shape),
+                    "dtype": item.dtype.name,
+                    "bytes": item.bytes,
+                    "from_devices": [device.id for device in item.source_boxes],
+                    "to_devices": [device.id for device in item.target_boxes],
+                    "pieces": count[number],
+                }
+                for number, item in enumerate(self.items)
+            ],
+        }
+
+    def _sheet(self) -> Sheet:
+        count = _count_pieces(self)
+        rows = [
+            [
+                item.where,
+                array_type(item.shape, item.dtype, _WHOLE),
+                _describe_end(item.source_boxes),
+                _describe_end(item.target_boxes),
+                f"{count[number]:,}",
+            ]
+            for number, item in enumerate(self.items[:_MOST_ROWS])
+        ]
+        left = len(self.items) - len(rows)
+        return Sheet(
+            _headline(self),
+            [
+                Table(
+                    ["path", "array", "from", "to", "pieces"],
+                    rows,
+                    right=[False, False, True, True, True],
+                    left_out=f"... and {left:,} more arrays" if left else "",
+                ),
+                *_describe_pairs(self),
+            ],
+        )
 
 
 def route(arrays: Any, target: Any, *, source: Any = None) -> Route:
@@ -111,49 +152,50 @@ def route(arrays: Any, target: Any, *, source: Any = None) -> Route:
     >>> from jax.sharding import NamedSharding, PartitionSpec as P
     >>> first = NamedSharding(mw.mesh("tp:4", devices=jax.devices()[:4]), P("tp"))
     >>> last = NamedSharding(mw.mesh("tp:2", devices=jax.devices()[4:6]), P(None, "tp"))
-    >>> way = mw.transfers.route(jax.ShapeDtypeStruct((8, 8), "float32", sharding=first), last)
-    >>> print(way)
+    >>> plan = mw.transfers.route(jax.ShapeDtypeStruct((8, 8), "float32", sharding=first), last)
+    >>> print(plan)
     1 array, 256 B: 4 devices to 2, 8 pieces, inside process 0
     path         array           from          to  pieces
     (the array)  f32[8,8]  4 of [2,8]  2 of [8,4]       8
     """
-    found = walk(arrays)
-    sources = _ends("source", source, arrays, found)
-    targets = _ends("target", target, arrays, found)
-    refuse("route", list(_problems(found, sources, targets)))
-    items = tuple(map(item, found.arrays, sources, targets))
-    return Route(_name(items), items, plan(items), found.treedef)
+    leaves = walk(arrays)
+    sources = _shardings("source", source, arrays, leaves)
+    targets = _shardings("target", target, arrays, leaves)
+    refuse("route", list(_problems(leaves, sources, targets)))
+    items = tuple(map(make_item, leaves.arrays, sources, targets))
+    return Route(_name(items), items, plan(items), leaves.treedef)
 
 
-def _ends(end: str, given: Any, tree: Any, found: Walk) -> Sequence[Any]:
-    """A sharding per array."""
+def _shardings(end: str, given: Any, tree: Any, leaves: Walk) -> Sequence[Any]:
+    """Return a sharding per array: its own, the one given for all, or those of a tree."""
     if given is None and end == "source":
-        return [getattr(leaf.value, "sharding", None) for leaf in found.arrays]
+        return [getattr(leaf.value, "sharding", None) for leaf in leaves.arrays]
     if isinstance(given, Sharding):
-        return [given] * len(found.arrays)
+        return [given] * len(leaves.arrays)
     try:
-        full = jax.tree.broadcast(given, tree, is_leaf=_is_end)
+        full = jax.tree.broadcast(given, tree, is_leaf=_is_sharding)
     except ValueError as error:
         raise TransferError(
             f"route: {end}: {short(given)} is not a sharding, nor a tree of them like the arrays'."
-            " Pass NamedSharding(mesh, spec), or one for each array."
+            " Pass NamedSharding(mesh, spec), or one for each array.",
+            option=end,
         ) from error
-    return jax.tree.leaves(full, is_leaf=_is_end)
+    return jax.tree.leaves(full, is_leaf=_is_sharding)
 
 
-def _is_end(value: Any) -> bool:
+def _is_sharding(value: Any) -> bool:
     return isinstance(value, Sharding) or value is None
 
 
-def _problems(found: Walk, sources: Sequence[Any], targets: Sequence[Any]) -> Iterator[str]:
-    if len(found.arrays) != len(found.leaves):
-        places = {leaf.position for leaf in found.arrays}
-        odd = next(value for place, value in enumerate(found.leaves) if place not in places)
+def _problems(leaves: Walk, sources: Sequence[Any], targets: Sequence[Any]) -> Iterator[str]:
+    if len(leaves.arrays) != len(leaves.leaves):
+        places = {leaf.position for leaf in leaves.arrays}
+        odd = next(value for place, value in enumerate(leaves.leaves) if place not in places)
         yield f"{short(odd)} is no array or shape. Only arrays travel: leave it out."
         return
-    if not found.arrays:
+    if not leaves.arrays:
         yield "no arrays. Pass at least one."
-    for leaf, source, target in zip(found.arrays, sources, targets, strict=True):
+    for leaf, source, target in zip(leaves.arrays, sources, targets, strict=True):
         wrong = [*_source_problems(leaf, source), *end_problems(leaf, "target", target)]
         yield from wrong or pair_problems(leaf, source, target)
 
@@ -171,119 +213,17 @@ def _source_problems(leaf: Leaf, source: Any) -> Iterator[str]:
 
 
 def _name(items: Sequence[Item]) -> str:
-    """The same in every process for the same arrays, splits and devices; told apart from others."""
+    """Return a checksum of arrays, splits and devices: the same for the same in every process."""
+    # Not `hash`: Python salts that of strings in every process.
     digest = hashlib.blake2b(digest_size=8)
-    for one in items:
-        ends = [[(device.id, box) for device, box in end.items()] for end in (one.held, one.wanted)]
-        digest.update(repr((one.where, one.shape, one.dtype.name, str(one.kind), ends)).encode())
+    for item in items:
+        ends = [
+            [(device.id, box) for device, box in boxes.items()]
+            for boxes in (item.source_boxes, item.target_boxes)
+        ]
+        what = (item.where, item.shape, item.dtype.name, str(item.key_impl), ends)
+        digest.update(repr(what).encode())
     return digest.hexdigest()
-
-
-# A route as text, HTML and JSON.
-
-
-HEADING = ["path", "array", "from", "to", "pieces"]
-RIGHT = [False, False, True, True, True]
-MOST_ROWS = 50
-_MOST_PAIRS = 8
-_WHOLE = PartitionSpec()  # type: ignore[no-untyped-call]
-
-
-def as_text(route: Route) -> str:
-    shown = _rows(route)
-    left = len(route.items) - (len(shown) - 1)
-    more = [f"... and {left:,} more arrays"] if left else []
-    return "\n".join([headline(route), table(shown, RIGHT), *more, *_pairs(route)])
-
-
-def headline(route: Route) -> str:
-    """One line: how much, from and to how many devices."""
-    count, pieces = len(route.items), len(route.plan.send)
-    ends = [
-        len({device for item in route.items for device in getattr(item, end)})
-        for end in ("held", "wanted")
-    ]
-    processes = sorted(route.senders | route.receivers)
-    inside = f", inside process {processes[0]}" if len(processes) == 1 else ""
-    joined = ", joined on arrival" if route.joins_on_arrival else ""
-    return (
-        f"{count:,} array{'' if count == 1 else 's'}, {amount(route.bytes)}: {ends[0]:,} "
-        f"device{'' if ends[0] == 1 else 's'} to {ends[1]:,}, "
-        f"{pieces:,} piece{'' if pieces == 1 else 's'}{inside}{joined}"
-    )
-
-
-def _rows(route: Route) -> list[list[str]]:
-    count = _pieces(route)
-    rows = [
-        [item.where, _typed(item), _end(item.held), _end(item.wanted), f"{count[number]:,}"]
-        for number, item in enumerate(route.items[:MOST_ROWS])
-    ]
-    return [HEADING, *rows]
-
-
-def _pieces(route: Route) -> collections.Counter[int]:
-    """How many pieces of each array are sent from device to device."""
-    lots = route.plan.lots
-    return collections.Counter(lots[step.made].item for step in route.plan.send)
-
-
-def _typed(item: Item) -> str:
-    return array_type(item.shape, item.dtype, _WHOLE)
-
-
-def _end(where: dict[Device, Box]) -> str:
-    box = next(iter(where.values()))
-    return f"{len(where):,} of [{','.join(map(str, box_shape(box)))}]"
-
-
-def _pairs(route: Route) -> list[str]:
-    """Who sends how much to whom, where more than one process takes part."""
-    across = {pair: size for pair, size in route.traffic.items() if pair[0] != pair[1]}
-    heavy = sorted(across, key=lambda pair: (-across[pair], pair))
-    lines = [
-        f"process {sender} to {receiver}: {amount(across[sender, receiver])}"
-        for sender, receiver in heavy[:_MOST_PAIRS]
-    ]
-    left = len(heavy) - len(lines)
-    return [*lines, f"... and {left:,} more pairs of processes"] if left else lines
-
-
-def as_html(route: Route) -> str:
-    notes = "".join(f"<br>{html.escape(line)}" for line in _pairs(route))
-    return (
-        f'<div style="font-family:system-ui,sans-serif"><b>{html.escape(headline(route))}</b>'
-        f'<div style="overflow-x:auto">{html_table(_rows(route), RIGHT)}</div>{notes}</div>'
-    )
-
-
-def as_json(route: Route) -> dict[str, Any]:
-    count = _pieces(route)
-    return {
-        "name": route.name,
-        "bytes": route.bytes,
-        "pieces": len(route.plan.send),
-        "copies": len(route.plan.gather) + len(route.plan.copy),
-        "joins_on_arrival": route.joins_on_arrival,
-        "senders": sorted(route.senders),
-        "receivers": sorted(route.receivers),
-        "traffic": [
-            {"from": sender, "to": receiver, "bytes": size}
-            for (sender, receiver), size in sorted(route.traffic.items())
-        ],
-        "arrays": [
-            {
-                "path": item.where,
-                "shape": list(item.shape),
-                "dtype": item.dtype.name,
-                "bytes": item.bytes,
-                "from_devices": [device.id for device in item.held],
-                "to_devices": [device.id for device in item.wanted],
-                "pieces": count[number],
-            }
-            for number, item in enumerate(route.items)
-        ],
-    }
 
 
 # What speaks against a route, and what is wrong with arrays that are to travel on one.
@@ -293,12 +233,13 @@ def refuse(what: str, problems: Sequence[str]) -> None:
     """Raise one error for all problems, or return when there are none."""
     if problems:
         shown = listing((f"\n  {problem}" for problem in problems), 6).replace(", \n", "\n")
-        count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-        raise TransferError(f"{what}: {count}, nothing was moved.{shown}")
+        raise TransferError(
+            f"{what}: {plural(len(problems), 'problem')}, nothing was moved.{shown}"
+        )
 
 
 def end_problems(leaf: Leaf, end: str, sharding: Any) -> Iterator[str]:
-    """Why an array cannot lie as one end of a route says."""
+    """Yield why an array cannot lie as one end of a route says."""
     where = f"{leaf.where}: {end}"
     if not isinstance(sharding, Sharding):
         yield f"{where}: {short(sharding)} is not a sharding. Pass NamedSharding(mesh, spec)."
@@ -325,6 +266,7 @@ def _split_problems(leaf: Leaf, where: str, sharding: Sharding) -> Iterator[str]
         yield f"{where}: {short(str(error), 200)}"
 
 
+# Chunks are made and sent by programs that work in a device's default memory.
 def _memory_problems(where: str, sharding: Sharding) -> Iterator[str]:
     device: Any = next(iter(sharding.device_set))
     try:
@@ -333,13 +275,13 @@ def _memory_problems(where: str, sharding: Sharding) -> Iterator[str]:
         return
     if sharding.memory_kind not in (None, usual):
         yield (
-            f"{where}: memory kind {sharding.memory_kind!r} does not travel. Use {usual!r}, and "
+            f"{where}: memory kind {sharding.memory_kind!r} cannot be sent. Use {usual!r}, and "
             "jax.device_put before or after."
         )
 
 
 def pair_problems(leaf: Leaf, source: Sharding, target: Sharding) -> Iterator[str]:
-    """Why an array cannot go from one sharding to the other."""
+    """Yield why an array cannot go from one sharding to the other."""
     sides: list[set[Any]] = [source.device_set, target.device_set]
     ends = [{device.platform for device in side} for side in sides]
     if ends[0] != ends[1]:
@@ -354,13 +296,14 @@ def fits(array: Any, item: Item) -> bool:
     """Whether an array is the one that a route was made for. Asked for every transfer: quick."""
     if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
         return False
-    if item.kind is None:
-        alike = array.shape == item.shape and array.dtype == item.dtype
+    if item.key_impl is None:
+        same_type = array.shape == item.shape and array.dtype == item.dtype
     else:
-        alike = _is_such_a_key(array, item)
+        same_type = _has_such_keys(array, item)
     return (
-        alike
+        same_type
         and not array.is_deleted()
+        # Nearly always equal, which is found out sooner than whether two splits are equivalent.
         and (
             array.sharding == item.source
             or array.sharding.is_equivalent_to(item.source, array.ndim)
@@ -369,7 +312,7 @@ def fits(array: Any, item: Item) -> bool:
 
 
 def misfit(array: Any, item: Item) -> str:
-    """What is wrong with an array that does not fit; the route stays as it is."""
+    """Say what is wrong with an array that does not fit; the route stays as it is."""
     where = item.where
     if isinstance(array, jax.core.Tracer):
         return f"{where}: a tracer. Transfers happen outside jit."
@@ -377,24 +320,64 @@ def misfit(array: Any, item: Item) -> str:
         return f"{where}: {short(array)} is not a jax.Array. Place it with meshwright.shard."
     if array.is_deleted():
         return f"{where}: the array was deleted or donated. Use the one it went into."
-    if item.kind is not None and not is_key(array.dtype):
+    if item.key_impl is not None and not is_key(array.dtype):
         return f"{where}: {array.dtype}{list(array.shape)}, the route carries random keys."
-    if item.kind is None and (array.shape != item.shape or array.dtype != item.dtype):
+    if item.key_impl is None and (array.shape != item.shape or array.dtype != item.dtype):
         return (
             f"{where}: {array.dtype}{list(array.shape)}, the route carries "
             f"{item.dtype}{list(item.shape)}. Make a route for it."
         )
-    if item.kind is not None and not _is_such_a_key(array, item):
+    if item.key_impl is not None and not _has_such_keys(array, item):
         return f"{where}: other keys or another shape than the route carries. Make one for them."
     return (
-        f"{where}: lies as {short(array.sharding, 120)}, the route starts at "
+        f"{where}: is sharded as {short(array.sharding, 120)}, the route starts at "
         f"{short(item.source, 120)}. Move it there with jax.device_put, or make a route from it."
     )
 
 
-def _is_such_a_key(array: jax.Array, item: Item) -> bool:
+def _has_such_keys(array: jax.Array, item: Item) -> bool:
     return (
         is_key(array.dtype)
-        and jax.random.key_impl(array) == item.kind
+        and jax.random.key_impl(array) == item.key_impl
         and array.shape == item.shape[: array.ndim]
     )
+
+
+# Showing a route.
+
+
+def _headline(route: Route) -> str:
+    """One line: how much, from and to how many devices."""
+    sources = {device for item in route.items for device in item.source_boxes}
+    targets = {device for item in route.items for device in item.target_boxes}
+    processes = sorted(route.senders | route.receivers)
+    inside = f", inside process {processes[0]}" if len(processes) == 1 else ""
+    joined = ", joined on arrival" if route.joins_on_arrival else ""
+    return (
+        f"{plural(len(route.items), 'array')}, {amount(route.bytes)}: "
+        f"{plural(len(sources), 'device')} to {len(targets):,}, "
+        f"{plural(len(route.plan.send), 'piece')}{inside}{joined}"
+    )
+
+
+def _count_pieces(route: Route) -> collections.Counter[int]:
+    """Count the pieces of each array that are sent from device to device."""
+    chunks = route.plan.chunks
+    return collections.Counter(chunks[step.output].item for step in route.plan.send)
+
+
+def _describe_end(boxes: dict[Device, Box]) -> str:
+    box = next(iter(boxes.values()))
+    return f"{len(boxes):,} of [{','.join(map(str, box_shape(box)))}]"
+
+
+def _describe_pairs(route: Route) -> list[str]:
+    """Say who sends how much to whom, where more than one process takes part."""
+    across = {pair: size for pair, size in route.traffic.items() if pair[0] != pair[1]}
+    heaviest = sorted(across, key=lambda pair: (-across[pair], pair))
+    lines = [
+        f"process {sender} to {receiver}: {amount(across[sender, receiver])}"
+        for sender, receiver in heaviest[:_MOST_PAIRS]
+    ]
+    left = len(heaviest) - len(lines)
+    return [*lines, f"... and {left:,} more pairs of processes"] if left else lines

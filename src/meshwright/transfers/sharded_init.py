@@ -1,4 +1,4 @@
-"""`init(...)`: run an initialiser so that no array ever exists whole on one device."""
+"""`init`: run an initialiser so that no array ever exists whole on one device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def init(
     narrow: Narrow = "error",
     **options: Unpack[PartitionOptions],
 ) -> Any:
-    """`fn(*args)` computed straight into its shardings.
+    """Compute `fn(*args)` straight into its shardings.
 
     `specs`, or the options of `partition`, decide; the result's shapes are found without running
     `fn`. Arrays among the arguments are traced; all else (sizes, configurations, functions) is
@@ -46,47 +46,59 @@ def init(
     _check_options(options)
     mesh_axes(mesh)
     if not isinstance(mesh, Mesh):
-        raise PartitionError("init computes: it needs a Mesh of devices, not an AbstractMesh.")
+        raise PartitionError(
+            "init computes: it needs a Mesh of devices, not an AbstractMesh.", option="mesh"
+        )
     specs = specs_on_mesh(specs, mesh)
     given = _arrays_of(args)
     refuse("init", list(_argument_problems(given.arrays, mesh, narrow)))
+    # What `fn` returned, once for each time it was traced; the first is looked at.
     trees: list[Any] = []
 
     def arrays(traced: Sequence[Any]) -> list[Any]:
-        """The arrays alone; the tree they stand in, with shapes for them, goes to `trees`."""
+        """Return the arrays alone; the tree they stand in, with shapes for them, goes to `trees`.
+
+        A jitted function returns only arrays, and `fn` may return other leaves beside them.
+        """
         tree = fn(*given.rebuild(traced))
-        made = walk(tree)
-        refuse("init", [*tie_problems(tree), *_result_problems(made.arrays, narrow)])
-        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in made.arrays]  # type: ignore[no-untyped-call]
-        trees.append(made.rebuild(shapes))
-        return [in_native_order(leaf.value) for leaf in made.arrays]
+        results = walk(tree)
+        refuse("init", [*tie_problems(tree), *_result_problems(results.arrays, narrow)])
+        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in results.arrays]  # type: ignore[no-untyped-call]
+        trees.append(results.rebuild(shapes))
+        return [in_native_order(leaf.value) for leaf in results.arrays]
 
     values = [in_native_order(leaf.value) for leaf in given.arrays]
+    # `fn` is traced twice: its shapes must be known before shardings can be chosen for them, and
+    # jit takes shardings before it traces. Nothing is computed until all checks have passed.
     with _mesh_of_its_own(mesh):
         with _explained():
             jax.eval_shape(arrays, values)
-        found = walk(trees[0])
-        per_leaf = resolve_specs("init", found, trees[0], mesh, specs, options)
+        leaves = walk(trees[0])
+        per_leaf = resolve_specs("init", leaves, trees[0], mesh, specs, options)
         shardings = [NamedSharding(mesh, spec) for spec in per_leaf]
-        check_constrained("init", found.arrays, shardings)
-        return found.rebuild(jax.jit(arrays, out_shardings=shardings)(values))
+        check_constrained("init", leaves.arrays, shardings)
+        return leaves.rebuild(jax.jit(arrays, out_shardings=shardings)(values))
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Before `fn` is called: an argument meant for it, by name, would be missed there first."""
+    """Refuse unknown options before `fn` is called.
+
+    An argument that was meant for `fn`, by name, would be missed there first.
+    """
     known = [field.name for field in dataclasses.fields(Options)]
     for name in options:
         if name not in known:
             raise PartitionError(
                 f"init: no option {name!r}.{near(name, known)} Bind an argument of the function "
                 f"with functools.partial(fn, {name}=...). Options: specs, narrow, "
-                f"{listing(known, 12)}."
+                f"{listing(known, 12)}.",
+                option=name,
             )
     Options(**options)
 
 
 def _arrays_of(args: tuple[Any, ...]) -> Walk:
-    """The arguments, with those leaves as arrays that can be traced."""
+    """Walk the arguments; only leaves that can be traced count as arrays."""
     given = walk(args)
     traced = [leaf for leaf in given.arrays if isinstance(leaf.value, (jax.Array, np.ndarray))]
     named = tuple(leaf._replace(path=f"argument {leaf.path}") for leaf in traced)
@@ -99,7 +111,7 @@ def _argument_problems(leaves: Sequence[Leaf], mesh: Mesh, narrow: Narrow) -> It
     for leaf in here:
         value = leaf.value
         if isinstance(value, jax.Array) and not value.is_deleted() and value.committed:
-            if not _lies_on(value.sharding, mesh):
+            if not _fits_mesh(value.sharding, mesh):
                 devices: set[Any] = value.sharding.device_set
                 there = listing(sorted(device.id for device in devices), 4)
                 yield (
@@ -108,19 +120,19 @@ def _argument_problems(leaves: Sequence[Leaf], mesh: Mesh, narrow: Narrow) -> It
                 )
 
 
-def _lies_on(sharding: Any, mesh: Mesh) -> bool:
+def _fits_mesh(sharding: Any, mesh: Mesh) -> bool:
     """Whether a program on the mesh takes an array: the same devices, in the same order."""
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         return sharding.mesh == mesh or _same_devices(sharding.mesh, mesh)
     return bool(sharding.device_set == set(mesh.devices.flat))
 
 
-def _same_devices(one: Mesh, other: Mesh) -> bool:
-    return np.array_equal(one.devices.ravel(), other.devices.ravel())
+def _same_devices(first: Mesh, second: Mesh) -> bool:
+    return np.array_equal(first.devices.ravel(), second.devices.ravel())
 
 
 def _result_problems(leaves: Sequence[Leaf], narrow: Narrow) -> Iterator[str]:
-    """What `fn` returns beside tracers: constants of numpy and JAX, and what is no array."""
+    """Yield what is wrong with results that are no tracers: constants, and what is no array."""
     others = [leaf for leaf in leaves if not isinstance(leaf.value, jax.core.Tracer)]
     arrays = [
         leaf for leaf in others if isinstance(leaf.value, (jax.Array, np.ndarray, np.generic))
@@ -133,7 +145,7 @@ def _result_problems(leaves: Sequence[Leaf], narrow: Narrow) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _mesh_of_its_own(mesh: Mesh) -> Iterator[None]:
-    """A mesh of other devices that the caller has set would be taken for the program's own."""
+    """Set `mesh`, if the caller has set one of other devices: jit would take that for its own."""
     try:
         around = jax.sharding.get_mesh()
     except ValueError:  # under jit, where none can be set
@@ -148,7 +160,7 @@ def _mesh_of_its_own(mesh: Mesh) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """Words beside errors of the caller's function that only tracing it can raise."""
+    """Add words to errors of the caller's function that only tracing it can raise."""
     try:
         yield
     except PartitionError:

@@ -1,4 +1,8 @@
-"""One array of a route: what it is, where it lies, where it goes. Touches no device."""
+"""Plan transfers between devices: which one cuts, packs, sends, joins and copies which box. Pure.
+
+The choice of the sending process is that of `message_plan`; this adds the devices, for transports
+where arrays stay on them (`Route` and `Link`).
+"""
 
 from __future__ import annotations
 
@@ -6,47 +10,64 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from meshwright.transfers.boxes import Box, Cut, Shape, box_shape, boxes, recipe
-from meshwright.trees.walk import Leaf, bits
-
-Device = Any
+from meshwright.transfers.boxes import (
+    Box,
+    Overlap,
+    Shape,
+    bounding_box,
+    box_size,
+    device_boxes,
+    tile,
+)
+from meshwright.transfers.message_plan import (
+    Device,
+    Load,
+    Need,
+    Pair,
+    choose_senders,
+    find_needs,
+    process_of,
+)
+from meshwright.trees.walk import Leaf, bits, is_key
 
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """An array as it travels: keys as the integers they are made of, `kind` says of which kind."""
+    """An array of a route. Random keys travel as the integers they are made of.
+
+    `key_impl` is then the implementation to wrap them with again.
+    """
 
     where: str
     shape: Shape
     dtype: np.dtype[Any]
     source: Sharding
     target: Sharding
-    kind: Any = None
+    key_impl: Any = None
 
     @property
     def bytes(self) -> int:
-        return self.bytes_of(self.shape)
+        return self.bytes_of(math.prod(self.shape))
 
-    def bytes_of(self, shape: Shape) -> int:
-        return math.ceil(math.prod(shape) * bits(self.dtype) / 8)
+    def bytes_of(self, elements: int) -> int:
+        return math.ceil(elements * bits(self.dtype) / 8)
 
     @functools.cached_property
-    def held(self) -> dict[Device, Box]:
+    def source_boxes(self) -> dict[Device, Box]:
         """What each device of the source holds, in the source's order."""
-        return dict(boxes(self.source, self.shape))
+        return dict(device_boxes(self.source, self.shape))
 
     @functools.cached_property
-    def wanted(self) -> dict[Device, Box]:
+    def target_boxes(self) -> dict[Device, Box]:
         """What each device of the target shall hold, in the target's order."""
-        return dict(boxes(self.target, self.shape))
+        return dict(device_boxes(self.target, self.shape))
 
     @property
     def splits_alike(self) -> bool:
@@ -61,33 +82,32 @@ class Item:
         return moved.is_equivalent_to(target, len(self.shape))
 
 
-def item(leaf: Leaf, source: Sharding, target: Sharding) -> Item:
+def make_item(leaf: Leaf, source: Sharding, target: Sharding) -> Item:
     if not is_key(leaf.dtype):
         return Item(leaf.where, leaf.shape, np.dtype(leaf.dtype), source, target)
-    found = []
-
-    def look(keys: Any) -> Any:
-        found.append(jax.random.key_impl(keys))
-        return jax.random.key_data(keys)
-
-    shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # type: ignore[no-untyped-call]
-    plain = jax.eval_shape(look, shape)
-    return Item(leaf.where, plain.shape, np.dtype(plain.dtype), source, target, found[0])
+    keys = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # type: ignore[no-untyped-call]
+    key_impl, data = key_data_shape(keys)
+    return Item(leaf.where, data.shape, np.dtype(data.dtype), source, target, key_impl)
 
 
-def is_key(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
+def key_data_shape(keys: jax.ShapeDtypeStruct) -> tuple[Any, jax.ShapeDtypeStruct]:
+    """Return the implementation of keys known by shape only, and the shape of their integers."""
+    impls = []
+
+    def key_data(traced: Any) -> Any:
+        # A shape has no implementation to ask for; the tracer made of it has.
+        impls.append(jax.random.key_impl(traced))
+        return jax.random.key_data(traced)
+
+    data = jax.eval_shape(key_data, keys)
+    return impls[0], data
 
 
-def process_of(device: Device) -> int:
-    return int(device.process_index)
-
-
-# The steps of a transfer: boxes of arrays on devices, and what each is made of. Pure data.
+# The steps of a plan.
 
 
 @dataclasses.dataclass(frozen=True)
-class Lot:
+class Chunk:
     """A box of array `item` on one device."""
 
     item: int
@@ -97,22 +117,22 @@ class Lot:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A lot and those it is made of, as numbers: a part of one, a copy of one, several joined."""
+    """Make chunk `output` of the chunks `inputs`: a part of one, a copy of one, several joined."""
 
-    made: int
-    of: tuple[int, ...]
+    output: int
+    inputs: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """All steps of a transfer, in the order they are done.
+    """All steps of a transfer, in the order they are done; steps name chunks by number.
 
     On devices of the source: `cut` shards, `gather` the parts on one device of the process,
     `pack` them. Then `send`, to another process or inside one. On devices of the target: `join`
     what came to shards, `copy` them to other devices of the process.
     """
 
-    lots: tuple[Lot, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
     cut: tuple[Step, ...] = ()
     gather: tuple[Step, ...] = ()
     pack: tuple[Step, ...] = ()
@@ -120,198 +140,164 @@ class Plan:
     join: tuple[Step, ...] = ()
     copy: tuple[Step, ...] = ()
 
-    def pair(self, step: Step) -> tuple[int, int]:
-        """The processes that a step goes from and to."""
-        return process_of(self.lots[step.of[0]].device), process_of(self.lots[step.made].device)
+    def pair(self, step: Step) -> Pair:
+        """Return the processes that a step goes from and to."""
+        sender, receiver = self.chunks[step.inputs[0]], self.chunks[step.output]
+        return process_of(sender.device), process_of(receiver.device)
 
 
-class Book:
-    """Writes a plan; what is made twice is written once."""
+class TransferPlanBuilder:
+    """Collects the steps of a plan; a chunk or step that is asked for twice is made once.
+
+    Each method returns the number of the chunk it makes. A step that would make a chunk of
+    itself, such as a copy to the device it is on, is left out.
+    """
 
     def __init__(self) -> None:
-        self._numbers: dict[Lot, int] = {}
-        self._lots: list[Lot] = []
+        self._numbers: dict[Chunk, int] = {}
+        self._chunks: list[Chunk] = []
         self._steps: dict[str, dict[Step, None]] = {
             name: {} for name in ("cut", "gather", "pack", "send", "join", "copy")
         }
 
+    def device(self, chunk: int) -> Device:
+        return self._chunks[chunk].device
+
     def plan(self) -> Plan:
-        return Plan(tuple(self._lots), **{name: tuple(s) for name, s in self._steps.items()})
+        steps = {name: tuple(some) for name, some in self._steps.items()}
+        return Plan(tuple(self._chunks), **steps)
 
     def cut(self, item: int, device: Device, shard: Box, part: Box) -> int:
-        return self._made("cut", (self._lot(Lot(item, device, shard)),), Lot(item, device, part))
+        whole = self._number(Chunk(item, device, shard))
+        return self._add("cut", (whole,), Chunk(item, device, part))
 
-    def gather(self, lot: int, device: Device) -> int:
-        return self._moved("gather", lot, device)
+    def gather(self, chunk: int, device: Device) -> int:
+        return self._move("gather", chunk, device)
 
     def pack(self, parts: Sequence[int], device: Device, box: Box) -> int:
-        return self._made("pack", tuple(parts), Lot(self._lots[parts[0]].item, device, box))
+        return self._add("pack", tuple(parts), Chunk(self._chunks[parts[0]].item, device, box))
 
-    def send(self, lot: int, device: Device) -> int:
-        return self._moved("send", lot, device)
+    def send(self, chunk: int, device: Device) -> int:
+        return self._move("send", chunk, device)
 
     def join(self, parts: Sequence[int], device: Device, box: Box) -> int:
-        return self._made("join", tuple(parts), Lot(self._lots[parts[0]].item, device, box))
+        return self._add("join", tuple(parts), Chunk(self._chunks[parts[0]].item, device, box))
 
-    def copy(self, lot: int, device: Device) -> int:
-        return self._moved("copy", lot, device)
+    def copy(self, chunk: int, device: Device) -> int:
+        return self._move("copy", chunk, device)
 
-    def _moved(self, step: str, lot: int, device: Device) -> int:
-        old = self._lots[lot]
-        return self._made(step, (lot,), Lot(old.item, device, old.box))
+    def _move(self, name: str, chunk: int, device: Device) -> int:
+        return self._add(name, (chunk,), dataclasses.replace(self._chunks[chunk], device=device))
 
-    def _made(self, step: str, of: tuple[int, ...], lot: Lot) -> int:
-        made = self._lot(lot)
-        if of != (made,):
-            self._steps[step][Step(made, of)] = None
-        return made
+    def _add(self, name: str, inputs: tuple[int, ...], chunk: Chunk) -> int:
+        output = self._number(chunk)
+        if inputs != (output,):
+            self._steps[name][Step(output, inputs)] = None
+        return output
 
-    def _lot(self, lot: Lot) -> int:
-        if lot not in self._numbers:
-            self._numbers[lot] = len(self._lots)
-            self._lots.append(lot)
-        return self._numbers[lot]
-
-
-def bounds(parts: Sequence[Box]) -> Box:
-    """The smallest box around some.
-
-    >>> bounds([((0, 2), (0, 4)), ((2, 4), (0, 4))])
-    ((0, 4), (0, 4))
-    """
-    return tuple(
-        (min(start for start, _ in dim), max(stop for _, stop in dim))
-        for dim in zip(*parts, strict=True)
-    )
+    def _number(self, chunk: Chunk) -> int:
+        if chunk not in self._numbers:
+            self._numbers[chunk] = len(self._chunks)
+            self._chunks.append(chunk)
+        return self._numbers[chunk]
 
 
-def fill(parts: Sequence[Box], box: Box) -> bool:
-    """Whether boxes that do not overlap leave no gap in the one around them."""
-    return sum(math.prod(box_shape(part)) for part in parts) == math.prod(box_shape(box))
-
-
-# Which device gives which box of an array to which. Pure, and the same in every process.
+# Which device does each step.
 #
-# A device that holds what it needs keeps it; else one of its process gives it; else the holders
-# take turns. What comes from another process is put together there first, as far as it can be, so
-# that it crosses in few pieces and the receiver need not compute; it crosses once for each process
-# that needs it, and is copied there.
-
-
-Givers = list[tuple[Device, Cut]]
-
-
-class Turns:
-    """Whose turn it is among some devices or processes; each is asked as often as the others."""
-
-    def __init__(self) -> None:
-        self._count: collections.Counter[Any] = collections.Counter()
-
-    def next(self, among: tuple[Any, ...]) -> Any:
-        turn = self._count[among]
-        self._count[among] += 1
-        return among[turn % len(among)]
+# A device that holds what it needs keeps it; else one of its process gives it; else the process
+# that `choose_senders` picks. What comes from another process is put together there first, as far
+# as it can be, so that it crosses in few pieces and the receiver need not compute; it crosses once
+# for each process that needs it, and is copied there.
 
 
 def plan(items: Sequence[Item]) -> Plan:
-    book, turns = Book(), Turns()
+    builder, load = TransferPlanBuilder(), Load()
     for number, item in enumerate(items):
         if item.bytes:
-            _Planner(number, item, book, turns).write()
-    return book.plan()
+            _ItemPlanner(number, item, builder, load).add_steps()
+    return builder.plan()
 
 
-class _Planner:
-    """Writes the steps of one array into the book."""
+class _ItemPlanner:
+    """Adds the steps of one array to a plan."""
 
-    def __init__(self, number: int, item: Item, book: Book, turns: Turns) -> None:
-        self.number, self.item, self.book, self.turns = number, item, book, turns
-        self.holders = by_box(item.held)
-        self.nearby = {
-            (process, box): devices
-            for box, holders in self.holders.items()
-            for process, devices in by_process(holders).items()
-        }
+    def __init__(self, number: int, item: Item, builder: TransferPlanBuilder, load: Load) -> None:
+        self.number, self.item, self.builder, self.load = number, item, builder, load
+        self.holders = _by_process_and_box(item.source_boxes)
+        self.receivers = _by_process_and_box(item.target_boxes)
         self.packed: dict[tuple[int, Box], int] = {}
 
-    def write(self) -> None:
-        cuts = recipe(self.item.source, self.item.target, self.item.shape)
-        for box, takers in by_box(self.item.wanted).items():
-            for process, some in by_process(takers).items():
-                if all((process, cut.origin) in self.nearby for cut in cuts[box]):
-                    for taker in some:
-                        self._feed(taker, box, self._near_givers(taker, cuts[box]))
-                else:
-                    self._feed_once(process, some, box, cuts[box])
+    def add_steps(self) -> None:
+        item = self.item
+        for need in find_needs(item.source, item.target, item.shape):
+            devices = self.receivers[need.process, need.box]
+            if need.is_local:
+                for device in devices:
+                    self._receive_locally(need, device)
+            else:
+                self._receive_once(need, devices)
 
-    def _feed(self, taker: Device, box: Box, givers: Givers) -> int:
-        """A shard from devices of its own process."""
-        lots = [self._cut(giver, cut) for giver, cut in givers]
-        parts = [self.book.send(lot, taker) for lot in lots]
-        return self.book.join(parts, taker, box)
-
-    def _feed_once(
-        self, process: int, takers: tuple[Device, ...], box: Box, cuts: Sequence[Cut]
-    ) -> None:
-        """A shard from other processes to one device, which the others of its process copy."""
-        leader = self.turns.next(takers)
+    def _receive_locally(self, need: Need, device: Device) -> None:
+        """Every device fetches its shard from devices of its own process."""
         parts = [
-            self.book.send(lot, leader)
-            for sender, givers in self._far_givers(process, cuts).items()
-            for lot in self._pack(sender, givers)
+            self.builder.send(self._cut(need.process, overlap, device), device)
+            for overlap in need.overlaps
         ]
-        shard = self.book.join(parts, leader, box)
-        for taker in takers:
-            self.book.copy(shard, taker)
+        self.builder.join(parts, device, need.box)
 
-    def _near_givers(self, taker: Device, cuts: Sequence[Cut]) -> Givers:
-        held, process = self.item.held.get(taker), process_of(taker)
-        return [
-            (
-                taker if held == cut.origin else self.turns.next(self.nearby[process, cut.origin]),
-                cut,
-            )
-            for cut in cuts
+    def _receive_once(self, need: Need, devices: tuple[Device, ...]) -> None:
+        """One device receives the shard from other processes; the rest of its process copy it."""
+        # The network between processes is slower than that between devices of one.
+        leader = self.load.assign("receive", devices, self._bytes(need.box))
+        senders: dict[int, list[Overlap]] = collections.defaultdict(list)
+        itemsize = self.item.dtype.itemsize
+        for sender, overlap in choose_senders(need, itemsize, self.load, prefer_one=True):
+            senders[sender].append(overlap)
+        parts = [
+            self.builder.send(chunk, leader)
+            for sender, overlaps in senders.items()
+            for chunk in self._pack(sender, overlaps, leader)
         ]
+        shard = self.builder.join(parts, leader, need.box)
+        for device in devices:
+            self.builder.copy(shard, device)
 
-    def _far_givers(self, process: int, cuts: Sequence[Cut]) -> Mapping[int, Givers]:
-        """By process: one that holds everything, if there is any; each cut on its own, if not."""
-        owners = [{process_of(device) for device in self.holders[cut.origin]} for cut in cuts]
-        full = tuple(sorted(set.intersection(*owners)))
-        sender = self.turns.next(full) if full else None
-        found: dict[int, Givers] = collections.defaultdict(list)
-        for cut in cuts:
-            near = process if sender is None else sender
-            giver = self.turns.next(self.nearby.get((near, cut.origin), self.holders[cut.origin]))
-            found[process_of(giver)].append((giver, cut))
-        return found
-
-    def _pack(self, sender: int, givers: Givers) -> Iterator[int]:
-        """What one process gives to a shard: in one box, where it makes one, on one device."""
-        whole = bounds([cut.part for _, cut in givers])
-        if len(givers) == 1 or not fill([cut.part for _, cut in givers], whole):
-            yield from (self._cut(giver, cut) for giver, cut in givers)
+    def _pack(self, sender: int, overlaps: Sequence[Overlap], receiver: Device) -> Iterator[int]:
+        """Yield what one process gives to a shard: on one device, as one box if they tile one."""
+        parts = [overlap.box for overlap in overlaps]
+        box = bounding_box(parts)
+        if len(parts) == 1 or not tile(parts, box):
+            # The box around them has elements in it that others were chosen to send.
+            yield from (self._cut(sender, overlap, receiver) for overlap in overlaps)
             return
-        known = self.packed.get((sender, whole))
-        if known is None:
-            chief = self.turns.next(tuple(dict.fromkeys(giver for giver, _ in givers)))
-            parts = [self.book.gather(self._cut(giver, cut), chief) for giver, cut in givers]
-            known = self.packed[sender, whole] = self.book.pack(parts, chief, whole)
-        yield known
+        # Several processes may need the same box: it is packed for the first of them.
+        if (sender, box) not in self.packed:
+            cuts = [self._cut(sender, overlap, receiver) for overlap in overlaps]
+            packer = self.load.assign(
+                "pack",
+                tuple(dict.fromkeys(self.builder.device(chunk) for chunk in cuts)),
+                self._bytes(box),
+            )
+            gathered = [self.builder.gather(chunk, packer) for chunk in cuts]
+            self.packed[sender, box] = self.builder.pack(gathered, packer, box)
+        yield self.packed[sender, box]
 
-    def _cut(self, giver: Device, cut: Cut) -> int:
-        return self.book.cut(self.number, giver, cut.origin, cut.part)
+    def _cut(self, sender: int, overlap: Overlap, receiver: Device) -> int:
+        """Cut a part of a shard on a device of `sender`: on the receiver, if it has the shard."""
+        has_shard = self.item.source_boxes.get(receiver) == overlap.source
+        if has_shard and process_of(receiver) == sender:
+            device = receiver
+        else:
+            holders = self.holders[sender, overlap.source]
+            device = self.load.assign("send", holders, self._bytes(overlap.box))
+        return self.builder.cut(self.number, device, overlap.source, overlap.box)
+
+    def _bytes(self, box: Box) -> int:
+        return self.item.bytes_of(box_size(box))
 
 
-def by_box(where: Mapping[Device, Box]) -> dict[Box, tuple[Device, ...]]:
-    found: dict[Box, list[Device]] = collections.defaultdict(list)
-    for device, box in where.items():
-        found[box].append(device)
-    return {box: tuple(devices) for box, devices in found.items()}
-
-
-def by_process(devices: Iterable[Device]) -> dict[int, tuple[Device, ...]]:
-    found: dict[int, list[Device]] = collections.defaultdict(list)
-    for device in devices:
-        found[process_of(device)].append(device)
-    return {process: tuple(some) for process, some in found.items()}
+def _by_process_and_box(boxes: Mapping[Device, Box]) -> dict[tuple[int, Box], tuple[Device, ...]]:
+    devices: dict[tuple[int, Box], list[Device]] = collections.defaultdict(list)
+    for device, box in boxes.items():
+        devices[process_of(device), box].append(device)
+    return {key: tuple(some) for key, some in devices.items()}
