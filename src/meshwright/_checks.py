@@ -131,7 +131,9 @@ def check_time(value: Any, what: str) -> float:
 def argument_numbers(what: str, numbers: int | Sequence[int], count: int) -> tuple[int, ...]:
     """Return the positions of arguments, from one or several, as `jax.jit` takes them."""
     if not isinstance(numbers, (int, tuple, list)):
-        raise RehearsalError(f"{what}: {short(numbers)} is not an int or a sequence of ints.")
+        raise RehearsalError(
+            f"{what}: expected an int or a sequence of ints, got {short(numbers)}."
+        )
     several = (numbers,) if isinstance(numbers, int) else tuple(numbers)
     for number in several:
         if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < count:

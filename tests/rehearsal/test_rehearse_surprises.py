@@ -117,7 +117,10 @@ def test_modules_in_the_working_directory_are_none_of_the_compilers(tmp_path, mo
     [
         ({"cache": 3}, "cache: 3 is not a folder"),
         ({"cache": None}, "cache: None is not a folder"),
-        ({"donate_argnums": None}, "donate_argnums: None is not an argument's number"),
+        (
+            {"donate_argnums": None},
+            "donate_argnums: expected an int or a sequence of ints, got None",
+        ),
         ({"rule": []}, "rehearse has no option 'rule'.*'rules'"),
     ],
 )

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
@@ -22,6 +21,7 @@ from meshwright.errors import GroupError, listing, short
 from meshwright.mpmd.groups import Groups, as_groups, check_ids, clip
 from meshwright.partitioning.report import array_type
 from meshwright.trees.specs import make_spec, mesh_axes, spec_problems
+from meshwright.trees.walk import is_key
 
 
 # Compared by identity: `==` of the values would move them, and give an array rather than a truth.
@@ -192,8 +192,8 @@ def _shape_and_dtype(
         raise GroupError("this process holds no part of the array: say its shape= and dtype=.")
     try:
         # The dtype of a typed PRNG key is none that NumPy knows.
-        is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-        return tuple(map(operator.index, shape)), dtype if is_key else np.dtype(dtype)
+        holds_keys = is_key(dtype)
+        return tuple(map(operator.index, shape)), dtype if holds_keys else np.dtype(dtype)
     except TypeError:
         raise GroupError(
             f"shape {short(shape)} or dtype {short(dtype)} is not a valid shape or dtype."

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
@@ -43,7 +42,7 @@ from meshwright.transfers.resharding import (
 )
 from meshwright.trees.specs import mesh_axes
 from meshwright.trees.split import broadcast_prefix
-from meshwright.trees.walk import Leaf, Walk, refuse, walk
+from meshwright.trees.walk import Leaf, Walk, is_key, refuse, walk
 
 # What turns a moved array into the result, e.g. key data into a key array again.
 Finish = Callable[[jax.Array], Any]
@@ -365,8 +364,8 @@ def _return_to_system(freed: int) -> None:
 
 def _data(array: jax.Array) -> jax.Array:
     """Return the array itself; of keys, the integers they are made of, which own the memory."""
-    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(array) if is_key else array
+    holds_keys = is_key(array.dtype)
+    return jax.random.key_data(array) if holds_keys else array
 
 
 def _stationary(array: jax.Array) -> Move:

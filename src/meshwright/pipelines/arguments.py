@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from meshwright.errors import PipelineError, listing
 from meshwright.trees.split import is_number
+from meshwright.trees.walk import is_key
 
 # Calls with keywords become calls without: what has a position goes there, the rest comes last as
 # `Keyword`. Everything behind this line (donation, microbatches, plans) counts arguments by number.
@@ -91,8 +92,8 @@ def microbatch_shape(shape: Any, microbatches: int, array: BatchArray) -> Any:
 def has_key_per_microbatch(shape: Any, microbatches: int) -> bool:
     """Return whether an array holds one random key per microbatch, typed or raw (uint32[n, 2])."""
     raw = shape.dtype == jnp.uint32 and shape.shape[1:] == (2,)
-    is_key = raw or jnp.issubdtype(shape.dtype, jax.dtypes.prng_key)
-    return is_key and bool(shape.shape[0] == microbatches)
+    holds_keys = raw or is_key(shape.dtype)
+    return holds_keys and bool(shape.shape[0] == microbatches)
 
 
 def check_same_rows(batch: Sequence[BatchArray], cut: Collection[int], microbatches: int) -> None:

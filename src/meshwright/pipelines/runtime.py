@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -24,6 +23,7 @@ from meshwright.mpmd.groups import Groups
 from meshwright.pipelines.step_graph import Operation, StepBuilder
 from meshwright.transfers.links import Link
 from meshwright.transfers.routes import Route, route
+from meshwright.trees.walk import is_key
 
 
 def local_groups(groups: Groups) -> frozenset[int]:
@@ -226,7 +226,7 @@ def put(targets: Sequence[NamedSharding | None], *values: Any) -> list[Any]:
 def _put_shards(value: Any, target: Any) -> Any:
     # `jax.device_put` refuses arrays committed to devices when the target spans processes (jax
     # 0.10). Every process has the whole value, so each makes the shards of its own devices.
-    if jnp.issubdtype(getattr(value, "dtype", np.float32), jax.dtypes.prng_key):
+    if is_key(getattr(value, "dtype", np.float32)):
         array: Any = value  # keys have no NumPy form
     else:
         array = np.asarray(value)

@@ -8,14 +8,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-import jax
-import jax.numpy as jnp
-
 from meshwright._compat import Atom, Eqn, Jaxpr, Var, is_literal
 from meshwright.pipelines.microbatching import Region
 from meshwright.pipelines.stage_mark import stage_end_primitive
 from meshwright.pipelines.tracing import is_rematerialized
 from meshwright.schedules.types import TaskKind
+from meshwright.trees.walk import is_key
 
 # The forward or the whole backward of a stage: (FORWARD or BACKWARD, stage). Which part of the
 # backward is a schedule's B and which its W is decided later, in `task_programs.py`.
@@ -130,4 +128,4 @@ def _ends_stage(eqn: Eqn) -> bool:
 
 
 def _is_key(var: Var) -> bool:
-    return bool(jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key))
+    return is_key(var.aval.dtype)

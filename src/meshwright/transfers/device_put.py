@@ -32,7 +32,7 @@ from meshwright.trees.specs import (
     spec_problems,
     specs_on_mesh,
 )
-from meshwright.trees.walk import Leaf, Walk, is_shape, refuse, tie_problems, walk
+from meshwright.trees.walk import Leaf, Walk, is_key, is_shape, refuse, tie_problems, walk
 
 
 def shard(
@@ -161,7 +161,7 @@ def _source(value: Any, sharding: NamedSharding) -> Any:
     """
     if not isinstance(value, jax.Array):
         return in_native_order(value)
-    if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if is_key(value.dtype):
         return value
     here: set[Any] = value.sharding.device_set
     if len(here) > 1 or here == sharding.device_set:
@@ -181,7 +181,7 @@ def _across(leaf: Leaf, sharding: NamedSharding) -> Any:
     value = leaf.value
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return reshard(value, sharding.mesh, sharding.spec)
-    keys = isinstance(value, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    keys = isinstance(value, jax.Array) and is_key(leaf.dtype)
     host = value if keys else in_native_order(np.asarray(value))
     # The dtype is for processes that hold no piece and so have nothing to read it from.
     return jax.make_array_from_callback(
