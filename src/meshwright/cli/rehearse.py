@@ -15,6 +15,7 @@ from meshwright.models.presets import model
 from meshwright.rehearsal.api import rehearse, rehearse_model
 from meshwright.rehearsal.rendering import as_text
 from meshwright.rehearsal.result import Rehearsal
+from meshwright.report import page
 
 DOES_NOT_FIT = 3  # exit code
 
@@ -61,8 +62,6 @@ class RehearseCommand:
         result = self._rehearsed()
         ways = result.remedies(check=True) if self.try_ and not result.fits else ()
         if self.html is not None:
-            from meshwright.report import page
-
             self.html.write_text(page(result, remedies=ways), encoding="utf-8")
         if self.json:
             data = result.to_json()
