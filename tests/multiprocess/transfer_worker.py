@@ -1,4 +1,4 @@
-"""One process of several: moves arrays between groups by one way, prints what came out as JSON."""
+"""One process of several: moves arrays by one transport, prints what came out as JSON."""
 
 import contextlib
 import faulthandler
