@@ -25,7 +25,7 @@ from meshwright.transfers.links import (
     whole_put,
 )
 from meshwright.transfers.message_plan import Device, Pair
-from meshwright.transfers.moves import empty_array
+from meshwright.transfers.moves import array_without_shards
 from meshwright.transfers.routes import Route
 from meshwright.transfers.transfer_plan import Step
 
@@ -69,7 +69,7 @@ class PullLink(KeyedLink):
 
     def close(self) -> None:
         super().close()
-        # The server stops when nobody holds it; what was offered can still be pulled.
+        # The server stops when its last reference is dropped; what was offered can still be pulled.
         self._server, self._peers = None, {}
 
     def _plan(self, route: Route) -> Job:
@@ -261,4 +261,4 @@ def _chunk_stand_in(route: Route, number: int) -> jax.Array | None:
 
 def _stand_in(shape: Shape, dtype: np.dtype[Any], where: Sharding) -> jax.Array | None:
     """Return the array that a process puts that holds none of it; others put the real one."""
-    return None if where.has_addressable_devices else empty_array(shape, dtype, where)
+    return None if where.has_addressable_devices else array_without_shards(shape, dtype, where)

@@ -49,8 +49,8 @@ class Need:
         return all(self.process in some for some in self.holders)
 
 
-# Cached, for the many arrays of a model have few distinct shardings and shapes, and on a pod every
-# call lists every box of every process.
+# Cached: the many arrays of a model have few distinct shardings and shapes, and on a pod every call
+# lists every box of every process.
 @functools.lru_cache(maxsize=1024)
 def find_needs(source: Sharding, target: Sharding, shape: Shape) -> tuple[Need, ...]:
     """Return what every process needs, once for each box however many of its devices want it.
@@ -78,10 +78,10 @@ Candidate = TypeVar("Candidate", bound=Hashable)
 
 
 class Load:
-    """Bytes assigned so far, by role and candidate; new work goes to whom has the least of it.
+    """Bytes assigned so far, by role and candidate; the candidate with the fewest gets new work.
 
-    Replicas so share the sending, whatever the sizes of the arrays. The first of equals wins,
-    which makes the choice the same in every process.
+    Replicas thus share the sending, whatever the sizes of the arrays. The first of equals wins,
+    so the choice is the same in every process.
     """
 
     def __init__(self) -> None:

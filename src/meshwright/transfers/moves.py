@@ -129,7 +129,7 @@ _SMALL = 2**20
 def build(move: Move, local: LocalShards, received: Received) -> jax.Array:
     """Return the array on its new mesh, from the shards held here and the pieces received."""
     if not move.target.addressable_devices:
-        return without_shards(move)
+        return moved_without_shards(move)
     shards = _uncut_shards(move, local)
     missing = [box for box in _target_boxes_here(move) if box not in shards]
     shards.update(zip(missing, _join_all(move, missing, local, received), strict=True))
@@ -141,12 +141,13 @@ def build(move: Move, local: LocalShards, received: Received) -> jax.Array:
     )
 
 
-def without_shards(move: Move) -> jax.Array:
-    return empty_array(move.shape, move.dtype, move.target)
+def moved_without_shards(move: Move) -> jax.Array:
+    return array_without_shards(move.shape, move.dtype, move.target)
 
 
-def empty_array(shape: Shape, dtype: np.dtype[Any], sharding: Sharding) -> jax.Array:
-    """Return an array as a process sees it that holds no part of it."""
+def array_without_shards(shape: Shape, dtype: Any, sharding: Sharding) -> jax.Array:
+    """Make an array as a process sees it that holds none of its shards."""
+    # JAX takes the dtype from the shards, and wants it given where there are none.
     return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
 
 
