@@ -45,15 +45,17 @@ class Memory(Shown):
 
     @property
     def peak(self) -> int:
+        """Bytes that are allocated at once."""
         return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
 
     @property
     def margin(self) -> int:
-        """What is left of the limit; negative when it does not fit."""
+        """Bytes that are left of the limit; negative when it does not fit."""
         return self.limit - self.peak
 
     @property
     def fits(self) -> bool:
+        """Whether the compiler accepted the program and its peak is within the limit."""
         return not self.refused and self.margin >= 0
 
     @property
@@ -109,6 +111,7 @@ class Memory(Shown):
         return Sheet(self.verdict(), parts)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the sizes in bytes, and the buffers at the peak, as plain data."""
         return {
             "fits": self.fits,
             "peak": self.peak,
@@ -347,7 +350,7 @@ def is_named(program: Program, instruction: Instruction) -> bool:
 
 
 def _neighbours(program: Program, instruction: Instruction) -> Iterator[Instruction]:
-    """Whom to ask instead: what is copied, then who reads or fills it."""
+    """Yield instructions that may have a name instead: the source of a copy, readers, writers."""
     where = program.computations[instruction.computation]
     if instruction.opcode in _COPIES:
         yield from where.operands(instruction)[:1]

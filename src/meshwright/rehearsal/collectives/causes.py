@@ -20,7 +20,8 @@
 6. The rest moves arrays from one sharding to another on behalf of operations that need no such
    thing, as an addition or a reshape: **implicit resharding**.
 
-A name the compiler lost (it does, in programs for several slices) is looked up at the neighbours.
+Where the compiler lost the name of an operation, as in programs for several slices, that of a
+neighbouring instruction is used.
 """
 
 from __future__ import annotations
