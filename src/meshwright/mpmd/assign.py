@@ -23,6 +23,7 @@ from meshwright.transfers.moves import (
     Memory,
     Move,
     agree,
+    for_distinct,
     memory,
     own_memory,
     platform,
@@ -328,9 +329,7 @@ def move_all(moves: Sequence[Move], *, donate: bool) -> list[jax.Array]:
 def move_each_once(moves: Sequence[Move], *, donate: bool) -> list[jax.Array]:
     """Move an array that goes to one place twice only once: tied weights stay one array."""
     keys = [(id(move.value), move.target) for move in moves]
-    distinct = dict(zip(keys, moves, strict=True))
-    moved = dict(zip(distinct, move_all(list(distinct.values()), donate=donate), strict=True))
-    return [moved[key] for key in keys]
+    return for_distinct(keys, moves, lambda distinct: move_all(distinct, donate=donate))
 
 
 def delete_donated(arrays: Iterable[jax.Array], results: Iterable[Any]) -> None:

@@ -346,7 +346,6 @@ def share(held: Mapping[int, Collection[int]], count: int, process: int) -> int 
 
 # Can these values be placed as they are? Tracers, deleted arrays and narrowing are refused.
 
-
 Narrow = Literal["error", "convert"]
 # The functions with an option `narrow`; messages of the others do not name it.
 _NARROWING = ("shard", "init")

@@ -260,22 +260,23 @@ def _shard_positions(
         devices = route.items[chunk.item].source_boxes
         addressable = [device for device in devices if process_of(device) == process]
         positions.setdefault(chunk.item, []).append((addressable.index(chunk.device), number))
-    return {item: tuple(some) for item, some in positions.items()}
+    return {item: tuple(pairs) for item, pairs in positions.items()}
 
 
 Maker = Callable[[TransferPlan, Sequence[Step], Mapping[int, int]], Program]
 
 
 def _runs(plan: TransferPlan, steps: Sequence[Step], make: Maker) -> tuple[Run, ...]:
-    """Return one program per device, for all steps on it: dispatching each costs a while."""
+    """Return one program per device, for all steps on it: every dispatch takes time."""
     by_device: dict[Device, list[Step]] = {}
     for step in steps:
         by_device.setdefault(plan.chunks[step.output].device, []).append(step)
     runs = []
-    for some in by_device.values():
-        inputs = tuple(dict.fromkeys(chunk for step in some for chunk in step.inputs))
+    for on_device in by_device.values():
+        inputs = tuple(dict.fromkeys(chunk for step in on_device for chunk in step.inputs))
         slots = {chunk: slot for slot, chunk in enumerate(inputs)}
-        runs.append(Run(inputs, tuple(step.output for step in some), make(plan, some, slots)))
+        outputs = tuple(step.output for step in on_device)
+        runs.append(Run(inputs, outputs, make(plan, on_device, slots)))
     return tuple(runs)
 
 
@@ -303,7 +304,6 @@ def _copies(plan: TransferPlan, steps: Sequence[Step]) -> Copies:
 
 
 # Small compiled programs on one device: shards cut into chunks, chunks joined into shards.
-
 
 Cuts = tuple[tuple[int, Box], ...]  # of which argument, which part of it
 Joins = tuple[tuple[tuple[int, Box], ...], ...]  # per result: which arguments, where they go

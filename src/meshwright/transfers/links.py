@@ -261,7 +261,7 @@ class LocalLink(KeyedLink):
 
     def move(self, route: Route, key: Any, arrays: Any = None, *, donate: bool = False) -> Any:
         job = self._job(route)
-        key_text(key)
+        key_text(key)  # refuses a bad key
         with job.context():
             data = job.check(arrays)
             owned = own_memory(data) if donate else []
@@ -300,7 +300,6 @@ def _move_here(job: Job, data: list[Any]) -> Arrays:
 #
 # A call per array instead of one per shard; but JAX pairs the shards of the two ends in an order
 # of its own, so that order must be the plan's.
-
 
 DevicePairs = list[tuple[Device, Device]]  # sender, receiver
 

@@ -46,7 +46,7 @@ class Need:
     @property
     def is_local(self) -> bool:
         """Whether the process holds all of it already, on whichever devices."""
-        return all(self.process in some for some in self.holders)
+        return all(self.process in processes for processes in self.holders)
 
 
 # Cached: the many arrays of a model have few distinct shardings and shapes, and on a pod every call
@@ -59,7 +59,9 @@ def find_needs(source: Sharding, target: Sharding, shape: Shape) -> tuple[Need, 
     split by meshes of another order, and must still plan the same messages.
     """
     overlaps = find_overlaps(source, target, shape)
-    holders = {box: tuple(sorted(some)) for box, some in _processes_by_box(source, shape).items()}
+    holders = {
+        box: tuple(sorted(processes)) for box, processes in _processes_by_box(source, shape).items()
+    }
     return tuple(
         Need(process, box, overlaps[box], tuple(holders[part.source] for part in overlaps[box]))
         for box, processes in sorted(_processes_by_box(target, shape).items())

@@ -116,7 +116,6 @@ def bit_pattern(array: HostArray) -> HostArray:
 
 # Building an array's new shards on the host.
 
-
 # Pieces of one array that came from other processes, as bits.
 Received = Mapping[Box, HostArray]
 
@@ -217,7 +216,6 @@ def x64_if(needed: bool) -> contextlib.AbstractContextManager[Any]:
 # `Array.delete` frees the buffers of all arrays that share them, and JAX shares buffers freely:
 # between an array and its renamed view, or what it keeps once an array was printed. So an array
 # is deleted only if no other live array uses the same addresses.
-
 
 Memory = frozenset[tuple[Any, int]]  # devices and addresses
 # Where a platform does not tell addresses: all that lies on a device may then be shared.

@@ -168,7 +168,6 @@ def transfer_context(moves: Sequence[Move]) -> Iterator[None]:
 
 # The methods: how arrays are moved, and which one an array takes.
 
-
 Method = Callable[[Sequence[Move]], list[jax.Array]]
 # Up to here an array's shards cost more one by one than their bytes do.
 _SMALL = 64 * 2**10

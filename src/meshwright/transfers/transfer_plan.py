@@ -164,7 +164,7 @@ class TransferPlanBuilder:
         return self._chunks[chunk].device
 
     def plan(self) -> TransferPlan:
-        steps = {name: tuple(some) for name, some in self._steps.items()}
+        steps = {name: tuple(named) for name, named in self._steps.items()}
         return TransferPlan(tuple(self._chunks), **steps)
 
     def cut(self, item: int, device: Device, shard: Box, part: Box) -> int:
@@ -211,6 +211,7 @@ class TransferPlanBuilder:
 
 
 def plan_transfer(items: Sequence[Item]) -> TransferPlan:
+    """Plan the transfer of all arrays of a route; those without elements need no steps."""
     builder, load = TransferPlanBuilder(), Load()
     for number, item in enumerate(items):
         if item.bytes:
@@ -297,7 +298,7 @@ class _ItemPlanner:
 
 
 def _by_process_and_box(boxes: Mapping[Device, Box]) -> dict[tuple[int, Box], tuple[Device, ...]]:
-    devices: dict[tuple[int, Box], list[Device]] = collections.defaultdict(list)
+    grouped: dict[tuple[int, Box], list[Device]] = collections.defaultdict(list)
     for device, box in boxes.items():
-        devices[process_of(device), box].append(device)
-    return {key: tuple(some) for key, some in devices.items()}
+        grouped[process_of(device), box].append(device)
+    return {key: tuple(devices) for key, devices in grouped.items()}
