@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import html
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from meshwright._compat import Atom, Var
@@ -123,11 +123,11 @@ class Explanation:
         }
 
 
-def explain(plan: Plan, names: Sequence[str]) -> Explanation:
-    """Read a plan; `names` are those of the step's argument arrays."""
+def explain(plan: Plan) -> Explanation:
+    """Explain a plan: its stages, and a timeline predicted from FLOPs."""
     schedule, region = plan.proof.schedule, plan.stage_program.region
     flops = _flops(plan)
-    notes = tuple(_note(plan, stage, names, flops) for stage in range(schedule.stages))
+    notes = tuple(_note(plan, stage, flops) for stage in range(schedule.stages))
 
     def with_role(wanted: str) -> tuple[str, ...]:
         roles = zip(region.names, region.roles, strict=True)
@@ -154,7 +154,7 @@ def _costs(plan: Plan, flops: dict[TaskKey, float]) -> str | list[Costs]:
     return costs
 
 
-def _note(plan: Plan, stage: int, names: Sequence[str], flops: dict[TaskKey, float]) -> StageNote:
+def _note(plan: Plan, stage: int, flops: dict[TaskKey, float]) -> StageNote:
     tasks = {key: program for key, program in plan.programs.items() if key[1] == stage}
     forward = plan.programs[TaskKind.FORWARD, stage]
     backward = [program for key, program in tasks.items() if key[0] != TaskKind.FORWARD]
@@ -168,7 +168,7 @@ def _note(plan: Plan, stage: int, names: Sequence[str], flops: dict[TaskKey, flo
         stage,
         plan.stage_program.names[stage],
         plan.proof.schedule.group_of[stage],
-        tuple(dict.fromkeys(names[n] for numbers, _ in parameters for n in numbers)),
+        tuple(dict.fromkeys(plan.names[n] for numbers, _ in parameters for n in numbers)),
         sum(_bytes(var) for _, var in parameters),
         flops.get((TaskKind.FORWARD, stage)),
         _backward_flops(tasks, flops),

@@ -90,7 +90,7 @@ class PipelineStep:
         """
         positional = positional_arguments(self.fn, args, keywords)
         plan = self.plan_of(*positional) if positional else self._last_plan()
-        return explain(plan, plan.names)
+        return explain(plan)
 
     def timeline(self, *args: Any, **keywords: Any) -> MeasuredTimeline:
         """Run a step and measure when every task ran, beside what its times predict.

@@ -326,7 +326,7 @@ _STEPS = 6  # away from the instruction itself
 
 # In: the instruction that makes a buffer. Out: one that carries the name of a user's operation, or
 # `None`. Compilers copy, widen and set aside memory on behalf of others: a copy belongs to what it
-# copies, and memory that is set aside to whoever fills it, which may be the body of a loop.
+# copies, and memory that is set aside to what fills it, which may be the body of a loop.
 # Example: a nameless broadcast that starts a scan's stacked results is named by the
 # dynamic-update-slice in the loop's body.
 def origin(program: Program, instruction: Instruction, steps: int = _STEPS) -> Instruction | None:

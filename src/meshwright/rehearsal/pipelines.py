@@ -90,7 +90,7 @@ def rehearse_pipeline(
         group = GroupRehearsal(refused.group, refused.memory, 0, ())
         return PipelineRehearsal((group,), None, None, refused.task)
     groups = tuple(_group(plan, number) for number in range(step.groups.mpmd_dim))
-    return PipelineRehearsal(groups, _timeline(plan, groups), explain_plan(plan, plan.names))
+    return PipelineRehearsal(groups, _timeline(plan, groups), explain_plan(plan))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

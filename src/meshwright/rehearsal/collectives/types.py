@@ -266,7 +266,6 @@ def read_conflicts(stderr: str) -> list[ShardingConflict]:
 # Printing: a table per cause, entries that look alike merged into a row. `rehearsal.rendering` has
 # the same rows on a page.
 
-
 COLLECTIVE_HEADING = ["collective", "array", "over", "bytes", "times", "in all", "links", "source"]
 COLLECTIVE_RIGHT = [False, False, False, True, True, True, False, False]
 WIDTH = 100
