@@ -49,7 +49,7 @@ def combine_texts(
     if process:
         client.key_value_set(f"{prefix}/{process}", text)
         on_wait(0)
-        # Process 0 may itself wait that long for somebody before it answers.
+        # Process 0 may itself wait that long for another process before it answers.
         return _read(client, f"{prefix}/answer", _deadline(2 * timeout))
     texts = {0: text}
     deadline = _deadline(timeout)

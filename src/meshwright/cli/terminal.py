@@ -72,7 +72,6 @@ def _print(console: Console, text: Text) -> None:
 
 # Call `module:function` of a user's code; what goes wrong there is reported in one line.
 
-
 _OURS = (__file__, importlib.__file__)
 
 

@@ -167,5 +167,5 @@ def _metadata(value: Any) -> dict[str, Any]:
     get = getattr(value, "get_metadata", None)
     try:
         return dict(get()) if callable(get) else {}
-    except TypeError:  # somebody's `get_metadata` that wants arguments
+    except TypeError:  # another library's `get_metadata`, which takes arguments
         return {}

@@ -1,6 +1,6 @@
 """`place(spec, topology)`: find the best layout and write down where every device goes.
 
-`measure` does the reverse: it reads the layout of a mesh that exists, ours or anybody's, off its
+`measure` does the reverse: it reads the layout of any mesh that exists, ours or not, off its
 devices, and costs it by the same model.
 """
 
