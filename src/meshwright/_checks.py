@@ -78,7 +78,7 @@ def check_integer(
 
 
 def check_flag(what: str, value: object) -> bool:
-    """Return a boolean; 0, 1 or 'yes' are none."""
+    """Return a boolean; refuse 0, 1 or 'yes'."""
     if not isinstance(value, (bool, np.bool_)):
         raise SpecError(f"{what}: {short(value)} is not True or False.")
     return bool(value)

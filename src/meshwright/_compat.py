@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-# What libtpu wants to hear before it describes hardware that is not there (libtpu 0.0.42 to
-# 0.0.50): no metadata server, no worker list, no lock on the chip, and some accelerator (which
-# one does not matter; without any it complains on stderr).
+# The environment in which libtpu describes hardware that is not there (libtpu 0.0.42 to 0.0.50):
+# no metadata server, no worker list, no lock on the chip, and an accelerator type (any will do;
+# without one it warns on stderr).
 _LIBTPU_WITHOUT_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -34,7 +34,7 @@ def compiler_installed(family: str) -> bool:
 
 
 def compile_only_devices(platform: str, name: str, **options: Any) -> list[Any]:
-    """Devices of hardware that is not there, good for compiling.
+    """Return devices of hardware that is not there; programs can be compiled for them, not run.
 
     `jax.experimental.topologies` is experimental in jax 0.10 to 0.12 and has no public twin.
     """
@@ -54,7 +54,7 @@ def is_compile_only(device: Any) -> bool:
 
 
 def client_of(backend: str | None) -> Any:
-    """The client behind a backend: one object for the life of a backend, cheap to ask for.
+    """Return the client of a backend: one object for as long as the backend lives; a cheap call.
 
     `jax.extend.backend` is public but outside `jax`'s stability promise; 0.10 to 0.12.
     """
@@ -66,12 +66,12 @@ def client_of(backend: str | None) -> Any:
 def make_mesh(
     sizes: tuple[int, ...], names: tuple[str, ...], types: tuple[Any, ...], devices: list[Any]
 ) -> jax.sharding.Mesh:
-    """`jax.make_mesh`, whose first argument changed its name in 0.11.1: passed by position."""
+    """Call `jax.make_mesh` by position: its first argument changed its name in 0.11.1."""
     return jax.make_mesh(sizes, names, axis_types=types, devices=devices)
 
 
 def uses_shardy() -> bool:
-    """In which language programs carry their shardings; the older one is going away."""
+    """Whether JAX partitions with Shardy; the alternative, GSPMD, is being removed from JAX."""
     return bool(getattr(jax.config, "jax_use_shardy_partitioner", True))
 
 
@@ -81,7 +81,7 @@ def use_shardy(yes: bool) -> None:
 
 
 def jit_shardings(traced: Any) -> tuple[Any, ...]:
-    """The `in_shardings` that a traced program's `jit` was given, flat; `None` where it was not.
+    """Return the flat `in_shardings` that a traced program's `jit` was given; `None` for the rest.
 
     `lower()` reads them from the same private attribute (jax 0.10 to 0.12).
     """
@@ -90,7 +90,7 @@ def jit_shardings(traced: Any) -> tuple[Any, ...]:
 
 
 def compiler_options(lowered: Any) -> tuple[tuple[str, Any], ...]:
-    """What a lowered program's `jit` was given as `compiler_options`.
+    """Return the `compiler_options` that a lowered program's `jit` was given.
 
     `compile()` reads them from the same private attribute (jax 0.10 to 0.12).
     """
@@ -100,10 +100,10 @@ def compiler_options(lowered: Any) -> tuple[tuple[str, Any], ...]:
 def compile_bytecode(
     code: bytes, devices: list[Any], free_outputs: list[bool], overrides: dict[str, Any]
 ) -> Any:
-    """What `jit(f).lower(...).compile()` does with a program, for one whose function is elsewhere.
+    """Compile StableHLO bytecode as `jit(f).lower(...).compile()` would, without `f`.
 
-    `free_outputs`: whose sharding the compiler chooses; `overrides`: its `compiler_options`. How
-    options are passed, and the parser, are private; 0.10 to 0.12 agree on all of it.
+    `free_outputs` says of which results the compiler chooses the sharding, `overrides` are its
+    `compiler_options`. How options are passed, and the parser, are private (jax 0.10 to 0.12).
     """
     from jax._src import compiler
     from jax._src.interpreters import mlir
@@ -129,18 +129,19 @@ def compile_bytecode(
         )
 
 
-def written_shardings(made: Any, count: int) -> list[str]:
-    """The shardings of a compiled program's results as text; `named_shardings` reads it.
+def written_shardings(executable: Any, count: int) -> list[str]:
+    """Write the shardings of a compiled program's results as text; `named_shardings` reads it.
 
-    A program for one device has none, which is written as such. The messages are those of
-    jaxlib, which `jax.stages.Compiled` reads too (jax 0.10 to 0.12).
+    A program for one device has none: then there are `count` empty texts. The messages are those
+    of jaxlib, which `jax.stages.Compiled` reads too (jax 0.10 to 0.12).
     """
-    found = made.get_output_shardings() or []
-    return [base64.b64encode(each.SerializeToString()).decode() for each in found] or [""] * count
+    shardings = executable.get_output_shardings() or []
+    texts = [base64.b64encode(each.SerializeToString()).decode() for each in shardings]
+    return texts or [""] * count
 
 
 def named_shardings(texts: Sequence[str], mesh: jax.sharding.Mesh) -> list[Any]:
-    """What `written_shardings` wrote, on a mesh of as many devices.
+    """Read what `written_shardings` wrote, onto a mesh of as many devices.
 
     `Compiled.output_shardings` reads them by the same private function; 0.10 to 0.12.
     """
@@ -160,7 +161,7 @@ def named_shardings(texts: Sequence[str], mesh: jax.sharding.Mesh) -> list[Any]:
 
 @contextlib.contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Set what is unset, and take it back."""
+    """Set the environment variables that are unset; unset them again at the end."""
     added = {key: value for key, value in values.items() if key not in os.environ}
     os.environ.update(added)
     try:
@@ -171,10 +172,10 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def coordination_client() -> Any:
-    """The client of the service that `jax.distributed.initialize` starts, or None without it.
+    """Return the client of the service that `jax.distributed.initialize` starts, or None.
 
-    Its key-value store has no public door in jax 0.10 to 0.12. Used to compare notes between
-    processes without touching a device.
+    Its key-value store has no public API in jax 0.10 to 0.12. Processes exchange texts through it
+    without touching a device.
     """
     from jax._src import distributed
 
@@ -184,7 +185,7 @@ def coordination_client() -> Any:
 def backends_started() -> bool:
     """Whether JAX has started its devices, after which some options have no effect.
 
-    No public door in jax 0.10 to 0.12.
+    No public API in jax 0.10 to 0.12.
     """
     from jax._src import xla_bridge
 
@@ -192,7 +193,7 @@ def backends_started() -> bool:
 
 
 def cross_host_address() -> str:
-    """What `jax_cross_host_transfer_socket_address` is set to.
+    """Return what `jax_cross_host_transfer_socket_address` is set to.
 
     The option is public to set, but has no attribute to read it by in jax 0.10 to 0.12.
     """
@@ -202,13 +203,13 @@ def cross_host_address() -> str:
 def puts_by_itself() -> bool:
     """Whether this platform's `jax.device_put` crosses processes without options of its own.
 
-    An attribute of the client that JAX asks too (jax 0.10 to 0.12).
+    JAX reads the same attribute of the client (jax 0.10 to 0.12).
     """
     return bool(getattr(client_of(None), "supports_cross_host_transfers", False))
 
 
 def transfer_server(address: str, transports: list[str]) -> Any:
-    """A server that offers arrays to other processes, and connects to theirs.
+    """Start a server that offers arrays to other processes and connects to theirs.
 
     `jax.experimental.transfer` is experimental in jax 0.10 to 0.12 and has no public twin. What
     we rely on, and test: an offered array may be dropped but not deleted or donated; several
@@ -221,10 +222,10 @@ def transfer_server(address: str, transports: list[str]) -> Any:
 
 
 @functools.cache
-def no_number() -> type[Exception]:
-    """What a compiled program raises with `jax_debug_nans`; `jit` makes a FloatingPointError of it.
+def nan_error() -> type[Exception]:
+    """Return the error of a compiled program under `jax_debug_nans`.
 
-    It has no public name (jax 0.10 to 0.12).
+    `jit` turns it into a FloatingPointError. It has no public name (jax 0.10 to 0.12).
     """
     from jax._src import api_util
 
@@ -233,7 +234,7 @@ def no_number() -> type[Exception]:
 
 @functools.cache
 def jaxprs() -> Any:
-    """`Jaxpr`, `Var`, `Literal` and their kin: programs as data.
+    """Return the module with `Jaxpr`, `Var`, `Literal` and the other parts of a program.
 
     `jax.extend.core` is public but outside `jax`'s stability promise; 0.10 to 0.12.
     """
@@ -274,7 +275,7 @@ def constants_as_inputs(jaxpr: Jaxpr) -> Jaxpr:
 
 @functools.cache
 def known_primitives() -> dict[str, Any]:
-    """The primitives that hold programs or add cotangents, which cutting must know by name."""
+    """Return the primitives that the passes of a pipeline recognise, by a short name."""
     from jax.extend.core import primitives
 
     return {
@@ -289,7 +290,7 @@ def known_primitives() -> dict[str, Any]:
 
 
 def identity_primitive(name: str) -> Any:
-    """A primitive that gives back its operands, whose transpose says `backward=True`.
+    """Make a primitive that returns its operands; its transpose is itself with `backward=True`.
 
     Rules for differentiation, batching and lowering are registered through `jax.interpreters`,
     which has no public twin in jax 0.10 to 0.12.
@@ -315,7 +316,7 @@ def identity_primitive(name: str) -> Any:
 
 
 def region_primitive(name: str, shapes: Any) -> Any:
-    """A primitive that stands for a whole program in a trace and never runs by itself."""
+    """Make a primitive that stands for a whole program in a trace and is never run itself."""
     primitive = jaxprs().Primitive(name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(
@@ -325,10 +326,10 @@ def region_primitive(name: str, shapes: Any) -> Any:
 
 
 def coordination_place() -> tuple[int, int]:
-    """This process's number and how many there are, as `jax.distributed.initialize` was told.
+    """Return this process's number and how many `jax.distributed.initialize` has joined.
 
     `jax.process_index` and `jax.process_count` say the same but start the devices. No public
-    door in jax 0.10 to 0.12.
+    API in jax 0.10 to 0.12.
     """
     from jax._src import distributed
 
@@ -336,10 +337,10 @@ def coordination_place() -> tuple[int, int]:
 
 
 def equation_context(context: Any, mesh: Any) -> Any:
-    """The context of an equation (what it was traced under), with another abstract mesh.
+    """Return the context of an equation (what it was traced under) with another abstract mesh.
 
     Programs are data in `jax.extend.core`, but the contexts of their equations have no public
-    door in jax 0.10 to 0.12.
+    API in jax 0.10 to 0.12.
     """
     from jax._src.core import JaxprEqnContext
     from jax.sharding import AbstractMesh, use_abstract_mesh
@@ -352,7 +353,7 @@ def equation_context(context: Any, mesh: Any) -> Any:
 
 
 def source_line(eqn: Any) -> str:
-    """File, line and function that an equation comes from.
+    """Return the file, line and function that an equation comes from.
 
     `jax.extend.source_info_util` is public but outside `jax`'s stability promise; 0.10 to 0.12.
     """

@@ -97,7 +97,6 @@ def page(title: str, body: str, *, css: str = "body{margin:16px}", body_class: s
 # Lanes of stacked parts on one scale, as SVG pictures that are as wide as there is room: positions
 # are percentages, so that one picture serves a wide screen and a phone without a script.
 
-
 _TALL, _EDGE = 30, 4
 # A label is drawn where its part is this much of the width, and stays on a phone from there.
 _ROOM, _ROOM_ON_A_PHONE = 8.0, 22.0
@@ -228,7 +227,6 @@ def _words(lane: Lane, write: Callable[[float], str]) -> str:
 # One colour per meaning, the same in every picture of a rehearsal.
 #
 # Apart in lightness as well as in hue, and the hues of the schedules' drawings.
-
 
 BLUE, AMBER, GREEN, RED = "#3b6fc4", "#f0a630", "#2f9e7a", "#bf4636"
 GREY, PURPLE = "#8b95a5", "#8466c4"

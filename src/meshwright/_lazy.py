@@ -17,25 +17,25 @@ _LINE = re.compile(r"^from (\S+) import \(?\s*(\w+) as \2\b", re.M)
 def attach(
     package: str, file: str, *others: str
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of a package, from the stub beside its `__init__.py`.
+    """Make a package's `__getattr__`, `__dir__` and `__all__` from the stub beside its `__init__`.
 
     The stub is where each public name is written, once, as `from meshwright.room.file import Name
     as Name`: type checkers and editors read it there, and so does this. `others` are names that
     the package has of itself.
     """
     stub = Path(file).with_suffix(".pyi").read_text(encoding="utf-8")
-    home = {name: module for module, name in _LINE.findall(stub)}
+    module_of = {name: module for module, name in _LINE.findall(stub)}
     # A room among the names, such as `mw.models`, is no value to import with a star.
-    public = sorted([*others, *(name for name, module in home.items() if module != package)])
+    public = sorted([*others, *(name for name, module in module_of.items() if module != package)])
 
     def lookup(name: str) -> Any:
-        if name not in home:
-            near = difflib.get_close_matches(name, home, n=1)
+        if name not in module_of:
+            near = difflib.get_close_matches(name, module_of, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise AttributeError(f"module {package!r} has no attribute {name!r}.{hint}")
-        if home[name] == package:
+        if module_of[name] == package:
             return importlib.import_module(f"{package}.{name}")
-        value = getattr(importlib.import_module(home[name]), name)
+        value = getattr(importlib.import_module(module_of[name]), name)
         setattr(sys.modules[package], name, value)
         return value
 

@@ -45,21 +45,21 @@ def combine_texts(
     process, count = _compat.coordination_place()
     if client is None or count == 1:
         return combine([text])
-    room = _next_room(purpose)
+    prefix = _next_prefix(purpose)
     if process:
-        client.key_value_set(f"{room}/{process}", text)
+        client.key_value_set(f"{prefix}/{process}", text)
         on_wait(0)
-        # Process 0 may itself wait that long for somebody before it answers.
-        return _read(client, f"{room}/answer", _deadline(2 * timeout))
+        # Process 0 may itself wait that long for another process before it answers.
+        return _read(client, f"{prefix}/answer", _deadline(2 * timeout))
     texts = {0: text}
     deadline = _deadline(timeout)
     for other in range(1, count):
         on_wait(other)
-        if (given := _read(client, f"{room}/{other}", deadline)) is not None:
+        if (given := _read(client, f"{prefix}/{other}", deadline)) is not None:
             texts[other] = given
     absent = [other for other in range(count) if other not in texts]
     answer = on_absent(absent) if absent else combine(list(texts.values()))
-    client.key_value_set(f"{room}/answer", answer)
+    client.key_value_set(f"{prefix}/answer", answer)
     return answer
 
 
@@ -73,13 +73,13 @@ def gather_texts(
     client = _compat.coordination_client()
     process, _ = _compat.coordination_place()
     members = ",".join(map(str, processes))
-    room = _next_room(f"{purpose}/{members}")
-    client.key_value_set(f"{room}/{process}", text, allow_overwrite=True)
+    prefix = _next_prefix(f"{purpose}/{members}")
+    client.key_value_set(f"{prefix}/{process}", text, allow_overwrite=True)
     deadline = _deadline(timeout)
-    texts = {other: _read(client, f"{room}/{other}", deadline) for other in processes}
+    texts = {other: _read(client, f"{prefix}/{other}", deadline) for other in processes}
     if None in texts.values():
-        client.key_value_delete(f"{room}/{process}")
-        # Who was absent has not counted this call: the next one must meet its first.
+        client.key_value_delete(f"{prefix}/{process}")
+        # An absent process has not counted this call: the next call here must meet its first.
         _calls[f"{purpose}/{members}"] -= 1
     return texts
 
@@ -89,7 +89,7 @@ def fail_together(purpose: str, error: type[Exception]) -> Iterator[None]:
     """Run the block in all processes; if it raises in one, raise in all, with the same text.
 
     A process whose own block raised keeps its exception; the others raise `error` with the text of
-    the first one that failed. So nobody goes on to wait for a process that has given up.
+    the first one that failed. So no process goes on to wait for one that has given up.
     """
     problem: Exception | None = None
     try:
@@ -104,13 +104,13 @@ def fail_together(purpose: str, error: type[Exception]) -> Iterator[None]:
         raise error(first)
 
 
-def _next_room(purpose: str) -> str:
-    """Return the keys' prefix for this call; the one before it for the purpose is deleted."""
+def _next_prefix(purpose: str) -> str:
+    """Return the prefix of this call's keys; delete the keys of the call before the last."""
     call = _calls[purpose]
     _calls[purpose] += 1
     client = _compat.coordination_client()
     if call > 1 and _compat.coordination_place()[0] == 0:
-        # Who takes part in the last call has read all of the one before it.
+        # A process that has begun the last call has read everything of the call before it.
         client.key_value_delete(f"meshwright/{purpose}/{call - 2}/")
     return f"meshwright/{purpose}/{call}"
 

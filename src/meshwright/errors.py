@@ -81,7 +81,7 @@ class MeshOrderWarning(UserWarning):
 
 
 def short(value: object, limit: int = 60) -> str:
-    """`repr(value)`, cut so that no message grows with its input.
+    """Return `repr(value)`, cut so that no message grows with its input.
 
     >>> short("x" * 100, limit=12)
     "'xxxxxxx ..."
@@ -97,7 +97,7 @@ def short(value: object, limit: int = 60) -> str:
 
 
 def near(word: str, known: Iterable[str]) -> str:
-    """A `Did you mean ...?` for a misspelt word, or nothing.
+    """Return a `Did you mean ...?` for a misspelt word, or nothing.
 
     >>> near("v5pp", ["v5p", "v4"])
     " Did you mean 'v5p'?"
@@ -107,7 +107,7 @@ def near(word: str, known: Iterable[str]) -> str:
 
 
 def listing(words: Iterable[object], limit: int = 8) -> str:
-    """A comma-separated list that says how many it left out.
+    """Return a comma-separated list that says how many it left out.
 
     >>> listing(range(20), limit=3)
     '0, 1, 2 and 17 more'

@@ -239,7 +239,7 @@ _MUCH_WAITING, _MUCH_READING, _MUCH_ROOM = 0.25, 0.4, 0.4
 def advice(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> list[str]:
     """Say what to do next, most important first.
 
-    How to make it fit, collectives that nobody asked for, then what would be worth trying.
+    How to make it fit, then implicit resharding, then what would be worth trying.
     """
     lines = [f"{remedy}." for remedy in remedies]
     # `next_steps` lists the result's own remedies; where some are given, they are listed once.

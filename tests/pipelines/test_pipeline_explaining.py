@@ -78,10 +78,10 @@ def test_stages_are_called_as_their_marks_say():
     assert "0 encoder" in str(explained)
 
 
-def test_casts_of_parameters_are_cloned_and_said(step):
+def test_casts_of_parameters_are_recomputed_and_said(step):
     explained = step.explain(PARAMS, ROWS)
-    assert explained.stages[1].cloned["convert_element_type"] >= 2
-    assert "cloned: equations that depend only on parameters" in str(explained)
+    assert explained.stages[1].recomputed["convert_element_type"] >= 2
+    assert "recomputed: equations that depend only on parameters" in str(explained)
 
 
 def test_a_backward_that_is_not_split_says_why(step):

@@ -51,7 +51,8 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any, *, overwrite: bool 
 
     The directory is an Orbax checkpoint with one more file, `meshwright.json`: shape, type and
     checksum of every leaf. Python numbers and strings are in it too. With `overwrite`, the
-    checkpoint before stays complete until this one is: killed at any moment, one of them is found.
+    old checkpoint stays complete until the new one is: a process that is killed, at any moment,
+    leaves one of the two.
     In a run of several processes all of them call this, with a path that all of them see.
 
     Raises `PartitionError`, in every process, if a leaf cannot be saved, the directory holds
@@ -78,7 +79,7 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any, *, overwrite: bool 
     except PartitionError:
         raise
     except Exception as error:  # Orbax and TensorStore raise whatever they like
-        with contextlib.suppress(OSError):  # the first error is the one to tell
+        with contextlib.suppress(OSError):  # the first error is the one to report
             if is_main_process():
                 clear_failed_save(folder)
         raise PartitionError(
@@ -128,8 +129,8 @@ def _write(folder: Path, leaves: Sequence[tuple[Words, Any]]) -> None:
     """Write the arrays by Orbax, then the manifest, then swap the directories.
 
     Orbax writes from all processes; directories and the manifest are the main process's alone. Each
-    block that fails together is also a barrier: nobody writes before the directory is prepared, and
-    nobody returns before the checkpoint has its name.
+    block that fails together is also a barrier: no process writes before the directory is prepared,
+    and none returns before the checkpoint has its name.
     """
     arrays = {words: to_stored(value) for words, value in leaves if is_array(value)}
     filled = {words: array for words, array in arrays.items() if array.size}

@@ -1,4 +1,4 @@
-"""`meshwright ...`: read the words, run the command, say errors in one line with exit code 2."""
+"""`meshwright ...`: parse arguments, run a command, print errors in one line with exit code 2."""
 
 from __future__ import annotations
 

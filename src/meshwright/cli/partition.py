@@ -1,4 +1,4 @@
-"""`meshwright partition module:function`: the sharding table of a tree somebody's code makes."""
+"""`meshwright partition module:function`: the sharding table of a tree of yours."""
 
 from __future__ import annotations
 

@@ -163,7 +163,6 @@ def _is_file(name: str) -> bool:
 
 # Schedules on a terminal: the plain text, with the kinds of task in their colours.
 
-
 _STYLES = {kind: f"{ink(fill(kind))} on {fill(kind)}" for kind in KINDS}
 
 

@@ -70,14 +70,13 @@ def _print(console: Console, text: Text) -> None:
     console.print(text, soft_wrap=True)
 
 
-# Calling `module:function` of somebody's code; what goes wrong there is said in one line.
-
+# Call `module:function` of a user's code; what goes wrong there is reported in one line.
 
 _OURS = (__file__, importlib.__file__)
 
 
 def call(source: str) -> Any:
-    """What the function returns. The working directory is importable; prints go to stderr."""
+    """Call the function and return its result, from the working directory; prints go to stderr."""
     name, colon, function = source.partition(":")
     if not (name and colon and function):
         raise MeshwrightError(f"{short(source)} is not module:function, e.g. my_model:init_shapes.")
@@ -134,7 +133,7 @@ def _working_directory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Errors of somebody's code in one line, with its place; ours say enough themselves."""
+    """Turn errors of a user's code into one line with file and line; our own pass as they are."""
     try:
         yield
     except MeshwrightError:
@@ -154,7 +153,7 @@ def _where(error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.filename not in _OURS and not frame.filename.startswith("<frozen ")
     ]
-    # Where it leaves the user's own files for a library is where it can be mended.
+    # The last frame in the user's own files: what is below it belongs to a library.
     own = [frame for frame in frames if Path.cwd() in Path(frame.filename).parents]
     own = [frame for frame in own if "site-packages" not in Path(frame.filename).parts]
     last = (own or frames)[-1:]

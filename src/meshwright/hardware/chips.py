@@ -1,4 +1,4 @@
-"""Table of the known chips: speeds, memory, host shapes, and what the GPU compiler is told of them.
+"""Table of the known chips: speeds, memory, host shapes, and their description for XLA on GPUs.
 
 Numbers are nominal and one-way unless said.
 

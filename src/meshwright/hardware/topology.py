@@ -75,23 +75,27 @@ class Topology(Shown):
     scattered: bool = False
 
     def __post_init__(self) -> None:
-        for array in (self.host, self.index):  # shared and cached, so nobody may write to them
+        for array in (self.host, self.index):  # shared and cached, so read-only
             array.setflags(write=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The size of every direction of the grid, in the order of `axes`."""
         return tuple(axis.size for axis in self.axes)
 
     @property
     def num_devices(self) -> int:
+        """The number of JAX devices."""
         return math.prod(self.shape)
 
     @property
     def num_chips(self) -> int:
+        """The number of chips, each of which may be several JAX devices."""
         return self.num_devices // self.size_of("core")
 
     @property
     def num_hosts(self) -> int:
+        """The number of machines that hold the devices."""
         return int(np.unique(self.host).size)
 
     @property
@@ -165,11 +169,12 @@ def topology(
 ) -> Topology:
     """Describe the hardware that a name such as `v5p:8x8x8` means, or a list of JAX devices.
 
-    Names: `v4: v5e: v5p: v6e: tpu7x:` with a shape (`v5p:4x4x8_twisted` for a twisted torus),
-    `a100: h100: h200: b200: gb200:` with GPUs per NVLink domain and domains (`h100:8x4` is 4
-    hosts of 8), `cpu:` with devices and hosts. `slices` joins several by the slow network.
-    `chips_per_host` overrides how a TPU slice is cut into hosts, `speeds` any of `link`,
-    `network`, `core` in GB/s (or `tflops`, `memory_gb`, `memory_tbps`). Device lists:
+    `source` is a name or the devices. Names: `v4: v5e: v5p: v6e: tpu7x:` with a shape
+    (`v5p:4x4x8_twisted` for a twisted torus), `a100: h100: h200: b200: gb200:` with GPUs per
+    NVLink domain and domains (`h100:8x4` is 4 hosts of 8), `cpu:` with devices and hosts. `slices`
+    joins several by the slow network. `twisted` asks for a twisted torus, or none; `None` leaves
+    it to the name. `chips_per_host` overrides how a TPU slice is cut into hosts, `speeds` any of
+    `link`, `network`, `core` in GB/s (or `tflops`, `memory_gb`, `memory_tbps`). Device lists:
     `sort_slices=False` keeps slices in the order in which they appear. A `Topology` is returned
     as it is. Raises `TopologyError` for hardware that is unknown or cannot exist.
 

@@ -50,7 +50,8 @@ def create_mesh(
 ) -> Mesh:
     """Create a mesh over all devices of a backend; equal requests give the same mesh object.
 
-    - `axis_dims`: a size per axis; -1, at most once, takes the devices that are left.
+    - `axis_dims`, `axis_names`: a size and a name per axis; a size of -1, at most once, takes the
+      devices that are left.
     - `dcn_mesh_dims`: how each axis is spread over the slow network; searched when missing.
     - `should_sort_granules_by_key`: the same order of slices or hosts in every process.
     - `allow_split_physical_axes`: one torus direction may serve several mesh axes.
@@ -58,7 +59,8 @@ def create_mesh(
     - `use_jax`: build the meshes of a single host with `jax.make_mesh`.
     - `axis_types`: a word (`"auto"`, `"explicit"`, `"manual"`), an `AxisType`, or one per axis.
 
-    `mesh(...)` says the same in one string.
+    `mesh(...)` says the same in one string. Errors are `ValueError`s: `SpecError` for the request,
+    `MeshError` for the backend, `PlacementError` where no layout exists.
 
     >>> import meshwright as mw
     >>> dict(mw.create_mesh((2, -1), ("dp", "tp")).shape)
@@ -106,7 +108,9 @@ def create_mesh(
 
 
 def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
-    """Create a mesh from `"dp:2,tp:4"` (named) or `"2,4"` (positional, in the order of `names`).
+    """Create a mesh from a string of sizes.
+
+    `axis_dims` is `"dp:2,tp:4"` (named) or `"2,4"` (positional, in the order of `names`).
 
     Raises `SpecError`, a `ValueError`, when a name is unknown or missing, or the counts differ.
 
@@ -172,6 +176,9 @@ def create_cpu_mesh(
     axis_dims: Sequence[int] = DEFAULT_DIMS, axis_names: Sequence[str] = DEFAULT_NAMES
 ) -> Mesh:
     """Create a mesh over all CPU devices of this host, whatever accelerator is present.
+
+    `axis_dims` has a size for each of `axis_names`; -1, at most once, takes the devices that are
+    left. Raises `MeshError`, a `ValueError`, where JAX runs without its CPU backend.
 
     >>> import meshwright as mw
     >>> mw.create_cpu_mesh().shape["fsdp"]
@@ -240,7 +247,7 @@ def calculate_host_mesh_shape(
     total_devices: int | None = None,
     num_processes: int | None = None,
 ) -> tuple[int, ...]:
-    """Compute the part of a global mesh shape that one host holds; leading axes are split first.
+    """Compute the part of `global_mesh_shape` that one host holds; leading axes are split first.
 
     `total_devices` are the devices of this host, `num_processes` the number of hosts; JAX is asked
     for those that are left out. Raises `ValueError` when the mesh does not match the two.
@@ -298,6 +305,7 @@ class DeviceMeshManager:
 
     @property
     def num_devices(self) -> int:
+        """The number of its devices."""
         return len(self.devices)
 
     def create_device_mesh(

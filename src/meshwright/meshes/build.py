@@ -66,7 +66,9 @@ def mesh(
     - `intensity`, `allow_split`, `order`: those of `place`.
 
     A request for fewer devices takes a compact, host-aligned part and warns about what stays idle
-    (`IdleDevicesWarning`). Equal requests give equal placements in every process.
+    (`IdleDevicesWarning`). Equal requests give equal placements in every process. Raises
+    `SpecError` for a request that is wrong in itself, `TopologyError` for unknown hardware,
+    `PlacementError` and `MeshError` where the two do not fit.
 
     >>> import meshwright as mw
     >>> print(mw.mesh("dp:2, tp:-1"))
@@ -94,7 +96,8 @@ def abstract_mesh(
 ) -> AbstractMesh:
     """Build an `AbstractMesh`: sizes, names and types of axes, no devices.
 
-    The arguments are those of `mesh`. Without `on` every size must be given.
+    `spec`, `names`, `on`, `slices` and `axis_types` are those of `mesh`. Without `on` every size
+    must be given. Raises `MeshError` if one is open.
 
     >>> import meshwright as mw
     >>> mw.abstract_mesh("fsdp:-1, tp:8", on="v5p:8x8x8").axis_sizes
@@ -149,7 +152,7 @@ def placement_of(
     frozen = None if intensity is None else tuple(intensity.items())
     try:
         hash((frozen, order))
-    except TypeError:  # nothing good is unhashable; the checks of `place` say what it is
+    except TypeError:  # no valid option is unhashable; the checks of `place` name the wrong one
         return place(resolved, part, intensity=intensity, allow_split=allow_split, order=order)
     return _placed(resolved, part, frozen, allow_split, order)
 

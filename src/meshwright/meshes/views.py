@@ -59,7 +59,8 @@ def split_axis(mesh: AnyMesh, axis: str, into: SpecLike) -> AnyMesh:
 def merge_axes(mesh: AnyMesh, axes: Sequence[str], name: str) -> AnyMesh:
     """Merge neighbouring axes into one; `axes` lists them in the order they stand in the mesh.
 
-    They must have the same axis type.
+    `name` is that of the new axis. Raises `MeshError` unless the axes are neighbours in this order
+    and have the same axis type.
 
     >>> import meshwright as mw
     >>> dict(mw.merge_axes(mw.mesh("dp:2, fsdp:4"), ["dp", "fsdp"], "data").shape)
@@ -89,6 +90,8 @@ def merge_axes(mesh: AnyMesh, axes: Sequence[str], name: str) -> AnyMesh:
 def rename_axes(mesh: AnyMesh, names: Mapping[str, str]) -> AnyMesh:
     """Rename axes of a mesh: `names` maps old to new, axes it does not name keep theirs.
 
+    Raises `MeshError` for an axis that the mesh does not have.
+
     >>> import meshwright as mw
     >>> mw.rename_axes(mw.mesh("dp:8"), {"dp": "data"}).axis_names
     ('data',)
@@ -108,8 +111,8 @@ def check_same_order(
 ) -> bool:
     """Check that two meshes list their devices in one order, so that arrays need no reshuffle.
 
-    When they do not, raises `MeshError`, or with `on_mismatch="warn"` warns (`MeshOrderWarning`)
-    and returns `False`.
+    Returns `True` if `first` and `second` do. When they do not, raises `MeshError`, or with
+    `on_mismatch="warn"` warns (`MeshOrderWarning`) and returns `False`.
 
     >>> import meshwright as mw
     >>> mw.check_same_order(mw.mesh("dp:8"), mw.mesh("a:2, b:4"))

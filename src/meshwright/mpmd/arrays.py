@@ -20,11 +20,12 @@ from meshwright._text import plural_noun
 from meshwright.errors import GroupError, listing, short
 from meshwright.mpmd.groups import Groups, as_groups, check_ids, clip
 from meshwright.partitioning.report import array_type
+from meshwright.transfers.moves import array_without_shards
 from meshwright.trees.specs import make_spec, mesh_axes, spec_problems
 from meshwright.trees.walk import is_key
 
 
-# Compared by identity: `==` of the values would move them, and give an array rather than a truth.
+# Compared by identity: `==` of the values would move them, and give an array rather than a boolean.
 @dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 class MpmdArray:
     """An array that lives in one or several groups; each of them holds all of it, sharded its way.
@@ -35,7 +36,7 @@ class MpmdArray:
 
     Args:
       arrays: the `jax.Array`s of the groups, one each, in any order. A process passes those of
-        which it holds shards; the others know nothing of theirs.
+        which it holds shards, and leaves out the others.
       sharding: the groups, and the spec in each.
       shape, dtype: needed in a process that passes no array; elsewhere they are checked.
 
@@ -71,10 +72,12 @@ class MpmdArray:
 
     @property
     def ndim(self) -> int:
+        """The number of dims."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -112,7 +115,7 @@ class MpmdArray:
         """Return the array in a group; without shards where only other processes hold them."""
         sharding = self.sharding.sharding_of(group)
         array = self.arrays.get(group)
-        return without_shards(self.shape, self.dtype, sharding) if array is None else array
+        return array_without_shards(self.shape, self.dtype, sharding) if array is None else array
 
     def delete(self) -> None:
         """Free this process's memory of it, in all groups."""
@@ -175,12 +178,6 @@ def check_arrays(
     return by_group, full_shape, full_dtype
 
 
-def without_shards(shape: Shape, dtype: Any, sharding: NamedSharding) -> jax.Array:
-    """Make an array as a process sees it that holds none of its shards."""
-    # JAX takes the dtype from the shards, and wants it said where there are none.
-    return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
-
-
 def _shape_and_dtype(
     shape: Iterable[int] | None, dtype: Any, by_group: ArrayByGroup
 ) -> tuple[Shape, Any]:
@@ -191,7 +188,7 @@ def _shape_and_dtype(
     if shape is None or dtype is None:
         raise GroupError("this process holds no part of the array: say its shape= and dtype=.")
     try:
-        # The dtype of a typed PRNG key is none that NumPy knows.
+        # NumPy does not know the dtypes of typed PRNG keys.
         holds_keys = is_key(dtype)
         return tuple(map(operator.index, shape)), dtype if holds_keys else np.dtype(dtype)
     except TypeError:

@@ -23,6 +23,7 @@ from meshwright.transfers.moves import (
     Memory,
     Move,
     agree,
+    for_distinct,
     memory,
     own_memory,
     platform,
@@ -32,7 +33,7 @@ from meshwright.transfers.resharding import (
     batches,
     choose_method,
     move_batch,
-    plan,
+    plan_reshard,
     put_from_host,
     reshard,
     spans_processes,
@@ -110,7 +111,8 @@ def from_groups(tree: Any, mesh: Mesh, specs: Any, *, donate: bool = False) -> A
     """Move a tree out of its groups onto one ordinary mesh.
 
     Works as `reshard(tree, mesh, specs)`, which takes plain arrays, and reads arrays that are in
-    several groups from their first replica. `donate=True` frees all replicas.
+    several groups from their first replica. `donate=True` frees all replicas. Raises
+    `PartitionError` with all problems at once.
 
     >>> import numpy as np, meshwright as mw
     >>> from jax.sharding import PartitionSpec as P
@@ -129,7 +131,8 @@ def from_groups(tree: Any, mesh: Mesh, specs: Any, *, donate: bool = False) -> A
 def _moves(assignments: Sequence[GroupAssignment], groups: Groups) -> Iterator[tuple[Move, Finish]]:
     """Yield the moves array by array, so that one is in all its groups before the next begins.
 
-    `plan` works on one mesh at a time, so the moves are made group by group and then interleaved.
+    `plan_reshard` works on one mesh at a time, so the moves are made group by group and then
+    interleaved.
     """
     planned = []
     for group, mesh in enumerate(groups.meshes):
@@ -141,7 +144,7 @@ def _moves(assignments: Sequence[GroupAssignment], groups: Groups) -> Iterator[t
         )
         walked = Walk(tuple(values), leaves, jax.tree.structure(values))
         specs = [assignment.specs[group] for assignment in here]
-        plan_here = plan(values, walked, mesh, specs)
+        plan_here = plan_reshard(values, walked, mesh, specs)
         planned.append(zip(plan_here.moves, plan_here.finish, strict=True))
     for assignment in assignments:
         for group in assignment.specs:
@@ -326,9 +329,7 @@ def move_all(moves: Sequence[Move], *, donate: bool) -> list[jax.Array]:
 def move_each_once(moves: Sequence[Move], *, donate: bool) -> list[jax.Array]:
     """Move an array that goes to one place twice only once: tied weights stay one array."""
     keys = [(id(move.value), move.target) for move in moves]
-    distinct = dict(zip(keys, moves, strict=True))
-    moved = dict(zip(distinct, move_all(list(distinct.values()), donate=donate), strict=True))
-    return [moved[key] for key in keys]
+    return for_distinct(keys, moves, lambda distinct: move_all(distinct, donate=donate))
 
 
 def delete_donated(arrays: Iterable[jax.Array], results: Iterable[Any]) -> None:

@@ -1,5 +1,5 @@
 """`MpmdMesh` and `MeshGroups`: devices in groups that each run their own program, either one mesh
-cut along an axis or a list of meshes; and `Groups`, what both can tell.
+cut along an axis or a list of meshes; and `Groups`, their common interface.
 """
 
 from __future__ import annotations

@@ -61,7 +61,8 @@ def data_shard(mesh: Mesh, spec: Any = None, *, process: int | None = None) -> D
 
     `spec` is how the batch is cut: its first entry names the mesh axes of the batch dim. Default:
     every axis that splits data (`dp`, `fsdp` and their like). For Grain:
-    `ShardOptions(shard_index=part.index, shard_count=part.count)`.
+    `ShardOptions(shard_index=part.index, shard_count=part.count)`. Raises `PartitionError` if the
+    processes do not hold equal, contiguous parts, or this one holds none.
 
     >>> import meshwright as mw
     >>> mw.data_shard(mw.mesh("dp:4, tp:2"))

@@ -94,7 +94,7 @@ def partition(
 def shardings(tree: Any, mesh: AnyMesh, **options: Unpack[PartitionOptions]) -> Any:
     """Choose a `NamedSharding` for every array of a tree, ready for `jit` and `device_put`.
 
-    The specs are those of `partition`, which explains the options.
+    The specs are those of `partition`, which explains the options and the errors.
 
     >>> import jax, meshwright as mw
     >>> mw.shardings({"w": jax.numpy.ones((64, 64))}, mw.mesh("fsdp:8"))["w"].spec

@@ -118,8 +118,8 @@ def fits(leaf: Leaf, names: Names) -> bool:
 
 # Logical names that a tree carries itself, as Flax writes them. Linen's `Partitioned` and
 # `LogicallyPartitioned` boxes hold `names`. NNX variables hold them as metadata (`sharding_names`,
-# or `sharding` in older versions). Boxes are told by the module of their class and by attributes,
-# so that Flax is never imported here.
+# or `sharding` in older versions). Boxes are recognised by the module of their class and by
+# attributes, so that Flax is never imported here.
 
 
 def read_metadata(tree: Any, leaves: Sequence[Leaf]) -> list[Names | None]:
@@ -167,5 +167,5 @@ def _metadata(value: Any) -> dict[str, Any]:
     get = getattr(value, "get_metadata", None)
     try:
         return dict(get()) if callable(get) else {}
-    except TypeError:  # somebody's `get_metadata` that wants arguments
+    except TypeError:  # another library's `get_metadata`, which takes arguments
         return {}

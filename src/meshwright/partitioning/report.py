@@ -102,6 +102,7 @@ class PartitionReport(Shown):
 
     @property
     def devices(self) -> int:
+        """The number of devices of the mesh."""
         return math.prod(self.axes.values())
 
     @property
@@ -111,6 +112,7 @@ class PartitionReport(Shown):
 
     @property
     def device_bytes(self) -> int:
+        """Bytes of all arrays that one device holds."""
         return sum(row.device_bytes for row in self.rows)
 
     @property

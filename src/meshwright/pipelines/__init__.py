@@ -2,8 +2,8 @@
 
 In: a function with stage ends (`stage_mark.py`) around a loss that `value_and_grad`
 (`microbatching.py`) differentiates, groups of devices, a schedule. Out: a `PipelineStep`
-(`step.py`) that is called like the function. `api.py` checks what is asked for; `arguments.py` puts
-the arguments of a call in order.
+(`step.py`) that is called like the function. `api.py` checks the options; `arguments.py` puts the
+arguments of a call in order.
 
 The first call with arguments of a kind makes a plan. `plan.py` runs seven passes, then compiles:
 

@@ -1,4 +1,4 @@
-"""`pipeline(...)`: checks what is asked for, before anything is traced, and makes the step."""
+"""`pipeline(...)`: check the options, before anything is traced, and make the step."""
 
 from __future__ import annotations
 
@@ -71,8 +71,10 @@ def pipeline(
     _check_options(options)
     _check_schedule(schedule)
     _check_timeout(timeout)
-    layouts = GroupShardings(_auto_axes(groups), rules, unused)
-    planner = Planner(takes_positional(fn), layouts, schedule, microbatches, donated, dict(options))
+    shardings = GroupShardings(_auto_axes(groups), rules, unused)
+    planner = Planner(
+        takes_positional(fn), shardings, schedule, microbatches, donated, dict(options)
+    )
     return PipelineStep(planner, timeout)
 
 

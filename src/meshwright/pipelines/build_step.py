@@ -214,10 +214,10 @@ def _nearest_sharding(
     """Search breadth first from `var` to what it is computed from."""
     queue, seen = [var], {var}
     while queue:
-        found = queue.pop(0)
-        if found in builder.arguments or (found, group) in builder.var_shardings:
-            return builder.sharding(found, group)
-        for operand in maker[found].ins if found in maker else ():
+        candidate = queue.pop(0)
+        if candidate in builder.arguments or (candidate, group) in builder.var_shardings:
+            return builder.sharding(candidate, group)
+        for operand in maker[candidate].ins if candidate in maker else ():
             if operand.aval.shape == var.aval.shape and operand not in seen:
                 seen.add(operand)
                 queue.append(operand)

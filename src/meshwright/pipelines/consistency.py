@@ -1,9 +1,9 @@
 """`PlanConsistency`: every process must run the same step, which is checked before it first runs.
 
 `ProcessContext` is what the pipelines of this process share: one watchdog and one link. A program
-has several pipelines as often as not, one to train and one to evaluate. With one watchdog a fault
-is reported once, and steps are counted together, so that pipelines called in another order are
-seen at once.
+often has several pipelines, one to train and one to evaluate. With one watchdog a fault is reported
+once, and steps are counted together, so that a process that calls the pipelines in another order is
+noticed at once.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import html
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from meshwright._compat import Atom, Var
@@ -24,7 +24,17 @@ if TYPE_CHECKING:
     from meshwright.pipelines.plan import Plan
 
 
-_HEADING = ("stage", "group", "parameters", "F", "B + W", "kept", "sent on", "sent back", "cloned")
+_HEADING = (
+    "stage",
+    "group",
+    "parameters",
+    "F",
+    "B + W",
+    "kept",
+    "sent on",
+    "sent back",
+    "recomputed",
+)
 _RIGHT = (*[True] * 8, False)
 
 
@@ -32,7 +42,7 @@ _RIGHT = (*[True] * 8, False)
 class StageNote:
     """One stage. FLOPs and bytes are of one microbatch.
 
-    FLOPs are None where another process compiled the stage. `cloned` counts the equations that
+    FLOPs are None where another process compiled the stage. `recomputed` counts the equations that
     the stage recomputes, by primitive. `whole` says why the backward was not split into B and W,
     where the schedule asks for that.
     """
@@ -47,7 +57,7 @@ class StageNote:
     kept_bytes: int
     sent_on_bytes: int
     sent_back_bytes: int
-    cloned: dict[str, int]
+    recomputed: dict[str, int]
     whole: str | None
 
     def __repr__(self) -> str:
@@ -81,9 +91,9 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [self._table().text(), self._batch(), *self._notes()]
-        if any(note.cloned for note in self.stages):
+        if any(note.recomputed for note in self.stages):
             lines.append(
-                "cloned: equations that depend only on parameters, constants or keys, computed "
+                "recomputed: equations that depend only on parameters, constants or keys, computed "
                 "again in each task that needs them"
             )
         return "\n".join([*lines, "", str(self.timeline)])
@@ -113,11 +123,11 @@ class Explanation:
         }
 
 
-def explain(plan: Plan, names: Sequence[str]) -> Explanation:
-    """Read a plan; `names` are those of the step's argument arrays."""
+def explain(plan: Plan) -> Explanation:
+    """Explain a plan: its stages, and a timeline predicted from FLOPs."""
     schedule, region = plan.proof.schedule, plan.stage_program.region
     flops = _flops(plan)
-    notes = tuple(_note(plan, stage, names, flops) for stage in range(schedule.stages))
+    notes = tuple(_note(plan, stage, flops) for stage in range(schedule.stages))
 
     def with_role(wanted: str) -> tuple[str, ...]:
         roles = zip(region.names, region.roles, strict=True)
@@ -131,7 +141,7 @@ def _costs(plan: Plan, flops: dict[TaskKey, float]) -> str | list[Costs]:
     """The costs of tasks by their FLOPs; all alike where some were compiled elsewhere."""
     stages = range(plan.stage_program.stages)
     forwards = [flops.get((TaskKind.FORWARD, stage), 0.0) for stage in stages]
-    # Half of the truth would mislead: with FLOPs of some stages only, all count the same.
+    # FLOPs of some stages only would mislead: then all tasks cost the same.
     known = all(key in flops for key, program in plan.programs.items() if program.eqns)
     if not known or not all(forwards):
         return "F=1,B=1,W=1"
@@ -144,21 +154,21 @@ def _costs(plan: Plan, flops: dict[TaskKey, float]) -> str | list[Costs]:
     return costs
 
 
-def _note(plan: Plan, stage: int, names: Sequence[str], flops: dict[TaskKey, float]) -> StageNote:
+def _note(plan: Plan, stage: int, flops: dict[TaskKey, float]) -> StageNote:
     tasks = {key: program for key, program in plan.programs.items() if key[1] == stage}
     forward = plan.programs[TaskKind.FORWARD, stage]
     backward = [program for key, program in tasks.items() if key[0] != TaskKind.FORWARD]
     others = [program for key, program in plan.programs.items() if key[1] != stage]
     read_elsewhere = {var for program in others for var in program.ins}
     parameters = _parameters(plan, tasks.values())
-    cloned: collections.Counter[str] = collections.Counter()
+    recomputed: collections.Counter[str] = collections.Counter()
     for program in tasks.values():
-        cloned.update(eqn.primitive.name for eqn in program.recomputed)
+        recomputed.update(eqn.primitive.name for eqn in program.recomputed)
     return StageNote(
         stage,
         plan.stage_program.names[stage],
         plan.proof.schedule.group_of[stage],
-        tuple(dict.fromkeys(names[n] for numbers, _ in parameters for n in numbers)),
+        tuple(dict.fromkeys(plan.names[n] for numbers, _ in parameters for n in numbers)),
         sum(_bytes(var) for _, var in parameters),
         flops.get((TaskKind.FORWARD, stage)),
         _backward_flops(tasks, flops),
@@ -166,7 +176,7 @@ def _note(plan: Plan, stage: int, names: Sequence[str], flops: dict[TaskKey, flo
         sum(_bytes(var) for var in forward.outs if any(var in b.ins for b in backward)),
         sum(_bytes(var) for var in forward.outs if var in read_elsewhere),
         sum(_bytes(var) for b in backward for var in b.outs if var in read_elsewhere),
-        dict(cloned.most_common()),
+        dict(recomputed.most_common()),
         _why_whole(plan, stage),
     )
 
@@ -244,7 +254,7 @@ def _flops(plan: Plan) -> dict[TaskKey, float]:
 
 
 def _row(note: StageNote) -> list[str]:
-    cloned = [f"{count} {name}" for name, count in note.cloned.items()]
+    recomputed = [f"{count} {name}" for name, count in note.recomputed.items()]
     return [
         f"{note.stage} {note.name or ''}".strip(),
         str(note.group),
@@ -254,7 +264,7 @@ def _row(note: StageNote) -> list[str]:
         amount(note.kept_bytes),
         amount(note.sent_on_bytes),
         amount(note.sent_back_bytes),
-        ", ".join([*cloned[:3], "..."] if len(cloned) > 3 else cloned),
+        ", ".join([*recomputed[:3], "..."] if len(recomputed) > 3 else recomputed),
     ]
 
 

@@ -1,4 +1,6 @@
-"""Pass 5: assign the equations outside the microbatches (the optimizer's update) to groups.
+"""Assign the equations outside the microbatches (casts, the optimizer's update) to groups.
+
+A part of pass 7, which calls it once for the prologue and once for the epilogue.
 
 An optimizer needs no special operator. Equations on a parameter run in the parameter's group;
 scalars that come from several groups (a global norm) meet in the first; what depends only on

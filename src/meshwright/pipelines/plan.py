@@ -77,7 +77,7 @@ def compile_here(_: TaskFunction, __: Operation, lowered: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Planner:
-    """What a step was asked to be; makes its plans, one for each kind of arguments."""
+    """The checked options of a pipeline; `plan` makes a `Plan` for arguments of one kind."""
 
     fn: Callable[..., Any]
     shardings: GroupShardings

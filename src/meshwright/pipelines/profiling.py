@@ -59,7 +59,7 @@ class MeasuredTimeline:
             for name, t in (
                 ("measured", self.measured),
                 ("predicted", self.predicted),
-                ("if handing over tasks were free", self.undelayed),
+                ("if dispatching tasks were free", self.undelayed),
             )
         ]
         figures = Table(["", "makespan", "bubble", "idle"], rows, [False, True, True, True])
@@ -127,7 +127,10 @@ class Record:
 
 
 def merge(texts: Sequence[str]) -> str:
-    """Merge the records of several processes; a task of several runs from first to last."""
+    """Merge the records of several processes.
+
+    A task of several processes runs from its first start to its last end.
+    """
     merged = Record({}, {}, {}, [])
     for record in map(Record.from_text, texts):
         merged.dispatches.extend(record.dispatches)
@@ -274,7 +277,7 @@ def wait_for(value: Any) -> None:
 
 
 def measured_timeline(plan: Plan, record: Record) -> MeasuredTimeline:
-    """What was recorded, and what the mean times of its parts predict."""
+    """Make timelines of what was recorded and of what its mean times predict."""
     operations = plan.assembled.builder.operations
     groups = range(plan.proof.schedule.groups)
     # Operations of a group are numbered in the order of its schedule.

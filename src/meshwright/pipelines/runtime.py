@@ -1,4 +1,4 @@
-"""What this process does of a step: its operations, its arguments in slots, its results.
+"""This process's part of a step: its operations, its arguments in slots, its results.
 
 `local_operations` picks the part of the step that this process runs and turns transfers into puts,
 or into sends and receives; `bind_arguments` fills the slots before a step, `collect_results` reads
@@ -22,12 +22,14 @@ from meshwright.mpmd.assign import delete_donated
 from meshwright.mpmd.groups import Groups
 from meshwright.pipelines.step_graph import Operation, StepBuilder
 from meshwright.transfers.links import Link
-from meshwright.transfers.routes import Route, route
+from meshwright.transfers.moves import array_without_shards
+from meshwright.transfers.routes import Route
+from meshwright.transfers.routes import route as plan_route
 from meshwright.trees.walk import is_key
 
 
 def local_groups(groups: Groups) -> frozenset[int]:
-    """The groups that this process runs: its own, or in a single process all."""
+    """Return the groups that this process runs: its own, or all if there is one process."""
     if groups.spans_processes:
         return frozenset({groups.my_mpmd_axis_index})
     return frozenset(range(groups.mpmd_dim))
@@ -40,7 +42,7 @@ def local_groups(groups: Groups) -> frozenset[int]:
 def local_operations(
     builder: StepBuilder, local_groups: frozenset[int], link: Link | None
 ) -> list[Operation]:
-    """The operations of these groups; transfers become puts, or sends and receives by number."""
+    """Return the operations of these groups; transfers become puts, or sends and receives."""
     operations: list[Operation] = []
     late: list[Operation] = []
     for number, operation in enumerate(builder.operations):
@@ -53,14 +55,14 @@ def local_operations(
             operation.call = functools.partial(put, shardings)
             operations.append(operation)
         else:
-            path = _route(builder, operation)
+            route = _route(builder, operation)
             if operation.source in local_groups:
-                operations.append(_send(link, path, operation))
+                operations.append(_send(link, route, operation))
             if operation.group in local_groups:
                 # A receive stands where the transfer does, so that data flow while the group
                 # works; but not one that is joined on arrival, which blocks its devices.
-                received = _receive(link, path, operation)
-                (late if path.joins_on_arrival else operations).append(received)
+                received = _receive(link, route, operation)
+                (late if route.joins_on_arrival else operations).append(received)
                 if _on_cpu(builder, operation):
                     late.append(_wait(builder, operation))
     return _insert_before_first_use(operations, late)
@@ -68,19 +70,19 @@ def local_operations(
 
 def _route(builder: StepBuilder, operation: Operation) -> Route:
     shapes = [builder.shape(slot) for slot in operation.ins]
-    return route(shapes, [builder.slot_shardings[slot] for slot in operation.outs])
+    return plan_route(shapes, [builder.slot_shardings[slot] for slot in operation.outs])
 
 
-def _send(link: Link, path: Route, operation: Operation) -> Operation:
+def _send(link: Link, route: Route, operation: Operation) -> Operation:
     def send(*values: Any) -> Sequence[Any]:
-        link.send(path, operation.number, list(values))
+        link.send(route, operation.number, list(values))
         return ()
 
     return dataclasses.replace(operation, outs=(), call=send)
 
 
-def _receive(link: Link, path: Route, operation: Operation) -> Operation:
-    receive = functools.partial(link.receive, path, operation.number)
+def _receive(link: Link, route: Route, operation: Operation) -> Operation:
+    receive = functools.partial(link.receive, route, operation.number)
     return dataclasses.replace(operation, ins=(), call=receive)
 
 
@@ -184,7 +186,7 @@ def is_local(value: Any) -> bool:
 
 
 def _copy_in_group(value: Any, group: int) -> Any:
-    """The copy that an array which lives in several groups has in this one, or its first."""
+    """Return the copy of a multi-group array in this group, or its first; others as they are."""
     if not isinstance(value, MpmdArray):
         return value
     return value.on(group) if group in value.mesh_ids else value.first
@@ -196,7 +198,7 @@ def collect_results(
     results: Sequence[dict[int, int]],
     local_groups: frozenset[int],
 ) -> list[Any]:
-    """The arrays that the step returns; without shards where another process holds them.
+    """Return the results of the step; arrays without shards where another process holds them.
 
     `results` has for each the slot by group, as in `Assembled`.
     """
@@ -212,7 +214,7 @@ def _remote_array(builder: StepBuilder, by_group: dict[int, int]) -> Any:
     aval, sharding = builder.avals[slot], builder.slot_shardings[slot]
     # The compiler's choice of a sharding is known only in the process that compiled the program.
     sharding = sharding or builder.shardings.replicated(builder.group_of_slot[slot])
-    return jax.make_array_from_single_device_arrays(aval.shape, sharding, [], dtype=aval.dtype)
+    return array_without_shards(aval.shape, aval.dtype, sharding)
 
 
 def put(targets: Sequence[NamedSharding | None], *values: Any) -> list[Any]:

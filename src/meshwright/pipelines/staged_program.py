@@ -24,7 +24,7 @@ NO_STAGE: StageKey = (TaskKind.FORWARD, -1)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StagedProgram:
-    """A flat program while it is split into stages.
+    """A flat program while passes 2 and 3 split it into stages; their result is a `StageProgram`.
 
     An equation that depends on `roots` alone (parameters, constants, whole operands, random keys)
     is *recomputable*: it has no stage, and every task that needs it computes it again. All others

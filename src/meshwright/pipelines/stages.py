@@ -9,12 +9,12 @@ each for a reason:
 - A backward equation that touches one stage only goes back to that stage, however late it comes:
   the cast of a gradient, at the very end, belongs where the gradient is made.
 - A stage end that a remat passes again ends no stage: behind it stands the value that was handed
-  over the first time. Where one trace was passed several times (a function called twice), nobody
-  can say which that was, and what is computed again goes on.
+  over the first time. Where one trace was passed several times (a function called twice), it is
+  not known which that was, and the recomputed value is used.
 - What depends only on the batch, before the first stage end, moves to the stage that needs it
   (labels).
-- What nobody needs is dropped, unless it has effects. What a remat computes again goes to the
-  backward that needs it.
+- An equation that no result needs is dropped, unless it has effects. What a remat computes again
+  goes to the backward that needs it.
 - What is computed only to be carried on stays in the stage that uses what is carried, and a
   carried value that is made earlier is copied into that stage.
 - A result that is recomputable, or an operand as it came, is copied by the forward of the first
@@ -57,7 +57,10 @@ from meshwright.schedules.types import TaskKind
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StageProgram:
-    """A region's equations by stage, in program order, with stage ends taken out.
+    """The result of passes 2 and 3: a region's equations by stage, with stage ends taken out.
+
+    Immutable, unlike the `StagedProgram` that those passes work on. Equations of a stage are in
+    program order.
 
     `recomputable` maps a variable to the equation that every user computes again. `outs` are the
     region's results, `grads` the partial sums of each parameter's gradient: (stage, variable).
@@ -219,8 +222,8 @@ def _hand_over(program: StagedProgram, eqn: Eqn, here: StageKey) -> None:
 def _pass_again(program: StagedProgram, eqn: Eqn, ends: Sequence[Eqn], here: StageKey) -> None:
     """Take out a stage end that a remat passes again.
 
-    The stage has its value from the first time, unless the trace was passed several times and
-    nobody can say which of `ends` was the first: then what was computed again goes on.
+    Its users read the value of the first pass. If the trace was passed several times, it is not
+    known which of `ends` was that one, and they read the recomputed value.
     """
     for n, (before, after) in enumerate(zip(eqn.invars, eqn.outvars, strict=True)):
         first = ends[0].outvars[n] if len(ends) == 1 else None
@@ -286,7 +289,7 @@ def sink_to_first_use(program: StagedProgram) -> None:
 
 
 def eliminate_dead_and_delay_remat(program: StagedProgram) -> None:
-    """Drop what nobody needs; what a remat computes again moves to the backward that needs it."""
+    """Drop equations that no result needs; move rematerialized ones to the backward of a user."""
     results = set(variables((*program.outs, *program.grads)))
     fixed = results | program.pinned | _cotangents(program)
     users: dict[Var, set[StageKey]] = {}

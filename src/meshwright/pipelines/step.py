@@ -88,9 +88,9 @@ class PipelineStep:
         Takes the arguments of a call, arrays or shapes; without them it explains the last call.
         Compiles if needed, and runs nothing.
         """
-        places = positional_arguments(self.fn, args, keywords)
-        plan = self.plan_of(*places) if places else self._last_plan()
-        return explain(plan, plan.names)
+        positional = positional_arguments(self.fn, args, keywords)
+        plan = self.plan_of(*positional) if positional else self._last_plan()
+        return explain(plan)
 
     def timeline(self, *args: Any, **keywords: Any) -> MeasuredTimeline:
         """Run a step and measure when every task ran, beside what its times predict.
@@ -98,13 +98,13 @@ class PipelineStep:
         The results are dropped; donated arguments are copied first. In several processes all
         call it, and all get the timeline of all groups.
         """
-        places = positional_arguments(self.fn, args, keywords)
-        if not places:
+        positional = positional_arguments(self.fn, args, keywords)
+        if not positional:
             raise PipelineError("timeline() runs a step: pass its arguments.")
-        plan = self._begin_step(self._check_arguments(places), " (its timeline)")
+        plan = self._begin_step(self._check_arguments(positional), " (its timeline)")
         copies = [
             jax.tree.map(_copy_if_local, arg) if number in self.donated else arg
-            for number, arg in enumerate(places)
+            for number, arg in enumerate(positional)
         ]
         arrays = split_arrays(tuple(copies), 1).arrays
         slots = bind_arguments(plan.assembled.builder, arrays, self.local_groups)

@@ -80,7 +80,7 @@ class PlacedArgument:
 
 
 class StepBuilder:
-    """The operations of a step while they are written down, and the tables of its slots.
+    """Collects the operations of a step, and the tables of its slots.
 
     A variable (of the traced step, or a `PartialResult`) has one slot in each group that needs
     it: `slot_in_group` returns that slot, and writes the transfer that fills it the first time.
@@ -317,7 +317,7 @@ def execute(operation: Operation, slots: list[Any]) -> Sequence[Any]:
     """Call one operation and keep its results, which are returned too."""
     try:
         results = operation.call(*[slots[slot] for slot in operation.ins])  # type: ignore[misc]
-    except _compat.no_number() as error:
+    except _compat.nan_error() as error:
         # With `jax_debug_nans` a compiled program raises JAX's internal error; `jit` would have
         # turned it into a FloatingPointError, and so do we, with the name of the task.
         raise FloatingPointError(

@@ -84,7 +84,7 @@ def _equations(stages: StageProgram, kind: str, stage: int) -> list[Eqn]:
 
 
 def _urgent(stages: StageProgram, stage: int) -> set[int]:
-    """Of a backward, the equations (by id) that other stages wait for; the others are its W."""
+    """The equations (by id) of a backward that other stages wait for: its B. The rest are its W."""
     key = (TaskKind.BACKWARD, stage)
     others = [eqn for at, eqns in stages.eqns.items() if at != key for eqn in eqns]
     needed = set(variables_read(others)) | _results(stages)
@@ -106,8 +106,8 @@ def _sums(stages: StageProgram, key: TaskKey, computed: dict[TaskKey, set[Var]])
     for number, (at, var) in all_sums(stages).items():
         if at[1] != stage or (at[0] == TaskKind.FORWARD) != (kind == TaskKind.FORWARD):
             continue
-        nobody = not any(var in computed[other] for other in computed if other[1] == stage)
-        if var in computed[key] or (nobody and kind != TaskKind.WEIGHT_GRADIENT):
+        made_by_none = not any(var in computed[other] for other in computed if other[1] == stage)
+        if var in computed[key] or (made_by_none and kind != TaskKind.WEIGHT_GRADIENT):
             sums[number] = var
     return sums
 

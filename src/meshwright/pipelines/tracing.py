@@ -225,8 +225,8 @@ def _body_to_inline(
     hidden = [text for inner in _inner_programs(eqn) for text in boundaries_in(inner)]
     if not hidden:
         return None
-    # Inlining loses a custom derivative, which nobody asks for any more: gradients are in the
-    # trace.
+    # Inlining loses a custom derivative, which is not needed any more: the trace already has the
+    # gradients.
     if primitive in (known["closed_call"], known["custom_jvp"], known["custom_vjp"]):
         return _opened(body)
     raise PipelineError(

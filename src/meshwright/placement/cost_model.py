@@ -343,7 +343,7 @@ def ring_path(sizes: Sequence[int]) -> np.ndarray:
     if len(above_one) < 2 or math.prod(above_one) % 2:
         return snake_path(sizes)
     # One even side against a path through all the others makes a plain rectangle: leave its
-    # first column free, run through the rest in rows, and come home along that column.
+    # first column free, run through the rest in rows, and return along that column.
     even = next(d for d, side in enumerate(sizes) if side % 2 == 0)
     others = snake_path([side for d, side in enumerate(sizes) if d != even])
     rows, columns = sizes[even], len(others)

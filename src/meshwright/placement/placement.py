@@ -44,7 +44,7 @@ class Placement(Shown):
     runner_up: tuple[AxisPlan, ...] | None = None  # plans of all axes, as in `axes`
 
     def __post_init__(self) -> None:
-        self.positions.setflags(write=False)  # shared and cached, so nobody may write to it
+        self.positions.setflags(write=False)  # shared and cached, so read-only
 
     @property
     def cost(self) -> float:
@@ -251,7 +251,7 @@ def _plane(topology: Topology, labels: np.ndarray, axis: AxisPlan) -> tuple[np.n
     return np.atleast_2d(labels[at]), where + (f", at {', '.join(fixed)}" if fixed else "")
 
 
-MOST_CELLS = 1024  # a notebook stays quick, and nobody counts more squares
+MOST_CELLS = 1024  # more would make a notebook slow, and show no more
 _CELL, _GAP = 14, 10  # pixels
 
 

@@ -1,6 +1,6 @@
 """`place(spec, topology)`: find the best layout and write down where every device goes.
 
-`measure` does the reverse: it reads the layout of a mesh that exists, ours or anybody's, off its
+`measure` does the reverse: it reads the layout of any mesh that exists, ours or not, off its
 devices, and costs it by the same model.
 """
 
@@ -47,7 +47,7 @@ def place(
     """Find the best layout of a mesh on the hardware, by search under a stated model.
 
     The search is complete over the ways to compose every axis from prime factors of the
-    physical directions. The mesh fills the whole topology.
+    physical directions. The mesh fills the whole topology: open sizes of `spec` are filled from it.
 
     `intensity` overrides how much an axis communicates, e.g. `{"tp": 20}`. `allow_split=False`
     keeps every torus direction in one piece. `order`: how an axis made of several directions is
@@ -215,7 +215,7 @@ def _measured_axis_plan(
         return AxisPlan(name, size, weight, None, "scattered", cost, spans if network else 1)
     slow = total_factor(parts_of_kind(topology, parts, "network"))
     order = _order_of(topology, groups, parts, name)
-    # An order of somebody else's has no formula: count hops within each slice.
+    # An order that is none of ours has no formula: count hops within each slice.
     inside = size // slow
     hops = (
         longest_hop(topology, coords.reshape(-1, inside, coords.shape[-1]))

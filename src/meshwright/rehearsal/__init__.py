@@ -1,14 +1,14 @@
 """Rehearsals. In: a function, shapes, a mesh. Out: what the real compiler makes of it.
 
-`api` has the entrances and the order of the parts; `pipelines` does the same task by task:
+`api` has the entry points, which run these parts in order; `pipelines` runs them task by task:
 
-- `request`, `step_arguments`: check what is asked, decide how the arguments are sharded;
+- `request`, `step_arguments`: check the options, decide how the arguments are sharded;
 - `lowering`: trace and lower to StableHLO without devices;
 - `compiler`, `compiler_worker`, `tpu_slices`: compile in a process of its own, or look it up;
 - `memory` (by `live_ranges`), `collectives`, `step_time`: read the optimised HLO;
 - `result`, `remedies`, `rendering`: the `Rehearsal`, what to do about it, how it prints.
 
-Names are looked up when they are used: the compiling process needs few of them, and soon.
+Names are looked up on first use: the compiling process needs few of them, and must start fast.
 """
 
 from meshwright._lazy import attach

@@ -141,6 +141,9 @@ def rehearse_model(
       seq: length of a row; by default the model's own.
       **options: `on`, `slices`, `dcn`, `compiler`, `timeout` and `cache`, as for `rehearse`.
 
+    Raises `ModelError` for an unknown model or sizes that do not fit it, and `RehearsalError` as
+    `rehearse` does.
+
     >>> import meshwright as mw
     >>> r = mw.rehearse_model("tiny", batch=16, mesh="fsdp:4, tp:2", on="cpu:8")
     >>> r.fits, r.name

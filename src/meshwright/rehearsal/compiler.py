@@ -257,7 +257,6 @@ def _version(name: str) -> str:
 # Outcomes are kept on disk, one file each, named by the key of their job. A file holds a checksum,
 # then the outcome, compressed. One that is damaged counts as not there.
 
-
 _CHECKSUM = 32  # bytes of a SHA-256
 
 

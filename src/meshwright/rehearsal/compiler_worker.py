@@ -124,7 +124,7 @@ def _end_with_parent(folder: str) -> None:
 
 
 def _leave(folder: str) -> None:
-    """End at once: the parent is gone, and with it who would have removed the folder."""
+    """Remove the folder and exit: the parent, which would have removed it, is gone."""
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 

@@ -97,14 +97,14 @@ class LiveRanges:
 
     def _note_updates(self, at: int, instruction: Instruction) -> None:
         """Note what an instruction may write over, and when it is done with that."""
-        if says_all(instruction):
+        if lists_all_aliases(instruction):
             return
         if instruction.opcode.endswith("-start"):
             users = self.computation.users.get(instruction.name, ())
             at = max((self.position[user.name] for user in users), default=at)
         for number, operand in updated(self.program.computations, instruction):
             self._note(at, (instruction.name, number), self._operand(instruction, operand))
-        for number, operand in by_element(self.program.computations, instruction):
+        for number, operand in elementwise(self.program.computations, instruction):
             old = self._operand(instruction, operand)
             # The place of an argument, even a donated one, is for a result.
             if not any(map(self._is_parameter, old)):
@@ -121,7 +121,7 @@ class LiveRanges:
     def _extend_results(self) -> None:
         """Keep what is returned to the end, unless it is in memory that is counted elsewhere.
 
-        A program's own results have their place from the start: whoever runs it sets it aside.
+        The results of the whole program are allocated by its caller, before it starts.
         """
         for number, buffers in enumerate(self.holds[self.computation.root.name]):
             for buffer in buffers:
@@ -220,23 +220,22 @@ def _layouts(text: str) -> list[str]:
     return _ARRAY.findall(text)
 
 
-# Which of its results an instruction says it writes over its operands. Fusions and custom calls may
-# have to: `output_to_operand_aliasing={{0}: (1, {})}` puts result 0 into operand 1. A TPU's
-# compiler says of each instruction what it came to share: `"aliasing_operands":{"lists":
+# Which results of an instruction the text says are written over its operands. Fusions and custom
+# calls may have to: `output_to_operand_aliasing={{0}: (1, {})}` puts result 0 into operand 1. A
+# TPU's compiler lists for each instruction what shares memory: `"aliasing_operands":{"lists":
 # [{"indices":["0","2"]}]}` numbers operands and then results, so for two operands that is result 0
 # in operand 0.
 
-
 _MUST_ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{(\d*)\}")
-_CAME_TO_SHARE = re.compile(r'"aliasing_operands":\{"lists":\[((?:\{"indices":\[[^\]]*\]\},?)*)\]')
+_LISTED_ALIASES = re.compile(r'"aliasing_operands":\{"lists":\[((?:\{"indices":\[[^\]]*\]\},?)*)\]')
 _INDICES = re.compile(r"\[([^\]]*)\]")
 
 OperandLeaf = tuple[int, int]  # the number of an operand and of one of its arrays
 
 
-def says_all(instruction: Instruction) -> bool:
-    """Whether the text tells of everything that the instruction writes over."""
-    return _CAME_TO_SHARE.search(instruction.attributes) is not None
+def lists_all_aliases(instruction: Instruction) -> bool:
+    """Whether the text lists all operands that the instruction writes over, as TPU compilers do."""
+    return _LISTED_ALIASES.search(instruction.attributes) is not None
 
 
 def written_over(computation: Computation, instruction: Instruction) -> dict[int, OperandLeaf]:
@@ -244,7 +243,7 @@ def written_over(computation: Computation, instruction: Instruction) -> dict[int
     results = instruction.shape.leaves
     operands = [operand.shape.leaves for operand in computation.operands(instruction)]
     aliases: dict[int, OperandLeaf] = {}
-    for result, (operand, leaf) in (*_must_alias(instruction), *_came_to_share(instruction)):
+    for result, (operand, leaf) in (*_must_alias(instruction), *_listed_aliases(instruction)):
         if result < len(results) and operand < len(operands) and leaf < len(operands[operand]):
             if results[result].bytes == operands[operand][leaf].bytes:
                 aliases.setdefault(result, (operand, leaf))
@@ -252,14 +251,14 @@ def written_over(computation: Computation, instruction: Instruction) -> dict[int
 
 
 def _must_alias(instruction: Instruction) -> Iterator[tuple[int, OperandLeaf]]:
-    """Results and operands in tuples within tuples are left out."""
+    """Yield `output_to_operand_aliasing`; results and operands in nested tuples are left out."""
     text = instruction.attribute("output_to_operand_aliasing") or ""
     for result, operand, leaf in _MUST_ALIAS.findall(text):
         yield int(result or 0), (int(operand), int(leaf or 0))
 
 
-def _came_to_share(instruction: Instruction) -> Iterator[tuple[int, OperandLeaf]]:
-    lists = _CAME_TO_SHARE.search(instruction.attributes)
+def _listed_aliases(instruction: Instruction) -> Iterator[tuple[int, OperandLeaf]]:
+    lists = _LISTED_ALIASES.search(instruction.attributes)
     operands = len(instruction.operands)
     for indices in _INDICES.findall(lists[1]) if lists else ():
         numbers = sorted(int(number) for number in re.findall(r"\d+", indices))
@@ -274,11 +273,10 @@ def _came_to_share(instruction: Instruction) -> Iterator[tuple[int, OperandLeaf]
 # more. Example: a fusion whose root is dynamic-update-slice(bitcast(param 1), ...) updates operand
 # 1; one of add(multiply(param 0, c), param 1) may write over either operand, element by element.
 
-
 _UPDATES = ("dynamic-update-slice", "scatter")
 _SAME_BYTES = ("bitcast", "reshape")
 _REDUCED = ("all-reduce", "all-reduce-start")  # over devices, each element by itself
-_BY_ELEMENT = frozenset(
+_ELEMENTWISE = frozenset(
     "abs add and bitcast ceil clamp compare convert cosine divide exponential"
     " exponential-minus-one floor is-finite log log-plus-one logistic maximum minimum multiply"
     " negate not or power remainder round-nearest-afz round-nearest-even rsqrt select"
@@ -287,17 +285,17 @@ _BY_ELEMENT = frozenset(
 )
 
 
-def by_element(
+def elementwise(
     computations: Mapping[str, Computation], instruction: Instruction
 ) -> Iterator[tuple[int, int]]:
     """Results that need an operand's elements only in their own place, with its number."""
     numbers = range(len(instruction.operands))
     if instruction.opcode in _REDUCED:
         yield from zip(numbers, numbers, strict=True)
-    elif instruction.opcode in _BY_ELEMENT:
+    elif instruction.opcode in _ELEMENTWISE:
         yield from ((0, number) for number in numbers)
     elif instruction.opcode == "fusion":
-        yield from _fusion_by_element(_fused(computations, instruction))
+        yield from _elementwise_in_fusion(_fused(computations, instruction))
 
 
 def updated(
@@ -343,24 +341,24 @@ def _updated_parameter(
     return int(result.operand_text) if updates else None
 
 
-def _fusion_by_element(fused: Computation) -> Iterator[tuple[int, int]]:
+def _elementwise_in_fusion(fused: Computation) -> Iterator[tuple[int, int]]:
     """Results of a fusion that need no element of a parameter but the one in their place."""
     results = _results(fused)
     for number, parameter in fused.parameters.items():
-        reached = _reached_by_element(fused, parameter)
+        reached = _reached_elementwise(fused, parameter)
         for place, result in enumerate(results):
             if result is not parameter and result.name in reached:
                 yield place, number
 
 
-def _reached_by_element(fused: Computation, parameter: Instruction) -> set[str]:
+def _reached_elementwise(fused: Computation, parameter: Instruction) -> set[str]:
     """What is made of a parameter element by element; nothing, if it is read otherwise too."""
     reached, waiting = {parameter.name}, [parameter]
     while waiting:
         for user in fused.users.get(waiting.pop().name, ()):
-            if user.opcode in _BY_ELEMENT and user.name not in reached:
+            if user.opcode in _ELEMENTWISE and user.name not in reached:
                 reached.add(user.name)
                 waiting.append(user)
-            elif user.opcode not in (*_BY_ELEMENT, "tuple", "reduce"):
+            elif user.opcode not in (*_ELEMENTWISE, "tuple", "reduce"):
                 return set()
     return reached

@@ -45,15 +45,17 @@ class Memory(Shown):
 
     @property
     def peak(self) -> int:
+        """Bytes that are allocated at once."""
         return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
 
     @property
     def margin(self) -> int:
-        """What is left of the limit; negative when it does not fit."""
+        """Bytes that are left of the limit; negative when it does not fit."""
         return self.limit - self.peak
 
     @property
     def fits(self) -> bool:
+        """Whether the compiler accepted the program and its peak is within the limit."""
         return not self.refused and self.margin >= 0
 
     @property
@@ -109,6 +111,7 @@ class Memory(Shown):
         return Sheet(self.verdict(), parts)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the sizes in bytes, and the buffers at the peak, as plain data."""
         return {
             "fits": self.fits,
             "peak": self.peak,
@@ -323,7 +326,7 @@ _STEPS = 6  # away from the instruction itself
 
 # In: the instruction that makes a buffer. Out: one that carries the name of a user's operation, or
 # `None`. Compilers copy, widen and set aside memory on behalf of others: a copy belongs to what it
-# copies, and memory that is set aside to whoever fills it, which may be the body of a loop.
+# copies, and memory that is set aside to what fills it, which may be the body of a loop.
 # Example: a nameless broadcast that starts a scan's stacked results is named by the
 # dynamic-update-slice in the loop's body.
 def origin(program: Program, instruction: Instruction, steps: int = _STEPS) -> Instruction | None:
@@ -347,7 +350,7 @@ def is_named(program: Program, instruction: Instruction) -> bool:
 
 
 def _neighbours(program: Program, instruction: Instruction) -> Iterator[Instruction]:
-    """Whom to ask instead: what is copied, then who reads or fills it."""
+    """Yield instructions that may have a name instead: the source of a copy, readers, writers."""
     where = program.computations[instruction.computation]
     if instruction.opcode in _COPIES:
         yield from where.operands(instruction)[:1]

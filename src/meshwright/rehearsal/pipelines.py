@@ -90,7 +90,7 @@ def rehearse_pipeline(
         group = GroupRehearsal(refused.group, refused.memory, 0, ())
         return PipelineRehearsal((group,), None, None, refused.task)
     groups = tuple(_group(plan, number) for number in range(step.groups.mpmd_dim))
-    return PipelineRehearsal(groups, _timeline(plan, groups), explain_plan(plan, plan.names))
+    return PipelineRehearsal(groups, _timeline(plan, groups), explain_plan(plan))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -108,6 +108,7 @@ class PipelineRehearsal:
 
     @property
     def fits(self) -> bool:
+        """Whether every group fits the memory of its devices."""
         return all(group.memory.fits for group in self.groups)
 
     def __repr__(self) -> str:
@@ -161,6 +162,7 @@ class PipelineRehearsal:
         )
 
     def to_json(self) -> dict[str, Any]:
+        """Return groups, tasks and the timeline as plain data."""
         return {
             "fits": self.fits,
             "refused": self.refused or None,
@@ -313,13 +315,13 @@ class TaskCompiler:
 
     def __init__(self, groups: Groups, timeout: float, folder: Path | None):
         self.groups, self.timeout, self.folder = groups, timeout, folder
-        self._asked: dict[str, concurrent.futures.Future[Outcome]] = {}
+        self._outcomes: dict[str, concurrent.futures.Future[Outcome]] = {}
         self._lock = threading.Lock()
         self._stopped = threading.Event()
 
-    def __call__(self, code: TaskFunction, operation: Operation, program: Any) -> CompiledTask:
+    def __call__(self, function: TaskFunction, operation: Operation, program: Any) -> CompiledTask:
         """Compile a lowered program with the vendor's compiler."""
-        job = self._job(code, operation, program)
+        job = self._job(function, operation, program)
         outcome = self._outcome(job)
         if outcome.verdict == "exhausted":
             memory = as_refused(outcome.reason, (), job.site.topology.chip)
@@ -331,29 +333,29 @@ class TaskCompiler:
         """End the compilers that are still at work."""
         self._stopped.set()
 
-    def _job(self, code: TaskFunction, operation: Operation, program: Any) -> Job:
+    def _job(self, function: TaskFunction, operation: Operation, program: Any) -> Job:
         module = program.compiler_ir("stablehlo").operation
         written = io.BytesIO()
         module.write_bytecode(written)
         hardware, positions = slice_for(self.groups.meshes[operation.group])
         return Job(
-            _name(code, operation),
+            _name(function, operation),
             written.getvalue(),
             Site(PLATFORMS[hardware.chip.family], hardware, positions),
-            tuple(out is None for out in code.out_shardings),
+            tuple(out is None for out in function.out_shardings),
             _compat.uses_shardy(),
             identity_of(module),
         )
 
     def _outcome(self, job: Job) -> Outcome:
-        """The outcome of a job, or that of another thread that has asked for the same."""
+        """The outcome of a job, or the one that another thread is already compiling."""
         with self._lock:
-            first = job.key not in self._asked
-            outcome = self._asked.setdefault(job.key, concurrent.futures.Future())
+            first = job.key not in self._outcomes
+            outcome = self._outcomes.setdefault(job.key, concurrent.futures.Future())
         if first:
             try:
                 outcome.set_result(compile_or_load(job, self.folder, self.timeout, self._tick)[0])
-            except BaseException as error:  # those who wait must hear of it too
+            except BaseException as error:  # for the threads that wait for it too
                 outcome.set_exception(error)
         return outcome.result()
 
@@ -362,9 +364,11 @@ class TaskCompiler:
             raise RehearsalError("the rehearsal of this pipeline has ended.")
 
 
-def _name(code: TaskFunction, operation: Operation) -> str:
+def _name(function: TaskFunction, operation: Operation) -> str:
     task = operation.task
-    return code.name if task is None else f"group {operation.group}: task {task.stage}{task.kind}"
+    return (
+        function.name if task is None else f"group {operation.group}: task {task.stage}{task.kind}"
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -412,13 +416,13 @@ def group_memory(
             alive -= set(operation.drop) - given
             continue
         between = total(alive - given)
-        code = operation.function
-        working = total(operation.outs) if code is None else _working(code)
+        function = operation.function
+        working = total(operation.outs) if function is None else _working(function)
         if total(alive & given) + between + working > peak:
             peak, held = total(alive & given) + between + working, between
         alive |= set(operation.outs)
         alive -= set(operation.drop) - given
-        alive -= set() if code is None else {operation.ins[n] for n in code.donate_argnums}
+        alive -= set() if function is None else {operation.ins[n] for n in function.donate_argnums}
     programs = sum(
         each.compiled.memory_analysis().generated_code_size_in_bytes
         for each in {id(o.function): o.function for o in own if o.function is not None}.values()
@@ -427,9 +431,9 @@ def group_memory(
     return Memory(arguments, 0, 0, rest, programs, available(chip), chip.name, chip.family), held
 
 
-def _working(code: TaskFunction) -> int:
+def _working(function: TaskFunction) -> int:
     """Bytes that a program needs besides its arguments."""
-    report = code.compiled.memory_analysis()
+    report = function.compiled.memory_analysis()
     new = report.output_size_in_bytes - report.alias_size_in_bytes
     return int(report.temp_size_in_bytes + new)
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # `result` imports this file
 class Remedy:
     """One change that saves memory: what to change and how, and the peak to expect in bytes.
 
-    `peak` is `None` where it cannot be told: a compiler that gave up says nothing of results.
+    `peak` is `None` where it is not known: a compiler that gave up says nothing of results.
     `request` is the changed request, where the change can be made here; `tried` is its rehearsal,
     or `failed` why there is none, after `remedies(check=True)`.
     """

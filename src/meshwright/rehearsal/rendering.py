@@ -169,7 +169,6 @@ def advice_list(lines: Sequence[str]) -> Html:
 
 # Memory: stacked parts against the limit, and the largest buffers with where they come from.
 
-
 _BUFFERS = 12
 
 
@@ -284,7 +283,6 @@ def _cause_table(cause: str, entries: Sequence[Collective]) -> Html:
 
 
 # How the arguments are cut: a drawing of every large one that differs, and the table of all.
-
 
 _DRAWN, _ROWS = 8, 150
 

@@ -79,8 +79,8 @@ class Request:
         return placement, hardware
 
     def _hardware(self) -> Topology:
-        # A name is read as data: `target` would ask the vendor's compiler for its devices, which
-        # is the compiling process's business and takes seconds.
+        # A name is read as data: `target_topology` would get devices from the vendor's compiler,
+        # which takes seconds and is left to the compiling process.
         if isinstance(self.on, Topology):
             return self.on
         if isinstance(self.on, str):

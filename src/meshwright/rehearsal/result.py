@@ -46,10 +46,12 @@ class Rehearsal:
 
     @property
     def name(self) -> str:
+        """What the step is called: `name` of `rehearse`, or the function's name."""
         return self.request.name
 
     @property
     def fits(self) -> bool:
+        """Whether the step fits the memory of a device."""
         return self.memory.fits
 
     @property
@@ -97,6 +99,7 @@ class Rehearsal:
         return as_html(self)
 
     def to_json(self) -> dict[str, Any]:
+        """Return everything but the HLO text as plain data."""
         return as_json(self)
 
 
@@ -151,6 +154,7 @@ class Comparison:
         return cells
 
     def to_json(self) -> dict[str, Any]:
+        """Return `{what: [first, second]}`."""
         return {label: [first, second] for label, first, second, _ in self.rows()}
 
 

@@ -46,6 +46,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
+        """Modelled seconds of one step."""
         return self.compute + self.memory + self.start + self.exposed
 
     @property
@@ -80,6 +81,7 @@ class StepTime:
         return table(rows, [False, True, True])
 
     def to_json(self) -> dict[str, Any]:
+        """Return the total and its parts as plain data, in seconds."""
         return {
             "seconds": self.total,
             "parts": self.parts(),

@@ -215,10 +215,8 @@ MOST_BOXES, MOST_LANES = 1500, 16
 LANE, GAP, BREAK = 26, 7, 34
 LEFT, TOP = 76, 64
 _WIDEST, _NARROWEST = 1200.0, 360.0  # of the lanes
-_BOX, _SMALLEST_BOX = (
-    26.0,
-    7.0,
-)  # a median_duration task's width, when there is room and when there is not
+# The width of a task of median duration, when there is room and when there is not.
+_BOX, _SMALLEST_BOX = 26.0, 7.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,7 +279,7 @@ def _count_boxes(timeline: Timeline, chosen: Crop) -> int:
 
 
 # A hue per kind of task, a shade per stage of a group. The hues differ in lightness as well, so
-# that no kind is told by red against green alone.
+# that no two kinds differ only as red and green.
 _HUES: dict[str, str] = {
     TaskKind.FORWARD: BLUE,
     TaskKind.INPUT_GRADIENT: AMBER,

@@ -97,6 +97,7 @@ class MeshSpec:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Name per axis, in order."""
         return tuple(axis.name for axis in self.axes)
 
     @property
@@ -111,6 +112,7 @@ class MeshSpec:
 
     @property
     def types(self) -> tuple[str | None, ...]:
+        """Axis type per axis as a word; `None` where the request leaves it to JAX's default."""
         return tuple(axis.type for axis in self.axes)
 
     def resolve(self, devices: int, slices: int | None = None) -> MeshSpec:

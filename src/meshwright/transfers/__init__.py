@@ -1,4 +1,4 @@
-"""Move arrays: in come arrays and where they shall lie, out come the arrays there.
+"""Move arrays. In: arrays and the shardings they should have. Out: the arrays, sharded so.
 
 On trees: `shard` (`device_put`), `init` (`sharded_init`) and `reshard` (`resharding`, `moves`).
 Between groups of devices: `route` plans a transfer once (`routes`), `connect` opens a `Link` that

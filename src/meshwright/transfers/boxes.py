@@ -121,7 +121,7 @@ def as_slices(box: Box) -> Slices:
 
 
 def bounding_box(boxes: Sequence[Box]) -> Box:
-    """Return the smallest box around some.
+    """Return the smallest box that contains all of `boxes`.
 
     >>> bounding_box([((0, 2), (0, 4)), ((2, 4), (0, 4))])
     ((0, 4), (0, 4))

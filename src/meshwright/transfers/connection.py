@@ -133,7 +133,7 @@ def _pull(members: tuple[int, ...], host: str, timeout: float) -> Link:
 
 
 def _gather_addresses(members: Sequence[int], address: str, timeout: float) -> Mapping[int, str]:
-    """Return the address of every member, this process too, once all have told theirs."""
+    """Return the address of every member, this process too, once all have published theirs."""
     texts = gather_texts("transfers", address, members, timeout=timeout)
     absent = [process for process, text in texts.items() if text is None]
     if absent:
@@ -146,7 +146,7 @@ def _gather_addresses(members: Sequence[int], address: str, timeout: float) -> M
 
 # A byte from each process to each, when a link is made: all can be reached, and stay connected.
 #
-# A pull from an address where nobody listens would wait for ever, and one over a connection that
+# A pull from an address without a listener would wait for ever, and one over a connection that
 # is still being made is lost when the other side closes.
 
 

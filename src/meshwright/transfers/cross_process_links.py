@@ -25,7 +25,7 @@ from meshwright.transfers.links import (
     whole_put,
 )
 from meshwright.transfers.message_plan import Device, Pair
-from meshwright.transfers.moves import empty_array
+from meshwright.transfers.moves import array_without_shards
 from meshwright.transfers.routes import Route
 from meshwright.transfers.transfer_plan import Step
 
@@ -46,7 +46,7 @@ class Message:
 
 
 @dataclasses.dataclass(frozen=True)
-class MessagePlan:
+class PullPlan:
     """The messages of one process: by the process they go to, and by the one they come from."""
 
     outgoing: Mapping[int, Message]
@@ -69,7 +69,7 @@ class PullLink(KeyedLink):
 
     def close(self) -> None:
         super().close()
-        # The server stops when nobody holds it; what was offered can still be pulled.
+        # The server stops when its last reference is dropped; what was offered can still be pulled.
         self._server, self._peers = None, {}
 
     def _plan(self, route: Route) -> Job:
@@ -81,7 +81,7 @@ class PullLink(KeyedLink):
             for (sender, me), message in messages.items()
             if me == self.process
         }
-        return make_job(route, self.process, whole, MessagePlan(outgoing, incoming))
+        return make_job(route, self.process, whole, PullPlan(outgoing, incoming))
 
     def _send(self, job: Job, name: Name, use: int, data: list[Any]) -> Arrays | None:
         chunks = job.work.make_outgoing(data)
@@ -137,7 +137,7 @@ def _shapes(route: Route, message: Message) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 # Putting: `jax.device_put` crosses processes where all of them make the same calls in one order.
-# A process that holds nothing of an array takes part with an empty one.
+# A process that holds nothing of an array takes part with an array without shards.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +181,7 @@ class PutLink(Link):
         if donate:
             self._refuse_donation()
         job = self._job(route)
-        key_text(key)
+        key_text(key)  # refuses a bad key
         sends = self.process in route.senders
         with job.context():
             data = job.check(arrays) if sends else []
@@ -260,5 +260,5 @@ def _chunk_stand_in(route: Route, number: int) -> jax.Array | None:
 
 
 def _stand_in(shape: Shape, dtype: np.dtype[Any], where: Sharding) -> jax.Array | None:
-    """Return the array that a process puts that holds none of it; others put the real one."""
-    return None if where.has_addressable_devices else empty_array(shape, dtype, where)
+    """Return an array without shards to put here; None where this process holds the real one."""
+    return None if where.has_addressable_devices else array_without_shards(shape, dtype, where)

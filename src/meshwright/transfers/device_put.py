@@ -53,6 +53,7 @@ def shard(
     one. In several processes host arrays must be the same everywhere, and each process copies only
     its own pieces; `local=True` says that they are this process's part instead. 64-bit values that
     JAX would narrow are refused, or converted with `narrow="convert"`, integers if they fit.
+    Raises `PartitionError`, with the path of every leaf that is wrong, before anything is placed.
 
     >>> import numpy as np, meshwright as mw
     >>> placed = mw.shard({"w": np.ones((512, 512), "float32")}, mw.mesh("fsdp:4, tp:2"))
@@ -88,7 +89,9 @@ def shard_like(
 ) -> Any:
     """Place optimizer state beside the parameters it follows, as `partition_like` decides.
 
-    The parameters must be placed already. Under `jit`, where nothing is, use `partition_like`.
+    The parameters must be placed already; `mesh` is theirs unless it is given. Leaves that look
+    like parameters but follow none are refused, or replicated with `unmatched="replicate"`. Under
+    `jit`, where nothing is placed, use `partition_like`. Raises `PartitionError` as `shard` does.
 
     >>> import jax, optax, meshwright as mw
     >>> params = mw.shard({"w": jax.numpy.ones((64, 64))}, mw.mesh("fsdp:8"))
@@ -154,7 +157,7 @@ def _place_each(pairs: Sequence[tuple[Leaf, NamedSharding]], local: bool) -> lis
 
 
 def _source(value: Any, sharding: NamedSharding) -> Any:
-    """Return what to hand to `device_put`: of a CPU device's array the host memory it is.
+    """Return the value to pass to `device_put`; for an array on one CPU device, its host memory.
 
     JAX cuts an array on a device by a program per array, three times slower than slicing; and
     what it does not cut it shares, so that donating one array would delete the other.
@@ -271,7 +274,7 @@ def _read_dtype(dtype: Any) -> Any:
     raise PartitionError(f"FromCallback: {short(dtype)} is not a dtype, e.g. 'float32'.")
 
 
-# Arrays of which every process brings its part: does each part fall into equal pieces?
+# `local=True`: every process passes its part of an array, which must divide into equal pieces.
 
 
 def check_parts(
@@ -342,7 +345,6 @@ def share(held: Mapping[int, Collection[int]], count: int, process: int) -> int 
 
 
 # Can these values be placed as they are? Tracers, deleted arrays and narrowing are refused.
-
 
 Narrow = Literal["error", "convert"]
 # The functions with an option `narrow`; messages of the others do not name it.

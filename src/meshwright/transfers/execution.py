@@ -21,9 +21,9 @@ from jax.sharding import AxisType, Mesh
 from meshwright.errors import TransferError, short
 from meshwright.transfers.boxes import Box, relative_to
 from meshwright.transfers.message_plan import Device, process_of
-from meshwright.transfers.moves import empty_array, x64_if
+from meshwright.transfers.moves import array_without_shards, x64_if
 from meshwright.transfers.routes import Route, fits, misfit, refuse
-from meshwright.transfers.transfer_plan import Item, Plan, Step
+from meshwright.transfers.transfer_plan import Item, Step, TransferPlan
 
 # Arrays by the number of their chunk in the plan.
 Store = dict[int, jax.Array]
@@ -39,7 +39,7 @@ class Job:
     work: LocalWork
     holds: tuple[bool, ...]  # per item: whether this process holds a part of it
     wide: bool  # whether some arrays have 64 bits
-    transport_plan: Any = None  # what the link's transport has planned beside
+    transport_plan: Any = None  # what the link's transport has planned for itself
 
     def check(self, arrays: Any) -> list[Any]:
         """Return the arrays of a tree as they travel; refuse what is not of the route."""
@@ -87,10 +87,10 @@ def make_job(route: Route, process: int, whole: frozenset[int], transport_plan: 
 
 
 def _make_empty(item: Item) -> jax.Array:
-    """Make an array as a process sees it that holds none of it, or one without elements."""
+    """Make an array that does not arrive: one without shards here, or one without elements."""
     if item.bytes or not item.target.has_addressable_devices:
-        return empty_array(item.shape, item.dtype, item.target)
-    # One without elements has shards here, if empty ones, and nobody sends them.
+        return array_without_shards(item.shape, item.dtype, item.target)
+    # An array without elements has (empty) shards here, which no process sends.
     return jax.make_array_from_callback(
         item.shape,
         item.target,
@@ -230,7 +230,7 @@ def plan_work(route: Route, process: int, whole: frozenset[int]) -> LocalWork:
     )
 
 
-def _local_steps(plan: Plan, process: int, whole: frozenset[int]) -> Plan:
+def _local_steps(plan: TransferPlan, process: int, whole: frozenset[int]) -> TransferPlan:
     """Return the plan with only the steps in which a process takes part."""
 
     def local(steps: tuple[Step, ...]) -> tuple[Step, ...]:
@@ -240,7 +240,7 @@ def _local_steps(plan: Plan, process: int, whole: frozenset[int]) -> Plan:
             if process in plan.pair(step) and plan.chunks[step.output].item not in whole
         )
 
-    return Plan(
+    return TransferPlan(
         plan.chunks,
         local(plan.cut),
         local(plan.gather),
@@ -260,26 +260,27 @@ def _shard_positions(
         devices = route.items[chunk.item].source_boxes
         addressable = [device for device in devices if process_of(device) == process]
         positions.setdefault(chunk.item, []).append((addressable.index(chunk.device), number))
-    return {item: tuple(some) for item, some in positions.items()}
+    return {item: tuple(pairs) for item, pairs in positions.items()}
 
 
-Maker = Callable[[Plan, Sequence[Step], Mapping[int, int]], Program]
+Maker = Callable[[TransferPlan, Sequence[Step], Mapping[int, int]], Program]
 
 
-def _runs(plan: Plan, steps: Sequence[Step], make: Maker) -> tuple[Run, ...]:
-    """Return one program per device, for all steps on it: dispatching each costs a while."""
+def _runs(plan: TransferPlan, steps: Sequence[Step], make: Maker) -> tuple[Run, ...]:
+    """Return one program per device, for all steps on it: every dispatch takes time."""
     by_device: dict[Device, list[Step]] = {}
     for step in steps:
         by_device.setdefault(plan.chunks[step.output].device, []).append(step)
     runs = []
-    for some in by_device.values():
-        inputs = tuple(dict.fromkeys(chunk for step in some for chunk in step.inputs))
+    for on_device in by_device.values():
+        inputs = tuple(dict.fromkeys(chunk for step in on_device for chunk in step.inputs))
         slots = {chunk: slot for slot, chunk in enumerate(inputs)}
-        runs.append(Run(inputs, tuple(step.output for step in some), make(plan, some, slots)))
+        outputs = tuple(step.output for step in on_device)
+        runs.append(Run(inputs, outputs, make(plan, on_device, slots)))
     return tuple(runs)
 
 
-def _make_cutter(plan: Plan, steps: Sequence[Step], slots: Mapping[int, int]) -> Program:
+def _make_cutter(plan: TransferPlan, steps: Sequence[Step], slots: Mapping[int, int]) -> Program:
     chunks = plan.chunks
     cuts = [
         (slots[step.inputs[0]], relative_to(chunks[step.inputs[0]].box, chunks[step.output].box))
@@ -288,13 +289,13 @@ def _make_cutter(plan: Plan, steps: Sequence[Step], slots: Mapping[int, int]) ->
     return cutter(chunks[steps[0].output].device, tuple(cuts))
 
 
-def _make_joiner(plan: Plan, steps: Sequence[Step], slots: Mapping[int, int]) -> Program:
+def _make_joiner(plan: TransferPlan, steps: Sequence[Step], slots: Mapping[int, int]) -> Program:
     chunks = plan.chunks
     joins = [tuple((slots[chunk], chunks[chunk].box) for chunk in step.inputs) for step in steps]
     return joiner(chunks[steps[0].output].device, tuple(joins))
 
 
-def _copies(plan: Plan, steps: Sequence[Step]) -> Copies:
+def _copies(plan: TransferPlan, steps: Sequence[Step]) -> Copies:
     return Copies(
         tuple(step.inputs[0] for step in steps),
         tuple(step.output for step in steps),
@@ -303,7 +304,6 @@ def _copies(plan: Plan, steps: Sequence[Step]) -> Copies:
 
 
 # Small compiled programs on one device: shards cut into chunks, chunks joined into shards.
-
 
 Cuts = tuple[tuple[int, Box], ...]  # of which argument, which part of it
 Joins = tuple[tuple[tuple[int, Box], ...], ...]  # per result: which arguments, where they go

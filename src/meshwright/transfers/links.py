@@ -70,7 +70,7 @@ class Link(abc.ABC):
         """
 
     def close(self) -> None:
-        """Stop listening and forget what nobody fetched. Arrays on their way still arrive."""
+        """Stop listening and drop what was not fetched. Arrays on their way still arrive."""
         self.closed = True
         self._jobs.clear()
 
@@ -91,7 +91,7 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def _plan(self, route: Route) -> Job:
-        """Plan what this process does for a route; asked once."""
+        """Plan what this process does for a route; called once per route."""
 
     def _job(self, route: Route) -> Job:
         if self.closed:
@@ -228,7 +228,7 @@ def key_text(key: Any) -> str:
 
 
 def message_number(name: str, key: str, use: int, sender: int, receiver: int) -> int:
-    """Return 63 bits that nobody else uses, the same at both ends.
+    """Return a number of 63 bits for a message, the same at both ends and used for no other.
 
     >>> message_number("a", "1", 0, 0, 1) != message_number("a", "1", 1, 0, 1)
     True
@@ -261,7 +261,7 @@ class LocalLink(KeyedLink):
 
     def move(self, route: Route, key: Any, arrays: Any = None, *, donate: bool = False) -> Any:
         job = self._job(route)
-        key_text(key)
+        key_text(key)  # refuses a bad key
         with job.context():
             data = job.check(arrays)
             owned = own_memory(data) if donate else []
@@ -300,7 +300,6 @@ def _move_here(job: Job, data: list[Any]) -> Arrays:
 #
 # A call per array instead of one per shard; but JAX pairs the shards of the two ends in an order
 # of its own, so that order must be the plan's.
-
 
 DevicePairs = list[tuple[Device, Device]]  # sender, receiver
 

@@ -46,11 +46,11 @@ class Need:
     @property
     def is_local(self) -> bool:
         """Whether the process holds all of it already, on whichever devices."""
-        return all(self.process in some for some in self.holders)
+        return all(self.process in processes for processes in self.holders)
 
 
-# Cached, for the many arrays of a model have few distinct shardings and shapes, and on a pod every
-# call lists every box of every process.
+# Cached: the many arrays of a model have few distinct shardings and shapes, and on a pod every call
+# lists every box of every process.
 @functools.lru_cache(maxsize=1024)
 def find_needs(source: Sharding, target: Sharding, shape: Shape) -> tuple[Need, ...]:
     """Return what every process needs, once for each box however many of its devices want it.
@@ -59,7 +59,9 @@ def find_needs(source: Sharding, target: Sharding, shape: Shape) -> tuple[Need, 
     split by meshes of another order, and must still plan the same messages.
     """
     overlaps = find_overlaps(source, target, shape)
-    holders = {box: tuple(sorted(some)) for box, some in _processes_by_box(source, shape).items()}
+    holders = {
+        box: tuple(sorted(processes)) for box, processes in _processes_by_box(source, shape).items()
+    }
     return tuple(
         Need(process, box, overlaps[box], tuple(holders[part.source] for part in overlaps[box]))
         for box, processes in sorted(_processes_by_box(target, shape).items())
@@ -78,10 +80,10 @@ Candidate = TypeVar("Candidate", bound=Hashable)
 
 
 class Load:
-    """Bytes assigned so far, by role and candidate; new work goes to whom has the least of it.
+    """Bytes assigned so far, by role and candidate; the candidate with the fewest gets new work.
 
-    Replicas so share the sending, whatever the sizes of the arrays. The first of equals wins,
-    which makes the choice the same in every process.
+    Replicas thus share the sending, whatever the sizes of the arrays. The first of equals wins,
+    so the choice is the same in every process.
     """
 
     def __init__(self) -> None:

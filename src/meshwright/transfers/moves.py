@@ -116,7 +116,6 @@ def bit_pattern(array: HostArray) -> HostArray:
 
 # Building an array's new shards on the host.
 
-
 # Pieces of one array that came from other processes, as bits.
 Received = Mapping[Box, HostArray]
 
@@ -129,7 +128,7 @@ _SMALL = 2**20
 def build(move: Move, local: LocalShards, received: Received) -> jax.Array:
     """Return the array on its new mesh, from the shards held here and the pieces received."""
     if not move.target.addressable_devices:
-        return without_shards(move)
+        return moved_without_shards(move)
     shards = _uncut_shards(move, local)
     missing = [box for box in _target_boxes_here(move) if box not in shards]
     shards.update(zip(missing, _join_all(move, missing, local, received), strict=True))
@@ -141,12 +140,13 @@ def build(move: Move, local: LocalShards, received: Received) -> jax.Array:
     )
 
 
-def without_shards(move: Move) -> jax.Array:
-    return empty_array(move.shape, move.dtype, move.target)
+def moved_without_shards(move: Move) -> jax.Array:
+    return array_without_shards(move.shape, move.dtype, move.target)
 
 
-def empty_array(shape: Shape, dtype: np.dtype[Any], sharding: Sharding) -> jax.Array:
-    """Return an array as a process sees it that holds no part of it."""
+def array_without_shards(shape: Shape, dtype: Any, sharding: Sharding) -> jax.Array:
+    """Make an array as a process sees it that holds none of its shards."""
+    # JAX takes the dtype from the shards, and wants it given where there are none.
     return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
 
 
@@ -216,7 +216,6 @@ def x64_if(needed: bool) -> contextlib.AbstractContextManager[Any]:
 # `Array.delete` frees the buffers of all arrays that share them, and JAX shares buffers freely:
 # between an array and its renamed view, or what it keeps once an array was printed. So an array
 # is deleted only if no other live array uses the same addresses.
-
 
 Memory = frozenset[tuple[Any, int]]  # devices and addresses
 # Where a platform does not tell addresses: all that lies on a device may then be shared.

@@ -46,7 +46,7 @@ def exchange_pieces(moves: Sequence[Move], local: Sequence[LocalShards]) -> list
 
 
 def rounds(sizes: Mapping[Pair, int]) -> list[tuple[Pair, ...]]:
-    """Return which messages travel together: in a round nobody sends or receives twice.
+    """Return which messages travel together: in a round no process sends or receives twice.
 
     The largest first, each in the first round that has room for it: a round takes as long as its
     longest message, so those of like size should share one.

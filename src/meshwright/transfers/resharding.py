@@ -1,7 +1,8 @@
 """`reshard`: move a tree of arrays from any meshes and splits to another, checked first.
 
-First what speaks against it, of all arrays at once and the same in every process; then the arrays,
-batch by batch, each by the cheapest of four methods; each batch given up as soon as it has moved.
+All problems of all arrays are found first, the same in every process. Then the arrays are moved in
+batches, each array by the cheapest of four methods (`choose_method`); with `donate` the sources of
+a batch are deleted as soon as it has moved.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from meshwright.transfers.moves import (
     for_distinct,
     local_shards,
     memory,
+    moved_without_shards,
     own_memory,
     platform,
     read_whole,
     return_freed_memory,
-    without_shards,
     x64_if,
 )
 from meshwright.transfers.ppermute_transport import exchange_pieces
@@ -68,7 +69,7 @@ def reshard(tree: Any, mesh: AnyMesh, specs: Any, *, donate: bool = False) -> An
     In several processes all call it with the same global arrays. A process that holds no part of
     an array passes the global array without shards, as JAX makes it, or a
     `jax.ShapeDtypeStruct(shape, dtype, sharding=...)`; host arrays must be equal everywhere.
-    What cannot be done is refused with the same words in each.
+    Raises `PartitionError`, the same in every process, before anything moves.
 
     >>> import jax, numpy as np, meshwright as mw
     >>> from jax.sharding import PartitionSpec as P
@@ -79,7 +80,7 @@ def reshard(tree: Any, mesh: AnyMesh, specs: Any, *, donate: bool = False) -> An
     """
     donate = check_flag("donate", donate)
     leaves = walk(tree)
-    planned = plan(tree, leaves, mesh, specs)
+    planned = plan_reshard(tree, leaves, mesh, specs)
     problems: Sequence[str] = planned.problems
     spans = spans_processes(leaves, mesh)
     if spans:
@@ -167,7 +168,6 @@ def transfer_context(moves: Sequence[Move]) -> Iterator[None]:
 
 # The methods: how arrays are moved, and which one an array takes.
 
-
 Method = Callable[[Sequence[Move]], list[jax.Array]]
 # Up to here an array's shards cost more one by one than their bytes do.
 _SMALL = 64 * 2**10
@@ -190,7 +190,7 @@ def keep(moves: Sequence[Move]) -> list[jax.Array]:
 def _kept(move: Move) -> jax.Array:
     wanted = move.target.addressable_devices
     if not wanted:
-        return without_shards(move)
+        return moved_without_shards(move)
     if move.source == move.target:
         value: jax.Array = move.value
         return value
@@ -207,7 +207,8 @@ def put(moves: Sequence[Move]) -> list[jax.Array]:
     here = [move for move in moves if move.target.addressable_devices]
     placed = iter(jax.device_put([move.value for move in here], [move.target for move in here]))
     return [
-        next(placed) if move.target.addressable_devices else without_shards(move) for move in moves
+        next(placed) if move.target.addressable_devices else moved_without_shards(move)
+        for move in moves
     ]
 
 
@@ -252,14 +253,13 @@ def assemble(moves: Sequence[Move]) -> list[jax.Array]:
     return [build(*parts) for parts in zip(moves, local, received, strict=True)]
 
 
-# What is to be moved, and everything that speaks against it. Touches no device.
-
+# Plan the moves of a tree, and list every reason to refuse it. Touches no device.
 
 Finish = Callable[[jax.Array], Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ReshardPlan:
     """The moves and how each result is finished; or the problems, and no moves."""
 
     moves: tuple[Move, ...] = ()
@@ -267,23 +267,24 @@ class Plan:
     problems: tuple[str, ...] = ()
 
 
-def plan(tree: Any, leaves: Walk, mesh: AnyMesh, specs: Any) -> Plan:
+def plan_reshard(tree: Any, leaves: Walk, mesh: AnyMesh, specs: Any) -> ReshardPlan:
+    """Plan the moves of all arrays of a tree onto one mesh, or collect what is wrong with them."""
     sizes = mesh_axes(mesh)
     wrong = [*_mesh_problems(mesh), *tie_problems(tree)]
     try:
         per_leaf = match_specs(leaves, _broadcast(specs_on_mesh(specs, mesh), tree))
     except PartitionError as error:
-        return Plan(problems=(*wrong, str(error)))
+        return ReshardPlan(problems=(*wrong, str(error)))
     for leaf, spec in zip(leaves.arrays, per_leaf, strict=True):
         wrong += value_problems(leaf)
         wrong += target_spec_problems(leaf, spec, sizes)
     if wrong:
-        return Plan(problems=tuple(wrong))
+        return ReshardPlan(problems=tuple(wrong))
     pairs = [
         _move(leaf, NamedSharding(mesh, spec))
         for leaf, spec in zip(leaves.arrays, per_leaf, strict=True)
     ]
-    return Plan(tuple(move for move, _ in pairs), tuple(finish for _, finish in pairs))
+    return ReshardPlan(tuple(move for move, _ in pairs), tuple(finish for _, finish in pairs))
 
 
 def spans_processes(leaves: Walk, mesh: AnyMesh) -> bool:

@@ -18,7 +18,7 @@ from meshwright.errors import TransferError, listing, short
 from meshwright.partitioning.report import array_type
 from meshwright.transfers.boxes import Box, box_shape, box_size
 from meshwright.transfers.message_plan import Device, Pair, process_of
-from meshwright.transfers.transfer_plan import Chunk, Item, Plan, make_item, plan
+from meshwright.transfers.transfer_plan import Chunk, Item, TransferPlan, make_item, plan_transfer
 from meshwright.trees.specs import mesh_axes, spec_problems
 from meshwright.trees.walk import Leaf, Walk, is_key, walk
 
@@ -30,7 +30,7 @@ _WHOLE = PartitionSpec()  # type: ignore[no-untyped-call]
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Route(Shown):
-    """Arrays, where they lie and where they go, piece by piece. Made by `route`, used by a `Link`.
+    """A planned transfer: arrays, and which part of each goes where. Made by `route`, for a `Link`.
 
     `name` is the same in every process that made the same route. Prints itself; HTML in a
     notebook; `to_json()` for scripts.
@@ -38,7 +38,7 @@ class Route(Shown):
 
     name: str
     items: tuple[Item, ...]
-    plan: Plan
+    plan: TransferPlan
     treedef: Any
 
     @functools.cached_property
@@ -163,7 +163,7 @@ def route(arrays: Any, target: Any, *, source: Any = None) -> Route:
     targets = _shardings("target", target, arrays, leaves)
     refuse("route", list(_problems(leaves, sources, targets)))
     items = tuple(map(make_item, leaves.arrays, sources, targets))
-    return Route(_name(items), items, plan(items), leaves.treedef)
+    return Route(_name(items), items, plan_transfer(items), leaves.treedef)
 
 
 def _shardings(end: str, given: Any, tree: Any, leaves: Walk) -> Sequence[Any]:
@@ -226,7 +226,7 @@ def _name(items: Sequence[Item]) -> str:
     return digest.hexdigest()
 
 
-# What speaks against a route, and what is wrong with arrays that are to travel on one.
+# Reasons to refuse a route, and arrays that do not fit one.
 
 
 def refuse(what: str, problems: Sequence[str]) -> None:

@@ -32,7 +32,8 @@ def init(
     `specs`, or the options of `partition`, decide; the result's shapes are found without running
     `fn`. Arrays among the arguments are traced; all else (sizes, configurations, functions) is
     handed to `fn` as it is. Leaves that are no arrays come back as `fn` returns them. 64-bit
-    values of numpy are refused or, with `narrow="convert"`, converted, as `shard` does.
+    values of numpy are refused or, with `narrow="convert"`, converted, as `shard` does. Raises
+    `PartitionError`, with every leaf that is wrong, before anything is computed.
 
     >>> import jax, meshwright as mw
     >>> normal = lambda key: {"w": jax.random.normal(key, (256, 256))}

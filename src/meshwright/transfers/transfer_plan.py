@@ -124,7 +124,7 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class TransferPlan:
     """All steps of a transfer, in the order they are done; steps name chunks by number.
 
     On devices of the source: `cut` shards, `gather` the parts on one device of the process,
@@ -163,9 +163,9 @@ class TransferPlanBuilder:
     def device(self, chunk: int) -> Device:
         return self._chunks[chunk].device
 
-    def plan(self) -> Plan:
-        steps = {name: tuple(some) for name, some in self._steps.items()}
-        return Plan(tuple(self._chunks), **steps)
+    def plan(self) -> TransferPlan:
+        steps = {name: tuple(named) for name, named in self._steps.items()}
+        return TransferPlan(tuple(self._chunks), **steps)
 
     def cut(self, item: int, device: Device, shard: Box, part: Box) -> int:
         whole = self._number(Chunk(item, device, shard))
@@ -210,7 +210,8 @@ class TransferPlanBuilder:
 # for each process that needs it, and is copied there.
 
 
-def plan(items: Sequence[Item]) -> Plan:
+def plan_transfer(items: Sequence[Item]) -> TransferPlan:
+    """Plan the transfer of all arrays of a route; those without elements need no steps."""
     builder, load = TransferPlanBuilder(), Load()
     for number, item in enumerate(items):
         if item.bytes:
@@ -297,7 +298,7 @@ class _ItemPlanner:
 
 
 def _by_process_and_box(boxes: Mapping[Device, Box]) -> dict[tuple[int, Box], tuple[Device, ...]]:
-    devices: dict[tuple[int, Box], list[Device]] = collections.defaultdict(list)
+    grouped: dict[tuple[int, Box], list[Device]] = collections.defaultdict(list)
     for device, box in boxes.items():
-        devices[process_of(device), box].append(device)
-    return {key: tuple(some) for key, some in devices.items()}
+        grouped[process_of(device), box].append(device)
+    return {key: tuple(devices) for key, devices in grouped.items()}

@@ -148,7 +148,7 @@ def looks_like_spec(value: Any) -> bool:
     """Whether a value is an axis name, or a tuple or list of names, tuples of names and `None`s."""
     if isinstance(value, str):
         return True
-    # A namedtuple is a node of the user's tree, never somebody's way to write a spec.
+    # A namedtuple is a node of the user's tree, never a spec.
     plain = isinstance(value, (tuple, list)) and not hasattr(value, "_fields")
     return plain and all(
         entry is None

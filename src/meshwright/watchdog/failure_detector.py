@@ -126,7 +126,7 @@ class FailureDetector:
     def _process_at_fault(
         self, running: Sequence[State], known: Collection[int], timeout: float
     ) -> Fault:
-        """Choose who caused a hang: a process that waits for nobody, while others wait.
+        """Choose who caused a hang: a process that does not wait, while others do.
 
         In this order: one in a task, one outside of any, one that never started its watchdog, one
         that already finished. If all wait, no single process is at fault.
@@ -144,7 +144,7 @@ class FailureDetector:
 
 
 def _plan_mismatch(states: Sequence[State]) -> Fault | None:
-    """Return who left before a step that needs everybody, or is in it with another plan.
+    """Return the process that left before a step that needs all, or is in it with another plan.
 
     Processes may be a step apart, since none waits for all others; so plans are compared between
     processes in the same step only.
@@ -163,8 +163,9 @@ def _plan_mismatch(states: Sequence[State]) -> Fault | None:
     return None
 
 
-# The phases of a process, in order. It runs; it is done, and waits for the others; process 0 says
-# that it is over once all are done; who is gone checks nobody any more and may end at any time.
+# The phases of a process, in order. It runs; it is done, and waits for the others; process 0
+# publishes that it is over once all are done; a process that is gone has stopped checking others
+# and may end at any time.
 RUNNING, DONE, OVER, GONE = "running", "done", "over", "gone"
 
 # Faults that a process reports of itself after a signal.

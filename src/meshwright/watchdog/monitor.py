@@ -115,7 +115,7 @@ class Monitor:
         exit_now(exit_status(error))
 
     def _others_in(self, *phases: str) -> bool:
-        """Whether all others are in one of the phases, as process 0 sees it or has told."""
+        """Whether all others are in one of the phases, as process 0 sees it or has published."""
         states = self._exchange.snapshot.states
         if self._process:
             return 0 in states and states[0].phase == OVER
@@ -143,7 +143,7 @@ class Monitor:
     def _run(self) -> None:
         before = time.monotonic()
         while not self._closing.wait(_CHECK_EVERY):
-            # After jax.distributed.shutdown there is no store, and nobody to monitor.
+            # After jax.distributed.shutdown there is no store, and no peer to monitor.
             if self._phase in (OVER, GONE) or _compat.coordination_client() is not self._client:
                 continue
             now = time.monotonic()

@@ -119,12 +119,12 @@ class SignalTrap:
         if not self.set:
             return False
         # The kernel resets the handler but not the flags, which tells this from SIG_DFL set by
-        # somebody else.
+        # other code.
         now = _get_action(self.number)
         return now.handler is None and now.flags == self._ours.flags
 
     def restore(self) -> None:
-        """Put back the earlier action, unless somebody else has set another one since."""
+        """Put back the earlier action, unless other code has set another one since."""
         if self.set and (self.triggered or _get_action(self.number).handler == self._ours.handler):
             ctypes.CDLL(None).sigaction(int(self.number), ctypes.byref(self._before), None)
         with contextlib.suppress(ValueError):

@@ -165,7 +165,7 @@ class Watchdog:
             monitor.close()
 
     def _at_exit(self) -> None:
-        # Python ends and nobody has closed this watchdog. If an exception ended it, that was shown
+        # Python exits and this watchdog is still open. If an exception ended it, that was shown
         # already and is in sys.last_value.
         error = getattr(sys, "last_value", None)
         if error is not None and self._monitor is not None:

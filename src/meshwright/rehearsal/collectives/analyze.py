@@ -80,6 +80,8 @@ class _Participants:
 
 
 class _Analyzer:
+    """Makes the `Collective`s of one program: participants, cost and cause of each."""
+
     def __init__(self, program: Program, placement: Placement, causes: Causes) -> None:
         self.program, self.placement, self.causes = program, placement, causes
         self.positions = Positions(placement, program.devices)
@@ -226,12 +228,11 @@ def axes_crossed(
 
 # Replica groups, in every form in which compilers write them:
 #
-# - listed: `{{0,1},{2,3}}`; `{}` is everybody;
+# - listed: `{{0,1},{2,3}}`; `{}` is all devices;
 # - iota: `[4,2]<=[2,2,2]T(0,2,1)`: the numbers 0, 1, 2, ... shaped, transposed, cut in rows;
 # - by mesh: `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}`: axes of a mesh of the compiler's
 #   own making, a part of one written `'a':(2)4` (4 members, 2 blocks before them), devices in order
 #   unless an iota or a list of them is given.
-
 
 _INNER = re.compile(r"\{([\d,\s-]*)\}")
 _IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")

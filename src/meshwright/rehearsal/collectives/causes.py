@@ -20,7 +20,8 @@
 6. The rest moves arrays from one sharding to another on behalf of operations that need no such
    thing, as an addition or a reshape: **implicit resharding**.
 
-A name the compiler lost (it does, in programs for several slices) is looked up at the neighbours.
+Where the compiler lost the name of an operation, as in programs for several slices, that of a
+neighbouring instruction is used.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ class Causes:
     def _sums_gradients(
         self, collective: HloCollective, op_name: str, axes: tuple[AxisPart, ...] | None, size: int
     ) -> bool:
-        """Rule 3."""
+        """Whether a sum is of gradients: rule 3."""
         backward = _BACKWARD in op_name
         data = bool(axes) and all(role(part.name).moves == "weights" for part in axes or ())
         if backward and data:
@@ -184,10 +185,12 @@ class Causes:
         if not backward and not (data and self._may_be_of_gradients(collective, op_name)):
             return False
         leaves = [leaf for shape in collective.operands for leaf in shape.leaves]
-        fits = self._as_large_as_a_parameter if collective.transfer else self._like_a_parameter
+        if collective.transfer:
+            fitting = [leaf for leaf in leaves if self._as_large_as_a_parameter(leaf)]
+        else:
+            fitting = [leaf for leaf in leaves if self._like_a_parameter(leaf, size)]
         # Compilers combine several sums into one: most of its bytes decide.
-        fitting = sum(leaf.bytes for leaf in leaves if fits(leaf, size))
-        return 2 * fitting > sum(leaf.bytes for leaf in leaves)
+        return 2 * sum(leaf.bytes for leaf in fitting) > sum(leaf.bytes for leaf in leaves)
 
     def _may_be_of_gradients(self, collective: HloCollective, op_name: str) -> bool:
         """Whether a sum outside the backward pass may be of what that pass made.
@@ -218,7 +221,7 @@ class Causes:
         again = tuple(leaf for leaf in self._arguments if tuple(_sorted_dims(leaf.dims)) in results)
         return again or self._arguments
 
-    def _as_large_as_a_parameter(self, leaf: Leaf, size: int) -> bool:
+    def _as_large_as_a_parameter(self, leaf: Leaf) -> bool:
         """Whether a leaf has the elements of a parameter, or of a layer of a stack.
 
         Between slices arrays are sent in another layout, so their dims say nothing.

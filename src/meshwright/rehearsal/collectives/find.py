@@ -219,7 +219,6 @@ def _work_between(
 # Sends and receives that together are one collective. Between slices libtpu names the collective
 # they stand for (`_xla_megascale_transfer_type`) and its devices; on GPUs they are permutations.
 
-
 _MEGASCALE_KINDS = {
     "ALL_REDUCE": "all-reduce",
     "ALL_GATHER": "all-gather",

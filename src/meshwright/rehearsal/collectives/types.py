@@ -83,6 +83,7 @@ class Collectives(Shown):
         return Sheet(collectives_headline(self), parts)
 
     def to_json(self) -> dict[str, Any]:
+        """Return totals and every collective as plain data; times in seconds, sizes in bytes."""
         return {
             "seconds": self.seconds,
             "bytes": self.bytes,
@@ -133,18 +134,22 @@ class Collective:
 
     @property
     def group_size(self) -> int:
+        """The number of devices in its largest group."""
         return max(self.group_sizes)
 
     @property
     def total_seconds(self) -> float:
+        """Modelled seconds of all its runs in a step."""
         return self.seconds * self.times.count
 
     @property
     def total_bytes(self) -> int:
+        """`bytes` of all its runs in a step."""
         return self.bytes * self.times.count
 
     @property
     def total_moved(self) -> int:
+        """`moved` of all its runs in a step."""
         return self.moved * self.times.count
 
     @property
@@ -159,6 +164,7 @@ class Collective:
         return short_repr(self, f"{self.kind} of {self.shape} over {self.over}{source}")
 
     def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain data; times in seconds, sizes in bytes."""
         return {
             "kind": self.kind,
             "dtype": self.dtype,
@@ -259,7 +265,6 @@ def read_conflicts(stderr: str) -> list[ShardingConflict]:
 
 # Printing: a table per cause, entries that look alike merged into a row. `rehearsal.rendering` has
 # the same rows on a page.
-
 
 COLLECTIVE_HEADING = ["collective", "array", "over", "bytes", "times", "in all", "links", "source"]
 COLLECTIVE_RIGHT = [False, False, False, True, True, True, False, False]
