@@ -93,7 +93,12 @@ def test_public_name_is_importable_and_lives_where_it_says(name):
 
 
 def test_dir_lists_the_public_names():
-    assert dir(mw) == sorted(mw.__all__)
+    namespaces = {"errors", "models", "rehearsal", "schedules", "transfers"}
+    assert dir(mw) == sorted({*mw.__all__, *namespaces})
+    assert {"Schedule", "schedule"} <= set(dir(mw.schedules))
+    assert "types" not in dir(mw.schedules)
+    assert "MeshwrightError" in dir(mw.errors)
+    assert "short" not in dir(mw.errors)
     assert len(set(mw.__all__)) == len(mw.__all__)
 
 

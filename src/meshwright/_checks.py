@@ -128,6 +128,14 @@ def check_time(value: Any, what: str) -> float:
     return number
 
 
+def check_seconds(what: str, value: object, *, error: type[MeshwrightError]) -> float:
+    """Return a timeout: a number of seconds above 0; `math.inf` waits for ever."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        option = what.rpartition(" ")[2]
+        raise error(f"{what}: {short(value)} is not a number of seconds above 0.", option=option)
+    return float(value)
+
+
 def argument_numbers(what: str, numbers: int | Sequence[int], count: int) -> tuple[int, ...]:
     """Return the positions of arguments, from one or several, as `jax.jit` takes them."""
     if not isinstance(numbers, (int, tuple, list)):

@@ -25,7 +25,7 @@ def attach(
     """
     stub = Path(file).with_suffix(".pyi").read_text(encoding="utf-8")
     module_of = {name: module for module, name in _LINE.findall(stub)}
-    # A room among the names, such as `mw.models`, is no value to import with a star.
+    # A room among the names, such as `mw.models`, is listed, but not imported with a star.
     public = sorted([*others, *(name for name, module in module_of.items() if module != package)])
 
     def lookup(name: str) -> Any:
@@ -39,4 +39,4 @@ def attach(
         setattr(sys.modules[package], name, value)
         return value
 
-    return lookup, lambda: public, public
+    return lookup, lambda: sorted({*public, *module_of}), public

@@ -80,6 +80,17 @@ class MeshOrderWarning(UserWarning):
     """Two meshes hold the same devices in a different order."""
 
 
+__all__ = sorted(
+    name
+    for name, value in globals().items()
+    if isinstance(value, type) and issubclass(value, (MeshwrightError, UserWarning))
+)
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 def short(value: object, limit: int = 60) -> str:
     """Return `repr(value)`, cut so that no message grows with its input.
 

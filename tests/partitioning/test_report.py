@@ -349,3 +349,14 @@ def test_the_page_says_how_many_arrays_it_leaves_out():
 def test_a_tree_with_none_for_its_mesh_is_refused():
     with pytest.raises(mw.errors.PartitionError, match=r"^mesh: None is not a jax.sharding.Mesh"):
         mw.explain({"w": sds(8)}, None)
+
+
+def test_explain_names_what_is_missing_or_misspelt():
+    tree = {"w": np.ones((64, 64))}
+    for arguments in ({}, {"rules": []}):
+        with pytest.raises(mw.errors.MeshError, match=r"give its mesh: explain\(tree, mesh\)"):
+            mw.explain(tree, **arguments)
+    with pytest.raises(
+        mw.errors.MeshError, match=r"no option 'intensty'. Did you mean 'intensity'"
+    ):
+        mw.explain("dp:8", on="v5e:4x2", intensty={"dp": 3})

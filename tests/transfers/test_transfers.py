@@ -358,3 +358,9 @@ def test_with_puts_only_move_is_offered():
             link.receive(route, 0)
         with pytest.raises(TransferError, match="donate=True with transport='put'"):
             link.move(route, 0, array, donate=True)
+
+
+@pytest.mark.parametrize("timeout", ["x", None, -1, float("nan"), True])
+def test_a_timeout_that_is_no_number_of_seconds_is_refused(timeout):
+    with pytest.raises(mw.errors.TransferError, match=r"timeout: .* is not a number of seconds"):
+        mw.transfers.connect(timeout=timeout)

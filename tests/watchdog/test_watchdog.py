@@ -271,9 +271,9 @@ def test_the_repr_is_short_however_long_the_task():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"timeout": 0}, "timeout 0: use a number of seconds"),
-        ({"timeout": "1"}, "timeout '1': use a number"),
-        ({"heartbeat_timeout": math.nan}, "heartbeat_timeout nan: use a number"),
+        ({"timeout": 0}, "timeout: 0 is not a number of seconds above 0"),
+        ({"timeout": "1"}, "timeout: '1' is not a number"),
+        ({"heartbeat_timeout": math.nan}, "heartbeat_timeout: nan is not a number"),
         ({"name": "a/b"}, "name 'a/b': use a word without '/'"),
     ],
 )
@@ -286,3 +286,11 @@ def test_options_are_checked(options, text):
 def test_the_exit_status_is_the_one_asked_for():
     errors = [ValueError(), KeyboardInterrupt(), SystemExit(3), SystemExit("why")]
     assert [monitor.exit_status(error) for error in errors] == [81, 130, 3, 81]
+
+
+def test_a_timeout_that_is_set_later_is_checked_too():
+    watchdog = Watchdog(timeout=5)
+    for nonsense in ("x", -1, None):
+        with pytest.raises(PipelineError, match=r"timeout: .* is not a number of seconds above 0"):
+            watchdog.timeout = nonsense
+    assert watchdog.timeout == 5

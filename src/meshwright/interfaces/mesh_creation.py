@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from meshwright import _compat
 from meshwright._checks import check_distinct, check_flag, check_integer, check_list, check_name
+from meshwright._text import plural
 from meshwright.errors import MeshError, SpecError, listing, near, short
 from meshwright.meshes.build import (
     AXIS_TYPES,
@@ -296,6 +297,9 @@ class DeviceMeshManager:
     >>> manager.get_mesh_info(manager.create_device_mesh({"data": 2, "model": 4}))
     {'total_devices': 8, 'axes': {'data': 2, 'model': 4}}
     """
+
+    def __repr__(self) -> str:
+        return f"<DeviceMeshManager of {plural(self.num_devices, 'device')}>"
 
     def __init__(self, devices: Sequence[Any] | None = None):
         self.devices: list[Any] = (

@@ -12,6 +12,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshwright._show import short_repr
 from meshwright.errors import PartitionError, listing, near, short
 from meshwright.partitioning.by_shape import Axis, axis_group, choose_spec
 from meshwright.partitioning.decide import Options
@@ -43,6 +44,10 @@ class MeshPartitionHelper:
         self.mesh = mesh
         self.axis_sizes: dict[str, int] = mesh_axes(mesh)
         self._suggested: dict[bool, list[Method]] = {}
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{name}:{size}" for name, size in self.axis_sizes.items())
+        return short_repr(self, axes)
 
     def analyze_pytree(self, pytree: Any) -> dict[tuple[int, ...], list[Method]]:
         """Return the methods for every distinct array shape of a tree, best first."""

@@ -5,7 +5,6 @@ the families, made of `layers`; `weights` describes parameters and their shardin
 holds the settings, the optimizer and the step that all of them share.
 """
 
-from meshwright.models.base import Model as Model
-from meshwright.models.presets import model as model
-from meshwright.models.presets import names as names
-from meshwright.models.weights import constrain as constrain
+from meshwright._lazy import attach
+
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -16,12 +16,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from meshwright._html import Html
 from meshwright._show import Sheet, Shown, Table, short_repr
 from meshwright._text import amount, plural
-from meshwright.errors import MeshError
+from meshwright.errors import MeshError, near
 from meshwright.hardware.topology import Topology
 from meshwright.meshes.build import explain_mesh
 from meshwright.partitioning.decide import PartitionOptions, resolve_specs
 from meshwright.placement.placement import Placement
-from meshwright.spec.mesh_spec import SpecLike
+from meshwright.spec.mesh_spec import MeshSpec, SpecLike
 from meshwright.trees.specs import (
     AnyMesh,
     entry_axes,
@@ -84,9 +84,23 @@ def explain(what: Any, /, mesh: Any = ..., specs: Any = None, **options: Any) ->
     # Not by `None`: a tree with `None` for its mesh is a mistake, which `explain_tree` names.
     if mesh is not ...:
         return explain_tree(what, mesh, specs, **options)
-    if specs is not None or not options.keys() <= {"on", "slices", "intensity"}:
+    known = ("on", "slices", "intensity")
+    about_trees = specs is not None or not options.keys().isdisjoint(
+        PartitionOptions.__annotations__
+    )
+    is_tree = "on" not in options and not _may_be_mesh(what) and bool(walk(what).arrays)
+    if about_trees or is_tree:
         raise MeshError("explain: to show how a tree is cut, give its mesh: explain(tree, mesh).")
+    for option in options:
+        if option not in known:
+            raise MeshError(
+                f"explain has no option {option!r}.{near(option, known)}", option=option
+            )
     return explain_mesh(what, **options)
+
+
+def _may_be_mesh(what: Any) -> bool:
+    return isinstance(what, (str, Mesh, AbstractMesh, Placement, MeshSpec))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 from jax.sharding import AxisType
 
-from meshwright._checks import check_integer
+from meshwright._checks import check_integer, check_seconds
 from meshwright.errors import PipelineError, ScheduleError, near, short
 from meshwright.mpmd.groups import Groups, as_groups
 from meshwright.pipelines.arguments import takes_positional
@@ -70,7 +70,7 @@ def pipeline(
     donated = _argument_numbers(donate_argnums)
     _check_options(options)
     _check_schedule(schedule)
-    _check_timeout(timeout)
+    timeout = check_seconds("timeout", timeout, error=PipelineError)
     shardings = GroupShardings(_auto_axes(groups), rules, unused)
     planner = Planner(
         takes_positional(fn), shardings, schedule, microbatches, donated, dict(options)
@@ -104,13 +104,6 @@ def _check_schedule(schedule: Any) -> None:
     elif not isinstance(schedule, (Schedule, Auto)):
         raise PipelineError(
             f"schedule: {short(schedule)} is not a name, a Schedule or an Auto.", option="schedule"
-        )
-
-
-def _check_timeout(timeout: Any) -> None:
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise PipelineError(
-            f"timeout: {short(timeout)} is not a number of seconds.", option="timeout"
         )
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from meshwright._show import Sheet, Shown, Table
+from meshwright._show import Sheet, Shown, Table, short_repr
 from meshwright._text import amount
 from meshwright.hardware.chips import Chip
 from meshwright.hlo.instructions import Computation, Instruction, Source, primitives
@@ -132,7 +132,7 @@ class Memory(Shown):
         }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Buffer:
     """A value in memory at the moment of the peak, and whose operation it is."""
 
@@ -151,6 +151,9 @@ class Buffer:
     def origin(self) -> str:
         """Operation and source line, short enough for a table."""
         return f"{self.made_by[:40]} {self.source}" if self.source else self.made_by[:60]
+
+    def __repr__(self) -> str:
+        return short_repr(self, f"{self.shape}, {amount(self.bytes)}: {self.origin}")
 
 
 def as_compiled(sizes: Mapping[str, int], chip: Chip, buffers: tuple[Buffer, ...]) -> Memory:

@@ -19,6 +19,7 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from meshwright import _compat
+from meshwright._checks import check_seconds
 from meshwright._html import html_table
 from meshwright._show import short_repr
 from meshwright._text import amount, duration, plural, table
@@ -38,7 +39,7 @@ from meshwright.rehearsal.collectives.types import Collectives
 from meshwright.rehearsal.compiler import PLATFORMS, Job, Outcome, Site, compile_or_load
 from meshwright.rehearsal.lowering import identity_of
 from meshwright.rehearsal.memory import Memory, as_refused, available
-from meshwright.rehearsal.request import TIMEOUT, check_timeout, choose_folder
+from meshwright.rehearsal.request import TIMEOUT, choose_folder
 from meshwright.rehearsal.step_time import StepTime, step_time
 from meshwright.rehearsal.tpu_slices import slice_for, stand_in_name
 from meshwright.schedules.timeline import Timeline, simulate
@@ -80,7 +81,9 @@ def rehearse_pipeline(
         )
     if not args:
         raise RehearsalError("rehearse_pipeline: pass the step's arguments, or their shapes.")
-    compiler = TaskCompiler(step.groups, check_timeout(timeout), choose_folder(cache))
+    compiler = TaskCompiler(
+        step.groups, check_seconds("timeout", timeout, error=RehearsalError), choose_folder(cache)
+    )
     try:
         if step.groups.compile_only:
             plan = _plan_without_devices(step, args, compiler)

@@ -12,7 +12,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from meshwright import _compat
-from meshwright._checks import argument_numbers
+from meshwright._checks import argument_numbers, check_seconds
+from meshwright._show import short_repr
 from meshwright.errors import RehearsalError, near, short
 from meshwright.hardware.topology import Topology
 from meshwright.hardware.topology import topology as read_topology
@@ -42,7 +43,7 @@ class CompileOptions(TypedDict, total=False):
     cache: bool | str | Path
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Request:
     """The arguments of `rehearse`, checked.
 
@@ -67,6 +68,9 @@ class Request:
     name: str
     lighter: Callable[..., Any] | None = None
     layout: Callable[[AbstractMesh], tuple[Sequence[Any], Any]] | None = None
+
+    def __repr__(self) -> str:
+        return short_repr(self, f"{self.name}, mesh {short(self.mesh)}, on {short(self.on)}")
 
     def place(self) -> tuple[Placement, Topology]:
         """Place the mesh; also return the whole machine that its positions count in."""
@@ -130,9 +134,11 @@ def make_request(
     known = [field.name for field in dataclasses.fields(Options)]
     for option in options or {}:
         if option not in known:
+            shardings = ("in_shardings", "out_shardings", "donate_argnums")
+            hint = near(option, (*known, *CompileOptions.__annotations__, *shardings))
             raise RehearsalError(
-                f"rehearse has no option {option!r}.{near(option, known)} Arguments of the step go "
-                "by position; bind others with functools.partial.",
+                f"rehearse has no option {option!r}.{hint} Arguments of the step go by position; "
+                "bind others with functools.partial.",
                 option=option,
             )
     donated = argument_numbers("donate_argnums", donate_argnums, len(args))
@@ -156,20 +162,11 @@ def make_request(
         data=argument_numbers("data", data, len(args)),
         donate_argnums=donated,
         compiler=compiler,  # type: ignore[arg-type]
-        timeout=check_timeout(timeout),
+        timeout=check_seconds("timeout", timeout, error=RehearsalError),
         cache=choose_folder(cache),
         options=options or {},
         name=str(name or getattr(function, "__name__", "step")),
     )
-
-
-def check_timeout(timeout: float) -> float:
-    """Return a number of seconds above 0 as a float."""
-    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout > 0:
-        raise RehearsalError(
-            f"timeout: {short(timeout)} is not a number of seconds above 0.", option="timeout"
-        )
-    return float(timeout)
 
 
 def choose_folder(cache: bool | str | Path) -> Path | None:

@@ -10,8 +10,6 @@ device does each step. There is one transport for each kind of connection: copie
 a collective program (`ppermute_transport`), pulls by key, and puts in one order.
 """
 
-from meshwright.transfers.connection import allow_puts as allow_puts
-from meshwright.transfers.connection import connect as connect
-from meshwright.transfers.links import Link as Link
-from meshwright.transfers.routes import Route as Route
-from meshwright.transfers.routes import route as route
+from meshwright._lazy import attach
+
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from meshwright import _compat
+from meshwright._checks import check_seconds
 from meshwright._processes import gather_texts
 from meshwright.errors import TransferError, listing, near, short
 from meshwright.transfers.cross_process_links import PullLink, PutLink
@@ -61,6 +62,7 @@ def connect(
             option="transport",
         )
     host = checked_address(address)
+    timeout = check_seconds("connect: timeout", timeout, error=TransferError)
     if transport == "auto":
         transport = "pull" if len(members) > 1 else "local"
     if transport == "local":

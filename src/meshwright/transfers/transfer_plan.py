@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
+from meshwright._show import short_repr
 from meshwright.transfers.boxes import (
     Box,
     Overlap,
@@ -38,7 +39,7 @@ from meshwright.transfers.message_plan import (
 from meshwright.trees.walk import Leaf, bits, is_key
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Item:
     """An array of a route. Random keys travel as the integers they are made of.
 
@@ -51,6 +52,9 @@ class Item:
     source: Sharding
     target: Sharding
     key_impl: Any = None
+
+    def __repr__(self) -> str:
+        return short_repr(self, f"{self.where}: {self.dtype}{list(self.shape)}")
 
     @property
     def bytes(self) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import atexit
 import collections
-import math
 import sys
 import types
 
 from meshwright import _compat
+from meshwright._checks import check_seconds
 from meshwright._processes import Combine, combine_texts
 from meshwright._show import short_repr
 from meshwright.errors import PipelineError, short
@@ -61,26 +61,32 @@ class Watchdog:
         heartbeat_timeout: float = 1.0,
         sigterm: bool = True,
     ) -> None:
-        options = {"timeout": timeout, "heartbeat_timeout": heartbeat_timeout}
-        for option, seconds in options.items():
-            if not isinstance(seconds, (int, float)) or math.isnan(seconds) or seconds <= 0:
-                raise PipelineError(
-                    f"Watchdog: {option} {short(seconds)}: use a number of seconds.",
-                    option=option,
-                )
+        self.timeout = timeout
+        self.heartbeat_timeout = check_seconds(
+            "Watchdog: heartbeat_timeout", heartbeat_timeout, error=PipelineError
+        )
         # The name becomes part of the keys in the store, whose parts end at a slash.
         if not isinstance(name, str) or not name or "/" in name:
             raise PipelineError(
                 f"Watchdog: name {short(name)}: use a word without '/'.", option="name"
             )
-        self.timeout, self.name = timeout, name
-        self.heartbeat_timeout, self.sigterm = heartbeat_timeout, sigterm
+        self.name, self.sigterm = name, sigterm
         self.closed = False
         self._doing = self._waiting = ""
         # One tuple, so that the monitor's thread never reads a step with the plan of another.
         self._step_and_plan: tuple[int | None, str] = (None, "")
         self._progress = 0
         self._monitor: Monitor | None = None
+
+    @property
+    def timeout(self) -> float:
+        """Seconds without progress after which a task or a wait counts as a hang."""
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        # Checked here too: a value that cannot be compared would end the monitor's thread.
+        self._timeout = check_seconds("Watchdog: timeout", seconds, error=PipelineError)
 
     @property
     def doing(self) -> str:
