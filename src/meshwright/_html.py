@@ -258,7 +258,7 @@ _DARK, _LIGHT = "#000000", "#ffffff"
 
 
 def ink(colour: str) -> str:
-    """The text colour that stands out best on a fill.
+    """Return the text colour that stands out best on a fill.
 
     >>> ink("#3b6fc4"), ink("#f0a630")
     ('#ffffff', '#000000')

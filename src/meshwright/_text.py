@@ -82,7 +82,7 @@ def plural(count: float, noun: str) -> str:
 
 
 def plural_noun(count: float, noun: str) -> str:
-    """The noun alone, in the plural unless `count` is one.
+    """Return the noun alone, in the plural unless `count` is one.
 
     >>> plural_noun(1, "process"), plural_noun(3, "process"), plural_noun(0, "entry")
     ('process', 'processes', 'entries')

@@ -91,7 +91,7 @@ def test_others_look_only_at_process_0():
         (["", "1F5", "1F5 of 1"], Fault(1, "hangs, no progress for 3 s,", "1F5")),
         (["1B5 of 1", "", "1F5 of 1"], Fault(1, "hangs, no progress for 3 s,")),
         (["2F5", "1F5", "1F5 of 1"], Fault(0, "hangs, no progress for 3 s,", "2F5")),
-        (["a of 1", None, "b of 1"], Fault(1, "did not begin its watch, no progress for 3 s,")),
+        (["a of 1", None, "b of 1"], Fault(1, "did not start its watchdog, no progress for 3 s,")),
         (["a of 1", DONE, "b of 1"], Fault(1, "had finished, no progress for 3 s,")),
         (["a of 1", "b of 2", "c of 0"], Fault(None, "wait for one another, no progress for 3 s")),
     ],

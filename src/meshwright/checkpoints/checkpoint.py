@@ -228,7 +228,8 @@ def checkpoint_folder(path: str | os.PathLike[str]) -> Path:
         folder = Path(text).expanduser().resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a loop, an unknown user, a zero byte
         raise PartitionError(
-            f"path {short(text)} leads nowhere ({short(str(error))}). Pass another.", option="path"
+            f"path {short(text)} cannot be resolved ({short(str(error))}). Pass another.",
+            option="path",
         ) from error
     if not folder.name:
         raise PartitionError(

@@ -358,14 +358,14 @@ def _target_leaf_problems(entry: Entry, value: Any) -> Iterator[str]:
 
 
 def _type_problems(entry: Entry, value: Any) -> Iterator[str]:
-    mine = (type_name(value.dtype), tuple(value.shape))
-    if mine != (entry.dtype, entry.shape) and entry.checksum:
-        fix = _X64 if mine == (_narrowed(entry.dtype), entry.shape) else "Make them the same."
-        yield f"saved as {entry}, but the target is {type_text(*mine)}. {fix}"
+    wanted = (type_name(value.dtype), tuple(value.shape))
+    if wanted != (entry.dtype, entry.shape) and entry.checksum:
+        fix = _X64 if wanted == (_narrowed(entry.dtype), entry.shape) else "Make them the same."
+        yield f"saved as {entry}, but the target is {type_text(*wanted)}. {fix}"
     elif not entry.checksum:  # read by Orbax alone, which knows the stored form
         form = stored_form(_shape_struct(value.shape, value.dtype))
         if (str(form.dtype), form.shape) != (entry.dtype, entry.shape):
-            yield f"stored as {entry}, but the target is {type_text(*mine)}. Make them the same."
+            yield f"stored as {entry}, but the target is {type_text(*wanted)}. Make them the same."
     if not is_key(value.dtype) and jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
         yield (
             f"type {value.dtype} needs 64 bits on the devices. "

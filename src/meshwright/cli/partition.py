@@ -71,7 +71,7 @@ class PartitionCommand:
         return abstract_mesh(spec, on=self.on, slices=self.slices)
 
     def _options(self) -> dict[str, Any]:
-        """The options of `explain_tree` that were given."""
+        """Return the options of `explain_tree` that were given."""
         words = {"unmatched": self.unmatched, "unused": self.unused, "uneven": self.uneven}
         options: dict[str, Any] = {name: word for name, word in words.items() if word != "error"}
         if self.rules is not None:

@@ -117,7 +117,7 @@ def _change(words: str) -> tuple[str, Any]:
 
 
 def _own_step(source: str, returned: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The step, its arguments and options, from what a user's function returned."""
+    """Return the step, its arguments and options, from what a user's function returned."""
     if isinstance(returned, dict) and callable(returned.get("step")) and "args" in returned:
         rest = {name: value for name, value in returned.items() if name not in ("step", "args")}
         return returned["step"], tuple(returned["args"]), rest

@@ -116,7 +116,7 @@ class ScheduleCommand:
         return schedule(name, groups=groups, microbatches=microbatches, stages=self.stages)
 
     def _sizes(self, chosen: Schedule | None) -> tuple[int, int]:
-        """As asked for, or as a schedule has them; not both, if they differ."""
+        """Return groups and microbatches, of the command line or the schedule; both must agree."""
         if chosen is not None:
             for what in ("groups", "microbatches", "stages"):
                 asked, has = getattr(self, what), getattr(chosen, what)

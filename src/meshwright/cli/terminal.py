@@ -145,7 +145,7 @@ def explained(what: str) -> Iterator[None]:
 
 
 def _where(error: BaseException) -> str:
-    """The file and line of the user's code that an error comes from."""
+    """Return the file and line of the user's code that an error comes from."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}:{error.lineno})"
     frames = [

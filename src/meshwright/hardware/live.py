@@ -107,7 +107,7 @@ def _slice_key(devices: Sequence[Any]) -> Callable[[Any], Hashable]:
 def _by_slice(
     devices: Sequence[Any], key: Callable[[Any], Hashable], sort_slices: bool
 ) -> list[list[int]]:
-    """The places in `devices` of every slice's devices."""
+    """Return the places in `devices` of every slice's devices."""
     slices: dict[Any, list[int]] = {}
     for place, device in enumerate(devices):
         slices.setdefault(key(device), []).append(place)
@@ -117,7 +117,7 @@ def _by_slice(
 def _torus_topology(
     chip: Chip, devices: Sequence[Any], slices: list[list[int]], twisted: bool
 ) -> Topology | None:
-    """The torus of a box of coordinates that every slice fills, or `None`."""
+    """Return the torus of a box of coordinates that every slice fills, or `None`."""
     boxes = []
     for places in slices:
         points = np.array([(*devices[i].coords, devices[i].core_on_chip) for i in places])
@@ -159,7 +159,7 @@ def _torus_topology(
 
 
 def _whole_slice(chip: Chip, device: Any, dims: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """The sides of the slice a device belongs to, and which of them wrap.
+    """Return the sides of the slice a device belongs to, and which of them wrap.
 
     Devices do not say; the sides do (`named.wraparound`). A part of a slice has no ring of
     its own unless it covers the whole side.

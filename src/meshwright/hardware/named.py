@@ -120,7 +120,7 @@ def check_total(name: str, devices: int) -> None:
 def torus_axes(
     chip: Chip, shape: Sequence[int], wraps: Sequence[bool], twisted: bool = False
 ) -> tuple[PhysicalAxis, ...]:
-    """The directions x, y, z of a slice. In a twisted one, every side but the longest is."""
+    """Return the directions x, y, z of a slice. If it is twisted, all but the longest are."""
     longest = max(shape)
     return tuple(
         PhysicalAxis(
@@ -213,7 +213,7 @@ def _host_shape(
 
 
 def _host_numbers(shape: tuple[int, ...], host_shape: tuple[int, ...]) -> np.ndarray:
-    """The host of every chip: hosts are boxes, x running fastest, as the vendor's runtime does."""
+    """Number the host of every chip: hosts are boxes, x fastest, as in the vendor's runtime."""
     counts = [side // per_host for side, per_host in zip(shape, host_shape, strict=True)]
     steps = np.cumprod([1, *counts[:-1]])
     host = np.zeros(shape, np.int32)

@@ -115,7 +115,7 @@ class Topology(Shown):
         return np.stack(np.unravel_index(np.arange(self.num_devices), self.shape), axis=-1)
 
     def size_of(self, kind: Kind) -> int:
-        """The number of devices along all directions of one kind, 1 if there is none."""
+        """Return the number of devices along all directions of one kind, 1 if there is none."""
         return math.prod(axis.size for axis in self.axes if axis.kind == kind)
 
     def _sheet(self) -> Sheet:
@@ -298,7 +298,7 @@ def _spread(topology: Topology, box: tuple[int, ...]) -> tuple[float, ...]:
 
 
 def _host_by_host(topology: Topology, devices: int) -> Topology:
-    """The first devices in the order of their hosts, as one scattered switch."""
+    """Return the first devices in the order of their hosts, as one scattered switch."""
     order = np.argsort(topology.host.ravel(), kind="stable")[:devices]
     name = "chip" if topology.chip.family == "tpu" else topology.axes[-1].name
     speed = min(axis.speed for axis in topology.axes)  # links unknown: assume the slowest

@@ -226,7 +226,7 @@ def _remember(mesh: AbstractMesh, placement: Placement) -> None:
 
 
 def _recall(mesh: AbstractMesh) -> Placement:
-    """The placement behind an abstract mesh; refused when none or several fit."""
+    """Return the placement of an abstract mesh; raise when none or several fit."""
     candidates = _placements.get(mesh, {})
     if len(candidates) == 1:
         return next(iter(candidates.values()))

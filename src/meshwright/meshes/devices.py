@@ -164,7 +164,7 @@ def _tpu_devices(topology: Topology) -> list[Any]:
 
 
 def _host_bounds(topology: Topology) -> tuple[int, ...]:
-    """The box of the first host, read off the grid, always with three sides."""
+    """Return the box of the first host, read off the grid, always with three sides."""
     torus = [d for d, axis in enumerate(topology.axes) if axis.kind == "torus"]
     at = tuple(slice(None) if d in torus else 0 for d in range(len(topology.shape)))
     first_host = topology.host[at] == topology.host.ravel()[0]

@@ -165,7 +165,7 @@ _DATA_NAMES = ("pod", "pods", "slice", "slices")
 
 
 def _axes_with_roles(names: Iterable[str], roles: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes with these roles, in the order of the roles and then of the mesh."""
+    """Return the axes with these roles, in the order of the roles and then of the mesh."""
     role_of = {name: "data" if name in _DATA_NAMES else role(name).name for name in names}
     return tuple(name for wanted in roles for name in role_of if role_of[name] == wanted)
 
@@ -180,7 +180,7 @@ def logical_rules(weights: Any, mesh: AnyMesh) -> dict[str, Any]:
 
 
 def _weight_axes(name: str, sizes: set[int], mesh: AnyMesh) -> Any:
-    """The axes for a logical name, whose dims have these sizes throughout the model."""
+    """Return the axes for a logical name, whose dims have these sizes throughout the model."""
     axis_sizes = mesh_axes(mesh)
     must, may = _WEIGHTS.get(name.partition(":")[0], ((), ()))
     required = _axes_with_roles(axis_sizes, must)
@@ -202,7 +202,7 @@ def _dividing_axes(
 
 
 def _spec_entry(axes: Iterable[str]) -> Any:
-    """The entry of a `PartitionSpec` for one dim: None, a name, or several."""
+    """Return the entry of a `PartitionSpec` for one dim: None, a name, or several."""
     names = tuple(axes)
     return names if len(names) > 1 else (names[0] if names else None)
 

@@ -112,11 +112,11 @@ def _equal_part(held: dict[int, list[int]], parts: int, process: int, axes: list
     # Checked for all processes and not for this one alone, so that all of them raise the same
     # error: one that went on would wait for the others in its first collective.
     size = min(len(held_parts) for held_parts in held.values())
-    for holder, mine in sorted(held.items()):
-        if parts % size or mine[0] % size or mine != list(range(mine[0], mine[0] + size)):
+    for holder, own in sorted(held.items()):
+        if parts % size or own[0] % size or own != list(range(own[0], own[0] + size)):
             raise PartitionError(
                 f"the batch over {', '.join(axes)} is not cut into equal, contiguous parts per "
-                f"process (process {holder} holds {listing(mine)} of {parts}). Put the data axes "
+                f"process (process {holder} holds {listing(own)} of {parts}). Put the data axes "
                 "first in the mesh, or let them cross the processes."
             )
     return DataShard(held[process][0] // size, parts // size)

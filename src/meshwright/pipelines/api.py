@@ -161,7 +161,7 @@ def chain_stages(functions: Any) -> Callable[..., Any]:
 
 
 def _required_after_params(function: Callable[..., Any]) -> int:
-    """How many positional arguments without defaults a stage function has after its parameters."""
+    """Count the positional arguments without defaults after the parameters."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()
     return sum(p.kind in kinds and p.default is p.empty for p in parameters) - 1

@@ -79,7 +79,7 @@ def _parameter_groups(
     programs: dict[TaskKey, Program],
     proof: Proof,
 ) -> dict[Var, int]:
-    """The groups in which parameters live: that of the first stage that reads them."""
+    """Return the groups in which parameters live: that of the first stage that reads them."""
     roles = stage_program.region.roles
     # What is computed before the microbatches (a cast parameter) counts like an argument.
     computed = {var for eqn in traced.prologue for var in eqn.outvars}
@@ -171,7 +171,7 @@ def _of_arguments(builder: StepBuilder, group_of_var: dict[Var, int]) -> dict[Va
 
 
 def _donatable(free: dict[int, Var], phase: Phase) -> tuple[int, ...]:
-    """Of the operands that may be donated, those whose memory some result can take.
+    """Choose the operands to donate: those of `free` whose memory some result can take.
 
     JAX pairs a donated buffer with a result of the same shape and dtype, and warns of others.
     """
@@ -225,7 +225,7 @@ def _nearest_sharding(
 
 
 def _result_nodes(traced: Traced, tasks: TaskWriter, group_of_var: dict[Var, int]) -> list[Node]:
-    """The nodes that make the region's results of totals and values of single microbatches."""
+    """Return the nodes that make the region's results, of totals or of single microbatches."""
     reductions = tasks.stage_program.region.all_reductions
     nodes = []
     for number, (var, how) in enumerate(zip(traced.results, reductions, strict=True)):
@@ -240,7 +240,7 @@ def _result_nodes(traced: Traced, tasks: TaskWriter, group_of_var: dict[Var, int
 
 
 def _stack_node(tasks: TaskWriter, number: int, var: Var, how: str) -> Node:
-    """The node that stacks the values of all microbatches, or takes that of the last (carry)."""
+    """Make the node that stacks the values of all microbatches, or takes the last one (carry)."""
     inner, count = tasks.stage_program.outs[number], tasks.schedule.microbatches
     groups = [tasks.group(key) for key, program in tasks.programs.items() if inner in program.outs]
     if not groups:

@@ -105,7 +105,7 @@ class TaskWriter:
                     self.values[var, microbatch, target] = slot
 
     def _input(self, var: Var, microbatch: int, group: int) -> int:
-        """The slot of a task's input: made by a task, a constant, carried, or an operand."""
+        """Return the slot of a task's input: made by a task, a constant, carried, or an operand."""
         if (var, microbatch, group) in self.values:
             return self.values[var, microbatch, group]
         if var in self.stage_program.consts:
@@ -125,7 +125,7 @@ class TaskWriter:
         return self.builder.slot_in_group(self.operand[var], group)
 
     def _carried(self) -> dict[Var, Var]:
-        """Maps a carried operand to the variable that holds it after a microbatch."""
+        """Map a carried operand to the variable that holds it after a microbatch."""
         program, region = self.stage_program, self.stage_program.region
         before = [
             var for var, role in zip(program.invars, region.roles, strict=True) if role == "carry"
@@ -136,7 +136,7 @@ class TaskWriter:
         return dict(zip(before, after, strict=True))
 
     def _function(self, key: TaskKey) -> TaskFunction:
-        """A task's program together with what it adds up: totals come first, and are donated."""
+        """Make the function of a task, which adds to totals: they come first, and are donated."""
         program, group = self.programs[key], self.group(key)
         eqns = rewrite_to_group_mesh(program.eqns, self.builder.shardings.groups, group)
         run = equations_as_function(program.ins, [*program.outs, *program.sums.values()], eqns)
@@ -156,7 +156,7 @@ class TaskWriter:
         return TaskFunction(program.name, task, out_shardings, tuple(range(num_totals)))
 
     def _out_sharding(self, var: Var, key: TaskKey) -> NamedSharding | None:
-        """Over the data axes if the value leaves its stage; otherwise the compiler chooses."""
+        """Shard over the data axes if the value leaves its stage; return None to let XLA choose."""
         group = self.group(key)
         for before, after in self.carried.items():
             if after is var:
@@ -229,14 +229,14 @@ class Accumulators:
         return jnp.maximum if self.reduction(number) == "max" else jnp.add
 
     def sharding(self, number: Sum, group: int) -> NamedSharding:
-        """A gradient is sharded as its parameter; other totals are replicated."""
+        """Return the sharding of a total: that of the parameter for a gradient, else replicated."""
         index = self._gradient_index(number[0])
         if index is None or self.parameters[index] not in self.builder.arguments:
             return self.builder.shardings.replicated(group)
         return self.builder.sharding(self.parameters[index], group)
 
     def parameter(self, number: int) -> Var | None:
-        """The parameter whose gradient a result of the region is; None if it is no gradient."""
+        """Return the parameter of which a result is the gradient; None for other results."""
         index = self._gradient_index(number)
         return None if index is None else self.parameters[index]
 
@@ -246,7 +246,7 @@ class Accumulators:
         return index if index >= 0 else None
 
     def result_node(self, number: int, var: Var, group: int | None) -> Node:
-        """The node that makes a result of its totals, in `group` or the first that has one."""
+        """Make the node that sums up a result, in `group` or the first that has a total."""
         numbers = [key for key in self.vars if key[0] == number]
         region = self.stage_program.region
         how, count = region.all_reductions[number], region.microbatches
@@ -269,7 +269,7 @@ class Accumulators:
         return Node(tuple(parts), (var,), finish, target)
 
     def _constant_parts(self, number: int) -> list[Atom]:
-        """The parts of a result that are the same for every microbatch."""
+        """Return the parts of a result that are the same for every microbatch."""
         index = self._gradient_index(number)
         if index is not None:
             return [var for key, var in self.stage_program.grads[index] if key == NO_STAGE]
@@ -338,7 +338,7 @@ class Microbatches:
         self._slots.update(((var, group), slot) for var, slot in zip(used, slots, strict=True))
 
     def inputs(self, variables: Sequence[Var], microbatch: int, group: int) -> list[int]:
-        """The slots of the batches that a task reads, then that of its microbatch's index."""
+        """Return the slots of the batches that a task reads, then that of its index."""
         slots = [self._slots[var, group] for var in variables if var in self.split]
         return [*slots, self._index(microbatch, group)] if slots else []
 

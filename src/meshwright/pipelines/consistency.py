@@ -90,7 +90,7 @@ _process_context: ProcessContext | None = None
 
 
 def process_context() -> ProcessContext:
-    """The context of this process; made for its first pipeline."""
+    """Return the context of this process; made for its first pipeline."""
     global _process_context
     # Not kept after its last pipeline was closed: the next one connects anew, in all processes.
     if _process_context is None:
@@ -172,7 +172,7 @@ def plan_summary(plan: Plan) -> dict[str, str]:
 
 
 def values_summary(parts: Split) -> dict[str, str]:
-    """Checksums of the NumPy arrays that are passed, which must be the same in every process.
+    """Compute checksums of the NumPy arrays that are passed, the same in every process.
 
     One group reads the inputs and another the labels: rows in another order would train on wrong
     pairs. Arrays on devices are not read, which would wait for them.
@@ -185,7 +185,7 @@ def values_summary(parts: Split) -> dict[str, str]:
 
 
 def _sample(value: np.ndarray) -> np.ndarray:
-    """Some of an array's elements, in the dtype that JAX would use."""
+    """Return some of an array's elements, in the dtype that JAX would use."""
     flat = value.reshape(-1)
     # Strided over the whole array: a batch in another order differs in more than its beginning.
     flat = flat[:: max(1, flat.size // _SAMPLE)]
@@ -193,7 +193,7 @@ def _sample(value: np.ndarray) -> np.ndarray:
 
 
 def _summarize_arguments(paths: Sequence[str], kinds: Iterable[str]) -> dict[str, str]:
-    """Each array with its type; one line for an argument that has many arrays."""
+    """List each array with its type; one line for an argument that has many arrays."""
     arguments: dict[str, dict[str, str]] = collections.defaultdict(dict)
     for path, kind in zip(paths, kinds, strict=True):
         arguments[path.partition("/")[0]][f"argument {path}"] = kind
@@ -205,7 +205,7 @@ def _summarize_arguments(paths: Sequence[str], kinds: Iterable[str]) -> dict[str
 
 
 def _type_and_shape(value: Any) -> str:
-    """The dtype and shape of an argument as JAX writes them: `float32[8,4]`."""
+    """Return the dtype and shape of an argument as JAX writes them: `float32[8,4]`."""
     return str(jax.typeof(as_shape(value)).str_short())
 
 
@@ -231,7 +231,7 @@ def difference(summaries: Sequence[Summary]) -> str:
 
 
 def _not_common(tasks: Sequence[str]) -> list[str]:
-    """For each task, the items not common to all; checksums if only the order differs.
+    """Return, for each task, the items not common to all; checksums if only the order differs.
 
     >>> _not_common(["2 mul, 1 tanh, checksum 5f", "2 mul, 1 sin, checksum 07",
     ...              "2 mul, checksum 3c"])
@@ -244,14 +244,14 @@ def _not_common(tasks: Sequence[str]) -> list[str]:
 
 
 def _first_difference(summary: Summary, first: Summary) -> str:
-    """The argument in which a plan differs from the pipeline's first one, for its name."""
+    """Return the argument in which a plan differs from the pipeline's first one, for its name."""
     for part in _differing_parts([summary, first]):
         return f" ({part}: {summary.get(part, 'nothing')})"
     return ""
 
 
 def _differing_parts(summaries: Sequence[Summary]) -> list[str]:
-    """The parts that are not the same in all summaries.
+    """Return the parts that are not the same in all summaries.
 
     Values are compared only where all processes pass NumPy arrays: one may pass results of the
     last step, another a checkpoint.

@@ -114,7 +114,7 @@ class Explanation:
         return [f"stage {note.stage}: {note.whole}" for note in self.stages if note.whole]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for scripts."""
+        """Return plain data for scripts."""
         return {
             "cut": list(self.cut),
             "whole": list(self.whole),
@@ -138,7 +138,7 @@ def explain(plan: Plan) -> Explanation:
 
 
 def _costs(plan: Plan, flops: dict[TaskKey, float]) -> str | list[Costs]:
-    """The costs of tasks by their FLOPs; all alike where some were compiled elsewhere."""
+    """Return the costs of tasks by their FLOPs; all alike where some were compiled elsewhere."""
     stages = range(plan.stage_program.stages)
     forwards = [flops.get((TaskKind.FORWARD, stage), 0.0) for stage in stages]
     # FLOPs of some stages only would mislead: then all tasks cost the same.
@@ -189,7 +189,7 @@ def _backward_flops(tasks: Iterable[TaskKey], flops: dict[TaskKey, float]) -> fl
 
 
 def _parameters(plan: Plan, tasks: Iterable[Program]) -> list[tuple[list[int], Var]]:
-    """A stage's variables for parameters, each with the arguments that it comes from."""
+    """List a stage's parameters: variables, each with the arguments that it comes from."""
     program = plan.stage_program
     used = {var for task in tasks for var in task.ins}
     return [
@@ -202,7 +202,7 @@ def _parameters(plan: Plan, tasks: Iterable[Program]) -> list[tuple[list[int], V
 
 
 def _arguments(plan: Plan, operand: Atom) -> list[int]:
-    """The arguments of a step that an operand of its microbatches is computed from.
+    """Return the arguments of a step that an operand of its microbatches is computed from.
 
     Those of its own shape, if there are any: a cast or scaled parameter, not its scale.
     """
@@ -220,7 +220,7 @@ def _arguments(plan: Plan, operand: Atom) -> list[int]:
 
 
 def _why_whole(plan: Plan, stage: int) -> str | None:
-    """Why the backward is all B or all W although the schedule has both for this stage."""
+    """Say why the backward is all B or all W although the schedule has both for this stage."""
     w = plan.programs.get((TaskKind.WEIGHT_GRADIENT, stage))
     if w is None:
         return None
@@ -240,7 +240,7 @@ def _why_whole(plan: Plan, stage: int) -> str | None:
 
 
 def _flops(plan: Plan) -> dict[TaskKey, float]:
-    """FLOPs by the compiler's own count, for the tasks that this process compiled."""
+    """Read the compiler's FLOPs of the tasks that this process compiled."""
     flops: dict[TaskKey, float] = {}
     for operation in plan.operations:
         task, function = operation.task, operation.function

@@ -66,7 +66,7 @@ class _Rewriter:
         )
 
     def _parameter(self, value: Any) -> Any:
-        """A parameter of an equation, with every mesh and program in it rewritten."""
+        """Rewrite every mesh and program in a parameter of an equation."""
         jc = _compat.jaxprs()
         if type(value) in (tuple, list):
             return type(value)(map(self._parameter, value))
@@ -98,7 +98,7 @@ class _Rewriter:
         )
 
     def _variable(self, var: Var) -> Var:
-        """A new variable where the type of the old one names a mesh, as inside of `shard_map`."""
+        """Make a new variable if the type of the old one names a mesh, as inside of `shard_map`."""
         if not isinstance(var.aval, jax.core.ShapedArray) or var.aval.sharding.mesh.empty:
             return var
         sharding = var.aval.sharding
@@ -106,7 +106,7 @@ class _Rewriter:
         return type(var)(var.aval.update(sharding=moved))  # type: ignore[no-untyped-call]
 
     def _abstract_mesh(self, mesh: AbstractMesh) -> AbstractMesh:
-        """The group's mesh, manual along the axes along which the other one is."""
+        """Return the group's mesh, manual along the axes along which the other one is."""
         if mesh.empty:
             return mesh
         kinds = dict.fromkeys(mesh.manual_axes, AxisType.Manual)
@@ -171,7 +171,7 @@ def _axes(spec: PartitionSpec) -> list[str]:
 
 
 def _strings(eqns: Sequence[Eqn]) -> Iterator[str]:
-    """Strings among the parameters of equations, also inside of their programs.
+    """Yield strings among the parameters of equations, also inside of their programs.
 
     Collectives keep their axis names in parameters of different names (`axes`, `axis_name`, ...).
     """

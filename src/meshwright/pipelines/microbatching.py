@@ -166,7 +166,7 @@ class Region:
 
 
 def _reduced_dtype(dtype: Any, how: str) -> Any:
-    """As in `jnp`: booleans are summed as int32; the mean of integers is float32."""
+    """Return the dtype as in `jnp`: booleans are summed as int32, means of integers are float32."""
     if how == "sum" and dtype == jnp.bool_:
         return jnp.dtype(jnp.int32)
     if how == "mean" and not jnp.issubdtype(dtype, jnp.inexact):
@@ -406,7 +406,7 @@ def _role(call: _Call, number: int, trained: bool, array: Any) -> Role:
 
 
 def _reductions(call: _Call, aux: Any) -> tuple[str, ...]:
-    """How each leaf that comes with the value is reduced; known once the call was traced."""
+    """Return how each leaf beside the value is reduced; known once the call was traced."""
     carried = call.extra.rebuild(["carry"] * len(call.extra.arrays), other=None)
     if call.carry is None:
         return tuple(_reduction_per_leaf(aux, carried))

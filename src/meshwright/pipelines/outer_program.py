@@ -139,7 +139,7 @@ def _propagate_groups(
 
 
 def _group_of_scalars(node: Node, group_of_var: dict[Var, int]) -> int:
-    """The group of a node that no array with a group touches.
+    """Return the group of a node that no array with a group touches.
 
     Scalars of one group stay there, those of several meet in group 0; others run everywhere.
     """
@@ -194,7 +194,7 @@ def fuse_by_group_and_level(
 def _repeated_results(
     key: PhaseKey, results: Sequence[tuple[Var, int]], repeated: dict[Var, Node]
 ) -> list[Var]:
-    """The scalar results of the step that this phase is to compute."""
+    """Return the scalar results of the step that this phase is to compute."""
     level, group = key
     return [
         var
@@ -206,7 +206,7 @@ def _repeated_results(
 def _with_repeated(
     body: Sequence[Node], repeated: dict[Var, Node], more: Sequence[Var]
 ) -> list[Node]:
-    """The nodes with the repeated ones that they (and `more`) need, each before its first user."""
+    """Add the repeated nodes that the others (and `more`) need, each before its first user."""
     ordered: dict[int, Node] = {}
 
     def add(node: Node) -> None:
@@ -225,7 +225,7 @@ def _with_repeated(
 
 
 def _free_variables(body: Sequence[Node]) -> tuple[Var, ...]:
-    """What nodes read and do not compute, once, in order."""
+    """Return what nodes read and do not compute, once, in order."""
     computed = {var for node in body for var in node.outs}
     return tuple(dict.fromkeys(var for node in body for var in node.ins if var not in computed))
 

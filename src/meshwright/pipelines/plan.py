@@ -152,7 +152,7 @@ class Planner:
             )
 
     def _schedule(self, stages: int) -> Schedule:
-        """The schedule for as many stages as the function turned out to have."""
+        """Return the schedule for as many stages as the function turned out to have."""
         groups = self.shardings.groups.mpmd_dim
         if isinstance(self.schedule, Schedule):
             schedule = self.schedule

@@ -77,7 +77,7 @@ class MeasuredTimeline:
         return self.measured.trace()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for scripts."""
+        """Return plain data for scripts; times in milliseconds."""
         return {
             "ratio": self.ratio,
             "measured": self.measured.to_json(),
@@ -202,7 +202,7 @@ def record(
 
 
 def _arrival(ready: float, waited: tuple[float, float] | None) -> float:
-    """When a transferred value can be used: if the process slept until then, once it is awake."""
+    """Return when a transferred value can be used: after the wait, if the process waited for it."""
     return ready if waited is None or ready <= waited[0] else max(ready, waited[1])
 
 
@@ -243,7 +243,7 @@ class _Completions:
             self.error = error
 
     def starts(self) -> list[float]:
-        """When each could begin at the earliest: dispatched, inputs ready, the last one done."""
+        """Return when each could begin: dispatched, inputs ready, the one before it done."""
         starts, free = [], 0.0
         for at, inputs, end in zip(self.dispatched, self.inputs, self.ends, strict=True):
             ready = [completions.ends[index] for completions, index in inputs]
@@ -301,7 +301,7 @@ def measured_timeline(plan: Plan, record: Record) -> MeasuredTimeline:
 
 
 def _without_empty_tasks(plan: Plan, schedule: Schedule) -> Schedule:
-    """The schedule without the tasks that have nothing to do, as it ran."""
+    """Return the schedule without the tasks that have nothing to do, as it ran."""
     tasks = [operation.task for operation in plan.assembled.builder.operations]
     kinds = {(task.kind, task.stage) for task in tasks if task is not None}
     rows = tuple(
@@ -311,7 +311,7 @@ def _without_empty_tasks(plan: Plan, schedule: Schedule) -> Schedule:
 
 
 def _mean_latency(operations: Sequence[Operation], record: Record) -> float:
-    """Seconds from the end of a task, or from the send if that was later, to the arrival."""
+    """Return seconds from the end of a task, or from a later send, to the arrival."""
     maker = {slot: n for n in record.tasks for slot in operations[n].outs}
     # What a task has read had arrived when it started, even if that was noted later.
     first_read: dict[int, float] = {}
@@ -330,7 +330,7 @@ def _mean_latency(operations: Sequence[Operation], record: Record) -> float:
 def _mean_costs(
     schedule: Schedule, starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]
 ) -> tuple[Costs, ...]:
-    """The mean time of every kind of task, stage by stage."""
+    """Return the mean time of every kind of task, stage by stage."""
     times: dict[TaskKey, list[float]] = collections.defaultdict(list)
     for row, row_starts, row_ends in zip(schedule.tasks, starts, ends, strict=True):
         for task, start, end in zip(row, row_starts, row_ends, strict=True):
@@ -346,7 +346,7 @@ def _mean_costs(
 def _mean_dispatches(
     operations: Sequence[Operation], process: Sequence[RecordedDispatch]
 ) -> list[Dispatch]:
-    """What a process did, with the mean times of each kind and stage, in milliseconds."""
+    """Return what a process dispatched, with mean times by kind and stage, in milliseconds."""
     recorded = [(task, d) for d in process if (task := operations[d.task].task) is not None]
     by_kind: dict[TaskKey, list[RecordedDispatch]] = collections.defaultdict(list)
     for task, dispatch in recorded:
@@ -432,7 +432,7 @@ class _Simulation:
         return len(host.queue) < before
 
     def _arrivals(self, task: Task) -> list[float] | None:
-        """When the inputs of a task are in its group; None while one is not yet timed."""
+        """Return when the inputs of a task are in its group; None while one is not yet timed."""
         group_of = self.schedule.group_of
         inputs = list(_inputs(task, self.schedule.stages, self._run))
         if any(key not in self._ready for key in inputs):
@@ -455,7 +455,7 @@ class _Simulation:
 
 
 def _inputs(task: Key, stages: int, run: set[Key]) -> Iterator[Key]:
-    """What a task waits for; a task that has nothing to do passes on what it would wait for."""
+    """Yield what a task waits for; in place of an empty task, what that would wait for."""
     for key in needs(task, stages):
         if key in run:
             yield key

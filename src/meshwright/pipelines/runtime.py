@@ -87,7 +87,7 @@ def _receive(link: Link, route: Route, operation: Operation) -> Operation:
 
 
 def _wait(builder: StepBuilder, operation: Operation) -> Operation:
-    """An operation that waits for received values before a program that reads them is dispatched.
+    """Make an operation that waits for received values, before a program that reads them.
 
     On CPUs a program that waits for its inputs occupies one of few threads, and enough of them
     leave none to receive with.

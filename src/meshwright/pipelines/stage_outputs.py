@@ -54,7 +54,10 @@ def assign_result_stages(program: StagedProgram) -> None:
 
 
 def first_uses(program: StagedProgram) -> dict[Var, int]:
-    """The first stage whose forward uses an operand or a constant, other than to update state."""
+    """Return the first stage whose forward uses each operand or constant.
+
+    Equations that only update carried state do not count.
+    """
     updates, stages = set(_state_updates(program)), dict[Var, int]()
     for n, (eqn, at) in enumerate(zip(program.eqns, program.stage_of_eqn, strict=True)):
         if n in updates or at is None or at[0] != TaskKind.FORWARD:
@@ -95,7 +98,7 @@ def _assign_state_stages(program: StagedProgram, first_use: dict[Var, int]) -> d
 
 
 def _state_updates(program: StagedProgram) -> list[int]:
-    """Forward equations that make nothing but what is carried on to the next microbatch."""
+    """List forward equations that make only what is carried on to the next microbatch."""
     outs = list(zip(program.outs, program.reductions, strict=True))
     state = set(variables(atom for atom, how in outs if how == "carry"))
     others = set(variables(atom for atom, how in outs if how != "carry"))
@@ -176,7 +179,7 @@ def _parts(program: StagedProgram, flow: _Dataflow, atom: Atom) -> Parts:
 
 
 def _part_of_recomputable(program: StagedProgram, var: Var) -> Parts:
-    """One part for a gradient that every microbatch has the same, as that of a weight decay."""
+    """Return one part for a gradient that is the same in every microbatch (a weight decay)."""
     roots = sources(program, var)
     if not roots:
         return ((NO_STAGE, var),)

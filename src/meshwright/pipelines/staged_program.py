@@ -75,12 +75,12 @@ def make_staged_program(region: Region, jaxpr: Jaxpr) -> StagedProgram:
 
 
 def stage_names(jaxpr: Jaxpr) -> tuple[str | None, ...]:
-    """The names that stage ends give to their stages; the last stage has none."""
+    """Return the names that stage ends give to their stages; the last stage has none."""
     return (*(eqn.params["name"] for eqn in jaxpr.eqns if _ends_stage(eqn)), None)
 
 
 def equations_by_stage(program: StagedProgram) -> dict[StageKey, list[Eqn]]:
-    """The equations of every stage: in program order, then those that were added."""
+    """Return the equations of every stage: in program order, then those that were added."""
     by_stage: dict[StageKey, list[Eqn]] = {}
     for eqn, at in zip(program.eqns, program.stage_of_eqn, strict=True):
         if at is not None:
@@ -91,12 +91,12 @@ def equations_by_stage(program: StagedProgram) -> dict[StageKey, list[Eqn]]:
 
 
 def resolve_alias(program: StagedProgram, atom: Atom) -> Atom:
-    """The variable before all stage ends, which only hand it over."""
+    """Return the variable before all stage ends, which only hand it over."""
     return atom if is_literal(atom) else program.alias.get(atom, atom)
 
 
 def sources(program: StagedProgram, var: Var) -> frozenset[Var]:
-    """The roots that a recomputable variable comes from; any other comes from itself."""
+    """Return the roots that a recomputable variable comes from; any other comes from itself."""
     if var not in program.source_cache:
         eqn = program.recomputable.get(var)
         inner = [] if eqn is None else [sources(program, v) for v in variables(eqn.invars)]
@@ -105,12 +105,12 @@ def sources(program: StagedProgram, var: Var) -> frozenset[Var]:
 
 
 def variables(operands: Iterable[Atom]) -> list[Var]:
-    """The operands that are not literals, as often as they stand there."""
+    """Return the operands that are not literals, as often as they stand there."""
     return [atom for atom in operands if not is_literal(atom)]
 
 
 def variables_read(eqns: Sequence[Eqn]) -> list[Var]:
-    """Every variable that equations read, once, in order."""
+    """Return every variable that equations read, once, in order."""
     return list(dict.fromkeys(var for eqn in eqns for var in variables(eqn.invars)))
 
 

@@ -151,7 +151,7 @@ def assign_stages_by_order(program: StagedProgram) -> None:
 
 
 def _forward_equations(program: StagedProgram) -> set[int]:
-    """Equations that the results come from: the last stage's forward; the rest is backward."""
+    """Return the equations that results come from: in the last stage, they are its forward."""
     needed = set(variables(program.outs))
     positions = set()
     for n in reversed(range(len(program.jaxpr.eqns))):
@@ -199,7 +199,7 @@ def _refuse_inner_gradient(
 
 
 def _stage_beyond(eqn: Eqn, here: StageKey, closed: dict[int, list[int]]) -> StageKey:
-    """The stage of what comes after a stage end; `closed` is brought up to date."""
+    """Return the stage of what comes after a stage end; `closed` is brought up to date."""
     passes = closed.setdefault(eqn.params["number"], [])
     if not eqn.params["backward"]:
         passes.append(here[1])
@@ -308,7 +308,7 @@ def eliminate_dead_and_delay_remat(program: StagedProgram) -> None:
 
 
 def _cotangents(program: StagedProgram) -> set[Var]:
-    """What the backward makes, but for what a remat computes again from the forward."""
+    """Return what the backward computes, without what a remat recomputes from the forward."""
     cotangents: set[Var] = set()
     for eqn, at in zip(program.eqns, program.stage_of_eqn, strict=True):
         if at is not None and at[0] == TaskKind.BACKWARD:

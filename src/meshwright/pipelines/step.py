@@ -200,7 +200,7 @@ class PipelineStep:
                 )
 
     def _begin_step(self, parts: Split, why: str = "") -> Plan:
-        """The plan of a step that all processes begin now."""
+        """Return the plan of a step that all processes begin now."""
         key = _plan_key(parts)
         if self.consistency is None:
             return self._plan(parts, key)
@@ -211,7 +211,7 @@ class PipelineStep:
         return plan
 
     def _plan(self, parts: Split, key: Hashable) -> Plan:
-        """The plan for arguments like these; made the first time."""
+        """Return the plan for arguments like these; made the first time."""
         if key not in self._plans:
             with (
                 contextlib.nullcontext()
@@ -262,7 +262,7 @@ def _check_array(path: str, value: Any) -> None:
 
 
 def _plan_key(parts: Split) -> Hashable:
-    """What distinguishes arguments that need plans of their own."""
+    """Return what distinguishes arguments that need plans of their own."""
     kinds = tuple(
         (np.shape(x), getattr(x, "dtype", type(x)), bool(getattr(x, "weak_type", False)))
         for x in parts.arrays

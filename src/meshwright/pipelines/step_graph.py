@@ -162,7 +162,7 @@ class StepBuilder:
         return slot
 
     def sharding(self, var: Var, group: int) -> NamedSharding:
-        """The sharding of a variable in a group, decided once."""
+        """Return the sharding of a variable in a group, decided once."""
         if (var, group) not in self.var_shardings:
             self.var_shardings[var, group] = self._choose_sharding(var, group)
         return self.var_shardings[var, group]

@@ -73,7 +73,7 @@ def programs(stages: StageProgram, tasks: Iterable[TaskKey]) -> dict[TaskKey, Pr
 
 
 def _equations(stages: StageProgram, kind: str, stage: int) -> list[Eqn]:
-    """The equations of a task, without those that it computes again."""
+    """Return the equations of a task, without those that it computes again."""
     if kind == TaskKind.FORWARD:
         return stages.eqns.get((TaskKind.FORWARD, stage), [])
     backward = stages.eqns.get((TaskKind.BACKWARD, stage), [])
@@ -84,7 +84,7 @@ def _equations(stages: StageProgram, kind: str, stage: int) -> list[Eqn]:
 
 
 def _urgent(stages: StageProgram, stage: int) -> set[int]:
-    """The equations (by id) of a backward that other stages wait for: its B. The rest are its W."""
+    """Return the equations (by id) of a backward that other stages wait for: its B, not its W."""
     key = (TaskKind.BACKWARD, stage)
     others = [eqn for at, eqns in stages.eqns.items() if at != key for eqn in eqns]
     needed = set(variables_read(others)) | _results(stages)
@@ -97,7 +97,7 @@ def _urgent(stages: StageProgram, stage: int) -> set[int]:
 
 
 def _sums(stages: StageProgram, key: TaskKey, computed: dict[TaskKey, set[Var]]) -> dict[Sum, Var]:
-    """What a task adds up: reduced results and parts of gradients that it makes.
+    """Return what a task adds up: reduced results and parts of gradients that it makes.
 
     What no task of the stage makes, an operand as it came, is added up by its F, B or BW.
     """
@@ -113,7 +113,7 @@ def _sums(stages: StageProgram, key: TaskKey, computed: dict[TaskKey, set[Var]])
 
 
 def all_sums(stages: StageProgram) -> dict[Sum, tuple[StageKey, Var]]:
-    """Every value that is added up over microbatches, and its stage."""
+    """Return every value that is added up over microbatches, and its stage."""
     maker = {var: at for at, eqns in stages.eqns.items() for e in eqns for var in e.outvars}
     sums = {}
     for number, (atom, how) in enumerate(zip(stages.outs, stages.region.reductions, strict=True)):
@@ -128,7 +128,7 @@ def all_sums(stages: StageProgram) -> dict[Sum, tuple[StageKey, Var]]:
 
 
 def _results(stages: StageProgram) -> set[Atom]:
-    """Values of single microbatches that leave the tasks: stacked, or carried on."""
+    """Return values of single microbatches that leave the tasks: stacked, or carried on."""
     return {
         atom
         for atom, how in zip(stages.outs, stages.region.reductions, strict=True)
@@ -147,7 +147,7 @@ def _exclusive(key: TaskKey, other: TaskKey) -> bool:
 
 
 def recomputed(stages: StageProgram, needed: Sequence[Var]) -> list[Eqn]:
-    """The recomputable equations that these variables come from, in an order in which they run."""
+    """Return the recomputable equations that these variables come from, in order."""
     eqns: dict[int, Eqn] = {}
     visited: set[int] = set()
 

@@ -131,7 +131,7 @@ def _trace(fn: Callable[..., Any], args: Split) -> tuple[Any, Split]:
 
 
 def _regions(jaxpr: Jaxpr) -> list[int]:
-    """The positions of regions among a program's equations."""
+    """Return the positions of regions among a program's equations."""
     return [n for n, eqn in enumerate(jaxpr.eqns) if eqn.primitive is region_primitive()]
 
 
@@ -147,12 +147,12 @@ def _refuse_gradients(jaxpr: Jaxpr) -> None:
 
 
 def _stage_ends_outside(eqns: Iterable[Eqn]) -> Iterator[str]:
-    """Stage ends in equations that are no regions, in words."""
+    """Yield stage ends in equations that are no regions, in words."""
     return boundaries_of(eqn for eqn in eqns if eqn.primitive is not region_primitive())
 
 
 def _ancestors(eqns: Sequence[Eqn], targets: Sequence[Atom]) -> set[int]:
-    """The positions of the equations that `targets` are computed from."""
+    """Return the positions of the equations that `targets` are computed from."""
     needed = {var for var in targets if not is_literal(var)}
     positions = set()
     for n in reversed(range(len(eqns))):
@@ -215,7 +215,7 @@ def _evaluate(jaxpr: Jaxpr, args: Sequence[Any], remat: bool) -> list[Any]:
 def _body_to_inline(
     eqn: Eqn, known: dict[str, Any], remat: bool
 ) -> tuple[Jaxpr, Sequence[Any]] | None:
-    """The program inside an equation, with its constants, where it must be inlined."""
+    """Return the program inside an equation, with its constants, where it must be inlined."""
     primitive = eqn.primitive
     body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     if primitive is known["remat"] and (remat or any(boundaries_in(body))):
@@ -236,7 +236,7 @@ def _body_to_inline(
 
 
 def _remedy(boundary: str, primitive: str) -> str:
-    """What to do about a stage end or a region that control flow hides."""
+    """Say what to do about a stage end or a region inside of control flow."""
     if boundary.startswith("value_and_grad"):
         return "Call it once in a step, outside of control flow."
     if primitive == "cond":
@@ -247,7 +247,7 @@ def _remedy(boundary: str, primitive: str) -> str:
 
 
 def _opened(program: Any) -> tuple[Jaxpr, Sequence[Any]]:
-    """A jaxpr, closed or not, as one whose first inputs are its constants; and the constants."""
+    """Return a jaxpr whose first inputs are its constants, and the constants."""
     jaxpr = getattr(program, "jaxpr", program)
     if not jaxpr.constvars:
         return jaxpr, ()
@@ -279,12 +279,12 @@ def equations_as_function(
 
 
 def boundaries_in(program: Any) -> Iterator[str]:
-    """The boundaries inside a jaxpr, closed or not, in words, with the lines they come from."""
+    """Yield the boundaries inside a jaxpr, closed or not, in words, with their source lines."""
     return boundaries_of(getattr(program, "jaxpr", program).eqns)
 
 
 def boundaries_of(eqns: Iterable[Eqn]) -> Iterator[str]:
-    """The boundaries among equations and inside of them, in words."""
+    """Yield the boundaries among equations and inside of them, in words."""
     for eqn in eqns:
         if eqn.primitive is stage_end_primitive():
             yield f"stage_end(...) at {eqn.params['where']}"
@@ -295,7 +295,7 @@ def boundaries_of(eqns: Iterable[Eqn]) -> Iterator[str]:
 
 
 def _inner_programs(eqn: Eqn) -> Iterator[Any]:
-    """Jaxprs among an equation's parameters; those of a region are hidden in a `Region`."""
+    """Yield jaxprs among an equation's parameters; that of a region is hidden in a `Region`."""
     jc = _compat.jaxprs()
     for value in eqn.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):

@@ -57,7 +57,7 @@ Parts = tuple[Part, ...]  # what one mesh axis is made of; no direction twice
 
 
 def parts_of_kind(topology: Topology, parts: Parts, *kinds: Kind) -> Parts:
-    """The parts that lie in directions of these kinds."""
+    """Return the parts that lie in directions of these kinds."""
     return tuple(part for part in parts if topology.axes[part.direction].kind in kinds)
 
 
@@ -293,7 +293,7 @@ def _path(torus: Parts, order: str) -> np.ndarray:
 
 
 def neighbour_hops(topology: Topology, parts: Parts, order: str) -> int:
-    """The most links between two neighbours along the axis inside a slice."""
+    """Return the most links between two neighbours along the axis inside a slice."""
     torus = parts_of_kind(topology, parts, "torus")
     if not torus:
         return 1 if parts_of_kind(topology, parts, "switch") else 0

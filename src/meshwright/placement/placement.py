@@ -114,7 +114,7 @@ PLACEMENT_RIGHT = (False, True, False, False, False, True, True, True, True, Fal
 
 
 def placement_headline(placement: Placement) -> str:
-    """The request and the hardware in one line."""
+    """Return the request and the hardware in one line."""
     topology = placement.topology
     network = topology.axes[0]
     joined = ""
@@ -127,7 +127,7 @@ def placement_headline(placement: Placement) -> str:
 
 
 def footnote(placement: Placement) -> str:
-    """The cost, how it is made up, and the runner-up, in one or two lines."""
+    """Return the cost, how it is made up, and the runner-up, in one or two lines."""
     text = f"cost {duration(placement.cost)}: all-gather of 1 GiB x weight, summed over the axes"
     if placement.runner_up is None or placement.runner_up_cost is None:
         return text

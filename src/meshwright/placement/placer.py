@@ -120,7 +120,7 @@ def _with_strides(topology: Topology, choice: tuple[Parts, ...]) -> tuple[Parts,
 
 
 def _positions(topology: Topology, axes: tuple[AxisPlan, ...]) -> np.ndarray:
-    """The place in the device list of every mesh position.
+    """Return the place in the device list of every mesh position.
 
     Grid points add up axis by axis, so a broadcast sum (`np.ix_`) places any number of devices.
     """
@@ -227,7 +227,7 @@ def _measured_axis_plan(
 
 
 def _common_parts(coords: np.ndarray) -> Parts | None:
-    """The parts every group of an axis consists of, or `None` when they differ or have gaps.
+    """Return the parts every group of an axis consists of, or `None` when they differ or have gaps.
 
     `coords` are grid coordinates `(groups, members, directions)`. The first group proposes the
     parts; every group must then hold each point of such a box exactly once, in any order.

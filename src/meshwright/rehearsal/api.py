@@ -235,7 +235,7 @@ def run(request: Request) -> Rehearsal:
 
 
 def _site(platform: Platform, placed: Placement, hardware: Topology) -> Site:
-    """The hardware to compile for, and the device of each partition there."""
+    """Return the hardware to compile for, and the device of each partition there."""
     # libtpu (0.0.42 to 0.0.50) aborts for many parts of a slice: it gets a whole slice of the
     # part's shape, where TPUs come in that shape.
     is_part = platform == "tpu" and placed.positions.size < hardware.num_devices

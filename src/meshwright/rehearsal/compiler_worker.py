@@ -45,7 +45,7 @@ def main(folder: str) -> None:
 
 
 def _devices_or_error(site: Site) -> list[Any] | Exception:
-    """The devices to compile for, or what went wrong with them: that too is an outcome."""
+    """Return the devices to compile for, or what went wrong with them: that too is an outcome."""
     try:
         return _devices(site)
     except Exception as error:
@@ -95,7 +95,7 @@ def _cost(executable: Any) -> dict[str, float]:
 
 
 def _devices(site: Site) -> list[Any]:
-    """The devices of a topology, in the order of the program's partitions."""
+    """Return the devices of a topology, in the order of the program's partitions."""
     if site.platform == "cpu":
         count = int(site.positions.size)
         jax.config.update("jax_num_cpu_devices", count)  # type: ignore[no-untyped-call]

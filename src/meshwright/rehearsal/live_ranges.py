@@ -150,7 +150,7 @@ class LiveRanges:
         return same_size and self.ranges[old][1] == at
 
     def _counted(self) -> Iterator[tuple[BufferId, tuple[int, int]]]:
-        """Arguments stay for as long as the program runs; those of a caller are counted there."""
+        """Yield what counts here: arguments for the whole run, those of a caller not at all."""
         for buffer, (first, last) in self.ranges.items():
             if not self._is_parameter(buffer):
                 yield buffer, (first, last)
@@ -164,7 +164,7 @@ class LiveRanges:
 def _buffers_written_over(
     computation: Computation, instruction: Instruction, holds: Mapping[str, list[_Buffers]]
 ) -> dict[int, _Buffers]:
-    """The buffers that an instruction says it leaves its results in, by result."""
+    """Return the buffers that an instruction says it leaves its results in, by result."""
     buffers = {}
     for number, (operand, leaf) in written_over(computation, instruction).items():
         held = holds.get(instruction.operands[operand], [])
@@ -176,7 +176,7 @@ def _buffers_written_over(
 def _passed_on(
     instruction: Instruction, holds: Mapping[str, list[_Buffers]]
 ) -> list[_Buffers] | None:
-    """The buffers of its operands that an instruction passes on; `None` where it makes new ones."""
+    """Return buffers of operands that an instruction passes on; `None` if it makes new ones."""
     opcode = instruction.opcode
     operands = [holds.get(name, []) for name in instruction.operands]
     if opcode == "tuple":
@@ -194,7 +194,7 @@ def _element(instruction: Instruction, held: list[_Buffers]) -> _Buffers:
 
 
 def _new_leaves(computation: Computation, instruction: Instruction) -> Iterable[int]:
-    """Which leaves of its shape are new: a `-start` lists its operands before its results."""
+    """Return which leaves are new: a `-start` lists its operands before its results."""
     leaves = instruction.shape.leaves
     if instruction.opcode == "copy-start":  # (copy, source, context)
         return (0,)
@@ -239,7 +239,7 @@ def lists_all_aliases(instruction: Instruction) -> bool:
 
 
 def written_over(computation: Computation, instruction: Instruction) -> dict[int, OperandLeaf]:
-    """Per result that is in an operand's memory, which; only where both have the same size."""
+    """Return which operand each result is written over, where both have the same size."""
     results = instruction.shape.leaves
     operands = [operand.shape.leaves for operand in computation.operands(instruction)]
     aliases: dict[int, OperandLeaf] = {}
@@ -288,7 +288,7 @@ _ELEMENTWISE = frozenset(
 def elementwise(
     computations: Mapping[str, Computation], instruction: Instruction
 ) -> Iterator[tuple[int, int]]:
-    """Results that need an operand's elements only in their own place, with its number."""
+    """Yield elementwise results of an operand: their number, and that of the operand."""
     numbers = range(len(instruction.operands))
     if instruction.opcode in _REDUCED:
         yield from zip(numbers, numbers, strict=True)
@@ -301,7 +301,7 @@ def elementwise(
 def updated(
     computations: Mapping[str, Computation], instruction: Instruction
 ) -> Iterator[tuple[int, int]]:
-    """Results that are an operand with some elements replaced, each with the operand's number."""
+    """Yield results that are an operand with some elements replaced, and its number."""
     if instruction.opcode in _UPDATES:
         for number in range(max(1, len(instruction.shape.leaves))):
             yield number, number
@@ -324,7 +324,7 @@ def _results(fused: Computation) -> tuple[Instruction, ...]:
 def _updated_parameter(
     computations: Mapping[str, Computation], fused: Computation, result: Instruction
 ) -> int | None:
-    """The parameter of a fusion that a result is an update of, if it is one."""
+    """Return the parameter of a fusion that a result is an update of, if it is one."""
     # Back from the result, through updates of updates, to a parameter or anything else.
     number, updates = 0, 0
     while result.opcode != "parameter":
@@ -342,7 +342,7 @@ def _updated_parameter(
 
 
 def _elementwise_in_fusion(fused: Computation) -> Iterator[tuple[int, int]]:
-    """Results of a fusion that need no element of a parameter but the one in their place."""
+    """Yield elementwise results of a fusion, each with the number of the parameter."""
     results = _results(fused)
     for number, parameter in fused.parameters.items():
         reached = _reached_elementwise(fused, parameter)
@@ -352,7 +352,7 @@ def _elementwise_in_fusion(fused: Computation) -> Iterator[tuple[int, int]]:
 
 
 def _reached_elementwise(fused: Computation, parameter: Instruction) -> set[str]:
-    """What is made of a parameter element by element; nothing, if it is read otherwise too."""
+    """Return what is elementwise in a parameter; nothing, if it is read otherwise too."""
     reached, waiting = {parameter.name}, [parameter]
     while waiting:
         for user in fused.users.get(waiting.pop().name, ()):

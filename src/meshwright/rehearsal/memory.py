@@ -60,7 +60,7 @@ class Memory(Shown):
 
     @property
     def note(self) -> str:
-        """What to mind, if anything."""
+        """A caveat about the verdict, or an empty string."""
         if self.refused:
             return "the compiler refused: temporaries are what it said it needs beside arguments"
         if self.family == "cpu" and not self.fits:
@@ -73,7 +73,7 @@ class Memory(Shown):
         return ""
 
     def parts(self) -> dict[str, int]:
-        """The parts of the peak."""
+        """Return the parts of the peak."""
         return {
             "arguments": self.arguments,
             "outputs": self.outputs,
@@ -367,7 +367,7 @@ def _neighbours(program: Program, instruction: Instruction) -> Iterator[Instruct
 
 
 def _left_by_body(program: Program, loop: Instruction, number: int) -> Iterator[Instruction]:
-    """What the body of a loop leaves at a place of its state; nothing if it is no loop."""
+    """Yield what the body of a loop leaves at a place of its state; nothing if it is no loop."""
     for how, name in loop.called:
         body = program.computations[name]
         if loop.opcode == "while" and how == "body" and number < len(body.root.operands):

@@ -351,7 +351,7 @@ class TaskCompiler:
         )
 
     def _outcome(self, job: Job) -> Outcome:
-        """The outcome of a job, or the one that another thread is already compiling."""
+        """Return the outcome of a job, or the one that another thread is already compiling."""
         with self._lock:
             first = job.key not in self._outcomes
             outcome = self._outcomes.setdefault(job.key, concurrent.futures.Future())

@@ -65,7 +65,7 @@ class Remedy:
 
 
 def find_remedies(result: Rehearsal, *, check: bool) -> tuple[Remedy, ...]:
-    """All remedies that apply, cheapest first; with `check`, compiled."""
+    """List all remedies that apply, cheapest first; with `check`, compile them."""
     remedies = (
         *_donation(result),
         *_more_fsdp(result),
@@ -115,7 +115,7 @@ def _donation(result: Rehearsal) -> Iterator[Remedy]:
 
 
 def _argument_bytes(result: Rehearsal, numbers: Iterable[int]) -> int:
-    """What a device holds of these arguments."""
+    """Return the bytes of these arguments on one device."""
     names = argument_names(result.request.function, len(result.request.args))
     wanted = {names[number] for number in numbers}
     rows = result.arguments.rows
@@ -127,7 +127,7 @@ def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], str]:
 
 
 def _more_fsdp(result: Rehearsal) -> Iterator[Remedy]:
-    """Twice the fsdp, taken from an axis over which parameters are replicated."""
+    """Double fsdp at the cost of an axis over which parameters are replicated."""
     placed, request = result.placement, result.request
     sizes = dict(zip(placed.spec.names, placed.spec.sizes, strict=True))
     fsdp = next((name for name in sizes if role(name).name == "fsdp"), None)
@@ -152,7 +152,7 @@ def _more_fsdp(result: Rehearsal) -> Iterator[Remedy]:
 
 
 def _on_mesh(result: Rehearsal, spec: MeshSpec) -> Request:
-    """The request with another mesh on the same machine."""
+    """Return the request with another mesh on the same machine."""
     request = result.request
     if not isinstance(request.mesh, (Mesh, AbstractMesh)):
         return dataclasses.replace(request, mesh=str(spec))

@@ -187,7 +187,7 @@ def memory_lane(title: str, use: Memory) -> Lane:
 
 
 def _memory_parts(use: Memory) -> tuple[Part, ...]:
-    """What is allocated at once; results that overwrite an argument are counted as that."""
+    """Return what is allocated at once; results that overwrite an argument count as that."""
     sizes = {**use.parts(), "outputs": use.outputs - use.aliased}
     return tuple(Part(name, sizes[name], colour) for name, colour in MEMORY.items())
 
@@ -379,7 +379,7 @@ def time_section(result: Rehearsal) -> Html:
 def _seconds_by(
     collectives: Collectives, key: Callable[[Collective], str], colours: dict[str, str]
 ) -> tuple[Part, ...]:
-    """The time of all collectives, one part per group."""
+    """Return the time of all collectives, one part per group."""
     seconds = dict.fromkeys(colours, 0.0)
     for entry in collectives:
         seconds[key(entry)] += entry.total_seconds

@@ -33,7 +33,7 @@ EXTRAS = {"tpu": "tpu", "gpu": "cuda13"}  # of pip install meshwright[...], by c
 
 
 class CompileOptions(TypedDict, total=False):
-    """For what and by which compiler: the options that every kind of rehearsal of a step takes."""
+    """The options that every rehearsal of a step takes: for what hardware, by which compiler."""
 
     on: str | Topology | Sequence[Any] | None
     slices: int
@@ -92,7 +92,7 @@ class Request:
         return target_topology(self.on, None, self.slices)
 
     def abstract(self, placed: Placement) -> AbstractMesh:
-        """The mesh without its devices."""
+        """Return the mesh without its devices."""
         if isinstance(self.mesh, AbstractMesh):
             return self.mesh
         return (
@@ -170,7 +170,7 @@ def make_request(
 
 
 def choose_folder(cache: bool | str | Path) -> Path | None:
-    """The folder that `cache` means, or `None` to keep nothing."""
+    """Return the folder that `cache` means, or `None` to keep nothing."""
     if not isinstance(cache, (bool, str, Path)):
         raise RehearsalError(
             f"cache: {short(cache)} is not a folder, True or False.", option="cache"

@@ -125,7 +125,7 @@ def _is_on(sharding: Any, mesh: AbstractMesh) -> bool:
 
 
 def as_shapes(args: Sequence[Any], specs: Sequence[Any], mesh: AbstractMesh) -> tuple[Any, ...]:
-    """The arguments without values: each array a `ShapeDtypeStruct` with its sharding."""
+    """Return the arguments without values: each array a `ShapeDtypeStruct` with its sharding."""
     return tuple(_shapes(arg, spec, mesh) for arg, spec in zip(args, specs, strict=True))
 
 

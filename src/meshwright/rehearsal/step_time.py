@@ -55,7 +55,7 @@ class StepTime:
         return self.flops / self.peak_flops / self.total if self.total else 0.0
 
     def parts(self) -> dict[str, float]:
-        """The parts of the total, in seconds."""
+        """Return the parts of the total, in seconds."""
         return {
             "compute": self.compute,
             "memory": self.memory,
@@ -188,7 +188,7 @@ class Speeds:
 
 
 def speeds(chip: Chip) -> Speeds:
-    """The speeds of one device; the cores of a chip share the chip's."""
+    """Return the speeds of one device; the cores of a chip share the chip's."""
     return Speeds(
         chip.tflops * 1e12 / chip.cores * _COMPUTE,
         chip.memory_tbps * 1e12 / chip.cores * _MEMORY,
@@ -236,7 +236,7 @@ def kernels(program: Program, computation: Computation) -> Iterator[Kernel]:
 
 
 def running(program: Program) -> Iterator[Computation]:
-    """The entry and the computations of loops, branches and calls, each once."""
+    """Yield the entry and the computations of loops, branches and calls, each once."""
     seen = {program.entry.name}
     pending = [program.entry]
     while pending:
@@ -321,7 +321,7 @@ def _users(inner: Computation, value: Instruction) -> list[Instruction]:
 
 
 def _base(inner: Computation, update: Instruction) -> Instruction:
-    """The array of which a slice is updated, seen through bitcasts."""
+    """Return the array of which a slice is updated, seen through bitcasts."""
     return _through_bitcasts(inner, inner.operands(update)[0])
 
 

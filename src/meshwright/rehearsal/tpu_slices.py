@@ -55,7 +55,7 @@ def as_slice(placed: Placement) -> tuple[Topology, np.ndarray] | None:
 
 
 def stand_in_name(mesh: Mesh) -> str:
-    """The name of the slice that stands for a group where none has its shape; else empty."""
+    """Return the name of the slice that stands for a group where none has its shape; else empty."""
     own = _of_its_shape(explain_mesh(mesh).topology)
     return slice_for(mesh)[0].name if own is None else ""
 

@@ -225,7 +225,7 @@ def _from_csv(text: str, path: Path, notation: str) -> Schedule:
 
 
 def _group_of(tasks: tuple[tuple[Task, ...], ...], path: Path) -> tuple[int, ...]:
-    """The group of every stage: the line that its tasks are in."""
+    """Return the group of every stage: the line that its tasks are in."""
     group_of: dict[int, int] = {}
     for group, row in enumerate(tasks):
         if not row:

@@ -228,13 +228,13 @@ class _Layout:
     scale: float
 
     def x(self, time: float, window: int) -> float:
-        """The x of a time, in the first or the second window of the crop."""
+        """Return the x of a time, in the first or the second window of the crop."""
         if not window:
             return LEFT + time * self.scale
         return LEFT + (self.crop.head + time - self.crop.tail) * self.scale + BREAK
 
     def y(self, row: int) -> float:
-        """The top of a lane; lanes that are left out leave a gap."""
+        """Return the top of a lane; lanes that are left out leave a gap."""
         groups = self.crop.groups
         jump = row > 0 and any(b > a + 1 for a, b in itertools.pairwise(groups))
         return TOP + row * (LANE + GAP) + (LANE if jump else 0)
@@ -248,7 +248,7 @@ class _Layout:
         return self.y(len(self.crop.groups) - 1) + LANE
 
     def pieces(self, start: float, end: float) -> Iterator[tuple[float, float]]:
-        """The x and the width of each part of a stretch of time that is drawn."""
+        """Yield the x and the width of each part of a stretch of time that is drawn."""
         for window, first, last in self.crop.visible(start, end):
             x = self.x(first, window)
             yield x, self.x(last, window) - x

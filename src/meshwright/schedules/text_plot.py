@@ -297,13 +297,13 @@ class Crop:
         return self.tail - self.head
 
     def windows(self) -> list[tuple[float, float]]:
-        """The stretches of time that are drawn."""
+        """Return the stretches of time that are drawn."""
         if not self.left_out:
             return [(0.0, self.end)]
         return [(0.0, self.head), (self.tail, self.end)]
 
     def visible(self, start: float, end: float) -> Iterator[tuple[int, float, float]]:
-        """The parts of a stretch that are drawn, each with the number of its window."""
+        """Yield the parts of a stretch that are drawn, each with the number of its window."""
         edge = 1e-9 * self.end  # to touch a window is not to overlap it
         for number, (first, last) in enumerate(self.windows()):
             if start < last - edge and end > first + edge:
@@ -331,7 +331,7 @@ def crop(timeline: Timeline, most_time: float, most_groups: int) -> Crop:
 
 
 def median_duration(timeline: Timeline) -> float:
-    """The median time of a task; of tasks that take none, the mean time between them."""
+    """Return the median time of a task; of tasks that take none, the mean time between them."""
     times = sorted(
         end - start
         for starts, ends in zip(timeline.starts, timeline.ends, strict=True)

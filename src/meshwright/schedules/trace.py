@@ -112,7 +112,7 @@ def _transfers(timeline: Timeline, unit: float) -> Iterator[Event]:
 def _awaited(
     task: Task, stages: int, sent: dict[Key, tuple[int, float]]
 ) -> Iterator[tuple[int, float]]:
-    """The group and the time of each of a task's inputs.
+    """Yield the group and the time of each of a task's inputs.
 
     A measured timeline leaves out tasks that are empty in the compiled step; what such a task
     would have passed on comes from the tasks before it.

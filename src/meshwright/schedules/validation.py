@@ -188,7 +188,7 @@ def _channels(schedule: Schedule, order: tuple[tuple[int, Task], ...]) -> Iterat
 
 
 def _receivers(schedule: Schedule, task: Task) -> tuple[int, ...]:
-    """The groups of the tasks that need this one's result."""
+    """Return the groups of the tasks that need this one's result."""
     if task.kind == "F" and task.stage + 1 < schedule.stages:
         return (schedule.group_of[task.stage + 1],)
     if task.kind in ("B", "BW") and task.stage:

@@ -137,7 +137,7 @@ class FailureDetector:
             return fault_of(state, f"hangs, {lasting},")
         for process in range(self.count):
             if process not in known:
-                return Fault(process, f"did not begin its watch, {lasting},")
+                return Fault(process, f"did not start its watchdog, {lasting},")
         for process in sorted(set(known) - {state.process for state in running}):
             return Fault(process, f"had finished, {lasting},")
         return Fault(None, f"wait for one another, {lasting}")

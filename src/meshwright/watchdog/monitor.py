@@ -82,7 +82,7 @@ class Monitor:
         self._heartbeat_timeout = heartbeat_timeout
         self._pause = (-math.inf, 0.0)  # the last one of this process: its end and its length
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="meshwright watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="meshwright watchdog", daemon=True)
         self._exchange.start()
         self._thread.start()
 

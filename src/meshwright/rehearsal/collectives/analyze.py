@@ -176,7 +176,7 @@ def _bytes_sent(kind: str, size: int, members: int) -> int:
 
 
 def _shape_text(payload: Sequence[Shape]) -> str:
-    """The arrays in a few letters: `f32[8,8]`, `2 x f32[8,8]`, `f32[8,8] + 3 more`."""
+    """Return the arrays in a few letters: `f32[8,8]`, `2 x f32[8,8]`, `f32[8,8] + 3 more`."""
     leaves = [str(leaf) for shape in payload for leaf in shape.leaves]
     if len(leaves) == 1:
         return leaves[0]

@@ -89,7 +89,7 @@ class Causes:
     def of(
         self, collective: HloCollective, op_name: str, axes: tuple[AxisPart, ...] | None, size: int
     ) -> Cause:
-        """The cause of a collective for `op_name` over `axes`, in groups of `size` devices."""
+        """Return the cause of a collective for `op_name` over `axes`, in groups of `size`."""
         conflict = self._conflict(collective, op_name)  # rule 1
         if conflict is not None:
             why = "the partitioner found no way between two shardings"
@@ -117,7 +117,7 @@ class Causes:
     def _piece_by_piece(
         self, collective: HloCollective, op_name: str, axes: tuple[AxisPart, ...] | None
     ) -> Cause:
-        """The cause of one step of a windowed einsum."""
+        """Return the cause of one step of a windowed einsum."""
         pieces = f"piece by piece for {' and '.join(filter(_is_dot, primitives(op_name)))}"
         argument = self._argument(collective)
         if argument is not None:
@@ -129,7 +129,7 @@ class Causes:
         return Cause(ACTIVATION_EXCHANGES, f"exchanged {pieces}")
 
     def _conflict(self, collective: HloCollective, op_name: str) -> ShardingConflict | None:
-        """The complaint about the operation it serves; one without a name goes by its shape."""
+        """Return the conflict at the operation it serves; one without a name goes by its shape."""
         if collective.kind in _SUMS:
             return None
         moved = (*collective.operands, collective.results)
@@ -140,7 +140,7 @@ class Causes:
         return None
 
     def _argument(self, collective: HloCollective) -> str | None:
-        """The name of the argument that is moved, if it is one."""
+        """Return the name of the argument that is moved, if it is one."""
         where = self.program.computations[collective.instruction.computation]
         for operand in where.operands(collective.instruction)[:1]:
             origin = first_origin(self.program, operand).instruction
@@ -349,7 +349,7 @@ def handed_round(program: Program, moving: Instruction) -> bool:
 
 
 def _loop(program: Program, origin: Origin) -> Instruction | None:
-    """The loop whose state a value is, within the loop or after it."""
+    """Return the loop whose state a value is, within the loop or after it."""
     instruction = origin.instruction
     if not origin.path:
         return None

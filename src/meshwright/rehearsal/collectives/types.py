@@ -47,7 +47,7 @@ class Collectives(Shown):
         return self.entries[number]
 
     def by_cause(self) -> dict[str, tuple[Collective, ...]]:
-        """The entries of every cause that occurs, implicit resharding first."""
+        """Return the entries of every cause that occurs, implicit resharding first."""
         return {
             cause: entries
             for cause in CAUSES
@@ -290,7 +290,7 @@ def cause_line(cause: str, entries: Sequence[Collective]) -> str:
 
 
 def conflict_lines(collectives: Collectives) -> list[str]:
-    """The partitioner's complaints, and which of them left no collective behind."""
+    """Return the partitioner's complaints, and which of them left no collective behind."""
     seen = {entry.conflict for entry in collectives}
     return [
         f"conflict: {conflict}" + ("" if conflict in seen else "; no collective is left of it")
