@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import difflib
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator
 
 LONGEST_MESSAGE = 1500
 
@@ -89,6 +92,46 @@ __all__ = sorted(
 
 def __dir__() -> list[str]:
     return __all__
+
+
+# Whether messages write options as flags: set while a command of the command line runs.
+_FLAGS: contextvars.ContextVar[bool] = contextvars.ContextVar("_FLAGS", default=False)
+
+
+@contextlib.contextmanager
+def options_as_flags() -> Iterator[None]:
+    """Write options in messages as flags of the command line inside of the block."""
+    token = _FLAGS.set(True)
+    try:
+        yield
+    finally:
+        _FLAGS.reset(token)
+
+
+def option_text(name: str, *values: str) -> str:
+    """Write an option, and values it may have, in the way the reader of the message writes it.
+
+    >>> option_text("unmatched", "replicate", "shape")
+    "unmatched='replicate' or 'shape'"
+    >>> with options_as_flags():
+    ...     option_text("unmatched", "replicate", "shape"), option_text("min_shard_size")
+    ('--unmatched replicate or shape', '--min-shard-size')
+    """
+    if _FLAGS.get():
+        return f"--{name.replace('_', '-')} {' or '.join(values)}".rstrip()
+    return f"{name}={' or '.join(map(repr, values))}" if values else name
+
+
+def literal_text(value: object) -> str:
+    """Write a value as a Python literal, or as JSON, which files for the command line are in.
+
+    >>> literal_text(("**", None))
+    "('**', None)"
+    >>> with options_as_flags():
+    ...     literal_text(("**", None))
+    '["**", null]'
+    """
+    return json.dumps(value) if _FLAGS.get() else repr(value)
 
 
 def short(value: object, limit: int = 60) -> str:

@@ -143,7 +143,7 @@ def test_errors_name_options_as_they_are_written_here(here, tmp_path):
     assert code == 2
     assert "rule 'gone' matches no leaf. Fix or remove it, or pass --unused allow." in err
     assert 'Add one, e.g. ["**", null], or pass --unmatched replicate or shape.' in err
-    assert "Pad to 8, use another axis, or pass --uneven replicate." in err
+    assert "Pad to 8, use another axis, or pass --uneven replicate to partition." in err
     code, _, err = here(UNEVEN, "--min-shard-size", "-1")
     assert code == 2
     assert "min-shard-size: -1 is less than 0" in err

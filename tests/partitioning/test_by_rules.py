@@ -121,7 +121,7 @@ def test_all_problems_come_at_once_with_path_dim_sizes_axes_and_fix():
         "lost: (3,) matches no rule. Add one, e.g. ('**', None), or pass unmatched='replicate' or "
         "'shape'.",
         "a: dim 0 has size 6, not divisible by 4 (axes fsdp). Pad to 8, use another axis, or "
-        "decide with partition(..., uneven='replicate').",
+        "pass uneven='replicate' to partition.",
         "b: dim 0: no mesh axis 'fdsp' in fsdp, tp. Did you mean 'fsdp'?",
         "c: P('tp', None, 'fsdp') has 3 entries for an array with 2 dims (8, 8). Drop 1.",
         "d: P('tp', 'tp') uses axis 'tp' twice. Use it on one dim.",

@@ -20,7 +20,7 @@ from meshwright.cli import terminal
 from meshwright.cli.partition import PartitionCommand
 from meshwright.cli.rehearse import RehearseCommand
 from meshwright.cli.schedule import ScheduleCommand
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, options_as_flags
 from meshwright.hardware.topology import Topology
 from meshwright.hardware.topology import topology as read_topology
 from meshwright.meshes.build import placement_of, warn_idle
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args=words,
     )
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), options_as_flags():
             warnings.showwarning = _note
             code: int = command.run() or 0
         sys.stdout.flush()
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("meshwright: interrupted", file=sys.stderr)
         return 130
     except MeshwrightError as error:
-        print(f"meshwright: {error}{_flag(command, error.option)}", file=sys.stderr)
+        print(f"meshwright: {error}{_flag(command, error)}", file=sys.stderr)
         return 2
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
@@ -72,11 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _flag(command: Any, option: str | None) -> str:
-    """Name the flag that stands for an option of the library, where the command has it."""
-    if option is None or not hasattr(command, option):
+def _flag(command: Any, error: MeshwrightError) -> str:
+    """Name the flag that an error is about, where the command has it and the text does not."""
+    flag = f"--{(error.option or '').replace('_', '-')}"
+    if error.option is None or not hasattr(command, error.option) or flag in str(error):
         return ""
-    return f" On the command line this is --{option.replace('_', '-')}."
+    return f" On the command line this is {flag}."
 
 
 def _note(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec
 
 from meshwright.axes import role
-from meshwright.errors import PartitionError, short
+from meshwright.errors import PartitionError, option_text, short
 from meshwright.partitioning.rules import compile_pattern
 from meshwright.trees.specs import make_spec
 from meshwright.trees.walk import Leaf
@@ -212,7 +212,7 @@ def find_stacks(leaves: Sequence[Leaf], stacked: Any = None) -> tuple[set[str], 
         if not matched:
             unused.append(
                 f"stacked: {short(pattern)} matches no leaf. Fix or remove it, or pass "
-                "unused='allow'."
+                f"{option_text('unused', 'allow')}."
             )
     return stacks, unused
 

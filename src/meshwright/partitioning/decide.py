@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright._show import short_repr
-from meshwright.errors import PartitionError, listing, near, short
+from meshwright.errors import PartitionError, listing, literal_text, near, option_text, short
 from meshwright.partitioning.by_shape import choose_spec, find_stacks, weight_axes
 from meshwright.partitioning.logical import (
     Table,
@@ -150,7 +150,7 @@ class Options:
             )
         if size < 0:
             raise PartitionError(
-                f"min_shard_size: {size} is less than 0. Use 0 to cut all arrays.",
+                f"{option_text('min_shard_size')}: {size} is less than 0. Use 0 to cut all arrays.",
                 option="min_shard_size",
             )
 
@@ -168,7 +168,8 @@ class Options:
             if value is not None:
                 raise PartitionError(
                     f"{option}: is for deciding by shape, but {given}= decides. Drop it, or pass "
-                    "unmatched='shape' to decide so about the leaves that are left.",
+                    f"{option_text('unmatched', 'shape')} to decide so about the leaves that are "
+                    "left.",
                     option=option,
                 )
 
@@ -268,8 +269,9 @@ def _by_rules(leaves: Sequence[Leaf], options: Options) -> tuple[Specs, list[Pro
         problems += [
             (
                 "unmatched",
-                f"{leaf.where}: {leaf.shape} matches no rule. Add one, e.g. ('**', None), or pass "
-                "unmatched='replicate' or 'shape'.",
+                f"{leaf.where}: {leaf.shape} matches no rule. Add one, e.g. "
+                f"{literal_text(('**', None))}, or pass "
+                f"{option_text('unmatched', 'replicate', 'shape')}.",
             )
             for leaf, spec in zip(leaves, specs, strict=True)
             if spec is None and leaf.shape  # a scalar has nothing to cut

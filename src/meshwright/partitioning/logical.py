@@ -12,7 +12,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from meshwright._text import plural
-from meshwright.errors import PartitionError, near, short
+from meshwright.errors import PartitionError, near, option_text, short
 from meshwright.trees.specs import make_spec
 from meshwright.trees.walk import Leaf, flatten, path_text, shown_path
 
@@ -94,7 +94,7 @@ def logical_problems(
             yield (
                 f"{leaf.where}: {leaf.shape} has no logical names. Give them with names=..., "
                 "create it with metadata (nnx.with_partitioning, nn.with_logical_partitioning), "
-                "or pass unmatched='replicate' or 'shape'."
+                f"or pass {option_text('unmatched', 'replicate', 'shape')}."
             )
         return
     if not fits(leaf, names):

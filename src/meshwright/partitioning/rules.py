@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
-from meshwright.errors import PartitionError, short
+from meshwright.errors import PartitionError, option_text, short
 from meshwright.trees.specs import make_spec
 from meshwright.trees.walk import Leaf, shown_path
 
@@ -108,14 +108,14 @@ def _unused_problems(
         if rule not in overtaken:
             yield (
                 f"rule {_pattern_text(patterns[rule])} matches no leaf. Fix or remove it, or pass "
-                "unused='allow'."
+                f"{option_text('unused', 'allow')}."
             )
             continue
         path, first = overtaken[rule]
         yield (
             f"rule {_pattern_text(patterns[rule])} is never reached: rule "
             f"{_pattern_text(patterns[first])} comes first and takes {shown_path(path)}. "
-            "Move it up, drop it, or pass unused='allow'."
+            f"Move it up, drop it, or pass {option_text('unused', 'allow')}."
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from meshwright.errors import MeshError, PartitionError, listing, near, short
+from meshwright.errors import MeshError, PartitionError, listing, near, option_text, short
 from meshwright.meshes.devices import check_current
 from meshwright.trees.walk import Leaf, Paths, Walk, flatten, path_text, refuse, shown_path
 
@@ -117,7 +117,7 @@ def spec_problems(
                 f"{where}: dim {dim} has size {shape[dim]}, not divisible by {count} (axes "
                 f"{', '.join(map(str, entry_axes(entry)))}). Pad to "
                 f"{-(-shape[dim] // count) * count}, "
-                "use another axis, or decide with partition(..., uneven='replicate')."
+                f"use another axis, or pass {option_text('uneven', 'replicate')} to partition."
             )
 
 
