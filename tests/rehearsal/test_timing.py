@@ -7,7 +7,7 @@ from meshwright.hardware.chips import CHIPS
 from meshwright.hlo.program import read_program
 from meshwright.rehearsal.collectives.analyze import analyze
 from meshwright.rehearsal.collectives.types import Collectives
-from meshwright.rehearsal.step_time import kernels, speeds, step_time
+from meshwright.rehearsal.step_time import StepTime, kernels, speeds, step_time
 
 HEAD = "HloModule jit_f, is_scheduled=true, num_partitions=4\n\n"
 GROUPS = "replica_groups={{0,1,2,3}}, use_global_device_ids=true"
@@ -106,3 +106,10 @@ def test_types_have_their_own_speed():
 
 def test_cores_share_their_chip():
     assert speeds(CHIPS["tpu7x"]).flops == pytest.approx(2307e12 / 2 * 0.7)
+
+
+def test_hidden_communication_and_the_compilers_own_estimate_have_lines_of_their_own():
+    time = StepTime(1.0, 0.5, 0.0, 0.2, 0.25, 1e12, 1e9, 4e12, compiler=1.5)
+    lines = str(time).splitlines()
+    assert any(line.startswith("hidden communication") and "250 ms" in line for line in lines)
+    assert any(line.startswith("kernels as the compiler sees it") for line in lines)

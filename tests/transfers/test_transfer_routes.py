@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
@@ -376,3 +376,16 @@ def test_platforms_do_not_mix():
     leaf = routes.walk(shape_of((8,), end((0,)))).arrays[0]
     problem = next(routes.pair_problems(leaf, end((0,)), OddSharding()))
     assert "from cpu to gpu. A route stays on one platform; meshwright.reshard" in problem
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "text"),
+    [
+        (P(unreduced={"a"}), AxisType.Explicit, "asks for more than a split. Reduce the sum first"),
+        (P(P.UNCONSTRAINED), AxisType.Auto, "leaves a dim open. Say how to split it, or None"),
+    ],
+)
+def test_specs_that_are_no_split_are_refused(spec, kind, text):
+    target = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("a",), axis_types=(kind,)), spec)
+    with pytest.raises(TransferError, match=text):
+        mw.transfers.route(shape_of((8,), end((0,))), target)
