@@ -57,7 +57,17 @@ def explain(
 ) -> PartitionReport: ...
 
 
-def explain(what: Any, /, mesh: Any = ..., specs: Any = None, **options: Any) -> Any:
+def explain(
+    what: Any,
+    /,
+    mesh: Any = ...,
+    specs: Any = None,
+    *,
+    on: str | Topology | Sequence[Any] | None = None,
+    slices: int = 1,
+    intensity: Mapping[str, float] | None = None,
+    **options: Unpack[PartitionOptions],
+) -> Any:
     """Show what a mesh means on its hardware, or how a tree of arrays is cut over a mesh.
 
     `explain(mesh)` returns a `Placement`. Per axis: the links it uses, their bandwidth, modelled
@@ -83,20 +93,19 @@ def explain(what: Any, /, mesh: Any = ..., specs: Any = None, **options: Any) ->
     """
     # Not by `None`: a tree with `None` for its mesh is a mistake, which `explain_tree` names.
     if mesh is not ...:
+        for option, value in {"on": on, "intensity": intensity}.items():
+            if value is not None:
+                raise MeshError(f"explain: {option} goes with a mesh alone.", option=option)
         return explain_tree(what, mesh, specs, **options)
-    known = ("on", "slices", "intensity")
     about_trees = specs is not None or not options.keys().isdisjoint(
         PartitionOptions.__annotations__
     )
-    is_tree = "on" not in options and not _may_be_mesh(what) and bool(walk(what).arrays)
-    if about_trees or is_tree:
+    if about_trees or (on is None and not _may_be_mesh(what) and bool(walk(what).arrays)):
         raise MeshError("explain: to show how a tree is cut, give its mesh: explain(tree, mesh).")
     for option in options:
-        if option not in known:
-            raise MeshError(
-                f"explain has no option {option!r}.{near(option, known)}", option=option
-            )
-    return explain_mesh(what, **options)
+        hint = near(option, ("on", "slices", "intensity"))
+        raise MeshError(f"explain has no option {option!r}.{hint}", option=option)
+    return explain_mesh(what, on=on, slices=slices, intensity=intensity)
 
 
 def _may_be_mesh(what: Any) -> bool:

@@ -197,6 +197,10 @@ class Monitor:
         if at_fault.process == 0:
             # Its store answers again once it goes on: let the others notice its silence first.
             time.sleep(_ALL_NOTICE)
+        else:
+            # It prints what the others waited for, as they published it: publish what was printed
+            # here, for this process may have begun to wait only a moment ago.
+            self._exchange.refresh(2 * EXCHANGE_EVERY)
         os_process.resume(at_fault.identity)
 
     def _adds_to(self, fault: Fault, error: BaseException | None) -> bool:
