@@ -271,3 +271,38 @@ def test_reprs_are_short_however_large_the_program():
     assert repr(small) == "<Program jit_step, 1 computation, 8 devices>"
     assert repr(small.entry.root) == "<Instruction %sum = f32[4]{0} add>"
     assert repr(small.entry) == "<Computation main, 4 instructions>"
+
+
+FORWARDED = """HloModule jit_f
+
+%inner (q: f32[4]) -> f32[4] {
+  %q = f32[4]{0} parameter(0)
+  ROOT %kept = f32[4]{0} copy(%q)
+}
+
+%twice (r: f32[4]) -> f32[4] {
+  ROOT %r = f32[4]{0} parameter(0)
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %made = f32[4]{0} negate(%x)
+  %pair = (f32[4]{0}, f32[4]{0}) tuple(%x, %made)
+  %second = f32[4]{0} get-tuple-element(%pair), index=1
+  %called = f32[4]{0} call(%second), to_apply=%inner
+  %moved = f32[4]{0} custom-call(%called), custom_call_target="ConcatBitcast"
+  %one = f32[4]{0} call(%made), to_apply=%twice
+  %two = f32[4]{0} call(%x), to_apply=%twice
+  ROOT %sum = f32[4]{0} add(%moved, %one)
+}
+"""
+
+
+def test_the_origin_of_a_value_is_what_made_it():
+    program = read_program(FORWARDED)
+    entry, dataflow = program.entry, program.dataflow
+    origin = dataflow.origin(entry.by_name["moved"])
+    assert origin.instruction.name == "made"
+    assert dataflow.origin(entry.by_name["pair"]).instruction.name == "pair"
+    # A parameter of a computation with two callers has no one origin.
+    assert dataflow.origin(entry.by_name["one"]).instruction.name == "r"

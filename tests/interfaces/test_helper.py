@@ -268,3 +268,9 @@ def test_what_is_no_limit_is_refused(size):
         helper.create_partition_spec((8, 8), [("tp",)], size)
     with pytest.raises(mw.errors.PartitionError, match=r"^min_shard_size: "):
         helper.auto_shard_pytree({"w": np.ones((8, 8), "float32")}, size)
+
+
+def test_a_helper_shows_its_axes():
+    assert repr(mw.MeshPartitionHelper(mw.mesh("fsdp:4, tp:2"))) == (
+        "<MeshPartitionHelper fsdp:4, tp:2>"
+    )

@@ -37,3 +37,11 @@ def test_axis_names_that_are_no_words_are_shown_as_words():
 def test_an_empty_mesh_is_refused():
     with pytest.raises(mw.errors.MeshError, match="the mesh is empty: it has no devices"):
         mw.explain(Mesh(np.empty((), dtype=object), ()))
+
+
+def test_an_abstract_mesh_of_ours_is_weighed_anew_when_asked():
+    mesh = mw.mesh("fsdp:16, tp:4", on="h100:8x8")
+    assert mw.explain(mesh).spec.sizes == (16, 4)
+    heavy = mw.explain(mesh, intensity={"fsdp": 1000})
+    weights = {axis.name: axis.weight for axis in heavy.axes}
+    assert weights["fsdp"] > weights["tp"]

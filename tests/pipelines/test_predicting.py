@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import meshwright as mw
-from meshwright.pipelines.profiling import Dispatch, predict
+from meshwright.pipelines.profiling import Dispatch, Record, RecordedDispatch, merge, predict
 from meshwright.schedules.types import Costs
 from meshwright.schedules.validation import execution_order
 
@@ -75,3 +75,12 @@ def test_a_task_without_work_passes_on_what_it_would_wait_for():
     begun = dict(zip(rows[0], timeline.starts[0], strict=True))
     ended = dict(zip(rows[1], timeline.ends[1], strict=True))
     assert all(begun["W", 0, n] >= ended["B", 1, n] for n in range(2))
+
+
+def test_records_of_several_processes_become_one():
+    one = Record({1: (0.0, 2.0)}, {5: 1.0}, {}, [[RecordedDispatch(1, 0.1, 0.2, False)]])
+    two = Record({1: (1.0, 3.0), 2: (3.0, 4.0)}, {5: 0.5}, {6: 2.0}, [[]])
+    merged = Record.from_text(merge([one.to_text(), two.to_text()]))
+    assert merged.tasks == {1: (0.0, 3.0), 2: (3.0, 4.0)}
+    assert (merged.sent, merged.arrived) == ({5: 1.0}, {6: 2.0})
+    assert merged.dispatches == [[RecordedDispatch(1, 0.1, 0.2, False)], []]

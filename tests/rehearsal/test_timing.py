@@ -113,3 +113,39 @@ def test_hidden_communication_and_the_compilers_own_estimate_have_lines_of_their
     lines = str(time).splitlines()
     assert any(line.startswith("hidden communication") and "250 ms" in line for line in lines)
     assert any(line.startswith("kernels as the compiler sees it") for line in lines)
+
+
+def test_slices_outside_of_a_fusion_move_the_slice_too():
+    body = """\
+  %stack = bf16[32,4096] constant(0)
+  %n = s32[] constant(0)
+  %row = bf16[1,4096] dynamic-slice(%stack, %n, %n), dynamic_slice_sizes={1,4096}
+  %new = bf16[32,4096] dynamic-update-slice(%stack, %row, %n, %n)
+  %start = (bf16[32,4096], bf16[32,4096], u32[]) copy-start(%new)
+  %done = bf16[32,4096] copy-done(%start)
+  ROOT %end = bf16[4096,4096] copy(%a)
+"""
+    read = program(body)
+    moved = {kernel.instruction.name: kernel.bytes for kernel in kernels(read, read.entry)}
+    row = 2 * 4096
+    assert moved["row"] == moved["new"] == 2 * row
+    assert moved["start"] == 2 * 32 * row
+
+
+def test_what_a_fusion_reads_on_chip_costs_no_memory():
+    # `S(1)` is the memory on a TPU's chip.
+    fused = """\
+%twice (p: bf16[32,4096]) -> bf16[32,4096] {
+  %p = bf16[32,4096] parameter(0)
+  ROOT %s = bf16[32,4096] add(%p, %p)
+}
+
+"""
+    body = """\
+  %near = bf16[32,4096]{1,0:S(1)} constant(0)
+  %sum = bf16[32,4096] fusion(%near), kind=kLoop, calls=%twice
+  ROOT %end = bf16[4096,4096] copy(%a)
+"""
+    read = program(body, fused)
+    moved = {kernel.instruction.name: kernel.bytes for kernel in kernels(read, read.entry)}
+    assert moved["sum"] == 2 * 32 * 4096

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+import jax.numpy as jnp
 import pytest
 from markup import Reader
 
@@ -170,3 +171,43 @@ def test_a_run_of_losses_that_cannot_be_drawn_is_named(result):
         page(result, training={"mine": [1.0, float("nan")]})
     with pytest.raises(mw.errors.RehearsalError, match="'loss' needs two or more finite losses"):
         page(result, training=[1.0])
+
+
+def test_only_rehearsals_make_a_page():
+    with pytest.raises(mw.errors.RehearsalError, match=r"^page: 3 is not what rehearse"):
+        page(3)
+
+
+def test_a_pipeline_is_drawn_as_it_was_measured_or_explained(result):
+    x = jnp.ones((8, 16))
+    params = [jnp.eye(16), jnp.eye(16)]
+
+    def loss(params, x):
+        return jnp.mean(mw.stage_end(jnp.tanh(x @ params[0])) @ params[1])
+
+    groups = mw.MpmdMesh(mw.mesh("pp:2, dp:4"), "pp")
+    step = mw.pipeline(loss, groups, schedule="1f1b", microbatches=2)
+    asked = page(result, pipeline={"asked": step.explain(params, x)})
+    assert Reader(asked).faults == [] and "Stages and predicted timeline" in asked
+    measured = step.timeline(params, x)
+    drawn = page(result, pipeline=measured)
+    assert Reader(drawn).faults == [] and f"{measured.ratio:.2f} of it." in drawn
+
+
+def waiting(result, **entry):
+    """The advice of a page whose step waits for one collective nearly all of the time."""
+    slow = dataclasses.replace(next(iter(result.collectives)), seconds=10.0, source=None, **entry)
+    time = dataclasses.replace(result.time, exposed=10.0)
+    return page(dataclasses.replace(result, collectives=Collectives((slow,)), time=time))
+
+
+def test_the_advice_names_the_collective_that_a_step_waits_for(result):
+    over = next(e.axes for e in result.collectives if e.over == "fsdp")
+    other = next(e.axes for e in result.collectives if e.over == "tp")
+    text = waiting(result, cause="implicit resharding")
+    assert "of the step waits for communication" in text
+    assert "constrain its operands to one sharding" in text
+    text = waiting(result, cause="gradient sums", axes=over)
+    assert "more rows on a device would share its cost" in text
+    text = waiting(result, cause="activation exchanges", axes=other)
+    assert "a smaller tp would send less" in text
