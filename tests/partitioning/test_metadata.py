@@ -142,3 +142,25 @@ def test_nnx_states_take_what_nnx_works_out():
     assert placed["kernel"][...].sharding.spec == P("fsdp", "tp")
     as_dict = dict(state)
     assert mw.shard(as_dict, MESH, plain)["kernel"][...].sharding.spec == P("tp")
+
+
+def test_the_names_of_penzai_are_read():
+    pz = pytest.importorskip("penzai.pz")
+    table = {"embed": "fsdp", "mlp": "tp", "layers": None}
+    w = pz.nx.wrap(jnp.ones((16, 8, 4))).tag("layers", "embed", "mlp")
+    tree = {
+        "named": w,
+        "view": w.untag("mlp"),  # a name at a dim ahead of one without
+        "stacked": w.untag("layers").with_positional_prefix(),
+    }
+    placed = mw.shard(tree, MESH, logical=table)
+    assert {path: value.data_array.sharding.spec for path, value in placed.items()} == {
+        "named": P(None, "fsdp", "tp"),
+        "view": P(None, "fsdp"),
+        "stacked": P(None, "fsdp", "tp"),
+    }
+    assert placed["named"].named_axes == w.named_axes
+    with pytest.raises(PartitionError, match=r"named/data_array: dim 2: no rule .* axis 'mlp'"):
+        mw.partition(tree, MESH, logical={"embed": "fsdp", "layers": None})
+    by_hand = mw.shard(tree, MESH, {name: P("tp") for name in tree})
+    assert by_hand["named"].data_array.sharding.spec == P("tp")

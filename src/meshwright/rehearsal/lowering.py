@@ -72,7 +72,7 @@ def lower(
     """
     # `with_sharding_constraint(x, PartitionSpec(...))` in the user's code needs the mesh set.
     with jax.sharding.use_abstract_mesh(mesh):
-        if hasattr(function, "trace") and not donate_argnums and out_shardings is None:
+        if _traces_itself(function) and not donate_argnums and out_shardings is None:
             traced = _trace(function, shapes, names, wrapped=False)
             # Flax's `nnx.jit` wraps what its own `jax.jit` made.
             traced = getattr(traced, "traced", traced)
@@ -99,8 +99,18 @@ def lower(
 
 
 def is_jitted(function: Callable[..., Any]) -> bool:
-    """Whether a function is a `jit` already, JAX's or Flax's or Equinox's: no type tells."""
-    return hasattr(function, "lower")
+    """Whether a function is a `jit` already; the types of all three wrappers are private."""
+    return _traces_itself(function) or _is_filter_jit(function)
+
+
+def _traces_itself(function: Callable[..., Any]) -> bool:
+    """Whether a function is a `jax.jit` or an `nnx.jit`."""
+    return hasattr(function, "trace") and hasattr(function, "lower")
+
+
+def _is_filter_jit(function: Callable[..., Any]) -> bool:
+    """Whether a function is an `eqx.filter_jit`, whose `lower` refuses shapes."""
+    return all(hasattr(function, name) for name in ("lower", "donate_first", "donate_rest"))
 
 
 def _trace(step: Any, shapes: tuple[Any, ...], names: Sequence[str], wrapped: bool) -> Any:
@@ -150,7 +160,7 @@ def _trace_arrays(
 ) -> tuple[Any, Any]:
     """Trace a step as a function of its arrays; also return the shardings asked of its results."""
     # Equinox's wrapper holds numbers to be static wherever they stand, and says what it donates.
-    filtered = hasattr(function, "donate_first") and hasattr(function, "donate_rest")
+    filtered = _is_filter_jit(function)
     inner: Any = getattr(function, "__wrapped__", function) if filtered else function
     donated = set(donate_argnums)
     if filtered:
@@ -160,12 +170,12 @@ def _trace_arrays(
     parts = [split_arrays(arg, depth=-1 if filtered else 0) for arg in shapes]
     operands = [part.rebuild(part.arrays, other=None) for part in parts]
     in_place = bool(variables_of(shapes))
-    if in_place and not is_jitted(function):
-        problems = tie_problems(dict(zip(names, shapes, strict=True)))
-        if problems:
-            raise RehearsalError(
-                f"{problem_lines(problems).strip()} Or decorate the step with nnx.jit."
-            )
+    problems = tie_problems(dict(zip(names, shapes, strict=True)))
+    if problems:
+        raise RehearsalError(
+            f"{problem_lines(problems).strip()} Or decorate the step with nnx.jit, which takes "
+            "donate_argnums and out_shardings as well."
+        )
 
     @functools.wraps(inner, updated=())
     def step(*trees: Any) -> Any:
