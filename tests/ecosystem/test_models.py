@@ -31,7 +31,7 @@ STEPS = {
 
 @pytest.fixture(scope="module")
 def models():
-    return all_models.models(width=32)
+    return all_models.models()
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_sharded_values_and_gradients_are_those_of_one_device(name, how, models,
 
 
 def test_lm1b_by_the_names_that_flax_wrote(on_one_device):
-    init, loss, tokens, _ = models_linen.lm1b_parts(width=32)
+    init, loss, tokens, _ = models_linen.lm1b_parts()
     table = models_linen.LM1B_TABLE
     boxed = mw.init(lambda: init(boxed=True), mesh=MESH, logical=table, unmatched="replicate")
     with pytest.raises(mw.errors.PartitionError, match="no rule for logical axis 'kv'"):
@@ -83,7 +83,8 @@ def test_lm1b_by_the_names_that_flax_wrote(on_one_device):
     rules = [*table.items(), ("kv", None)]
     theirs = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), MESH, rules)
     placed = nn.unbox(mw.shard(boxed, MESH, theirs))
-    assert jax.tree.map(lambda x: x.sharding.spec, placed) == specs
+    pairs = zip(jax.tree.leaves(placed), jax.tree.leaves(nn.unbox(boxed)), strict=True)
+    assert all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in pairs)
 
 
 def test_gemma_by_the_names_of_its_variables(models, on_one_device):
@@ -103,7 +104,7 @@ def options_of(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_models_own_step_is_rehearsed(name, tmp_path):
-    step, args = STEPS[name](width=32)
+    step, args = STEPS[name]()
     options = {**options_of(name), "cache": tmp_path}
     here = mw.rehearse(step, *args, mesh="fsdp:4, tp:2", on="cpu:8", **options)
     pod = mw.rehearse(step, *args, mesh="fsdp:4, tp:4", on="v5e:4x4", compiler="cpu", **options)
@@ -138,7 +139,7 @@ def place(name, args):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_step_of_its_own_on_eight_devices_is_that_of_one(name):
-    step, args = STEPS[name](width=32)
+    step, args = STEPS[name]()
     placed = place(name, args)
     assert any(len(leaf.sharding.device_set) == 8 for leaf in arrays_of(placed))
     got, expected = step(*placed), step(*args)
@@ -146,9 +147,7 @@ def test_one_step_of_its_own_on_eight_devices_is_that_of_one(name):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     if name == "gemma":  # updated in place
         got, expected = nnx.state(placed[0]), nnx.state(args[0])
-        assert not jnp.array_equal(
-            args[0].embedder[...], models_nnx.gemma(width=32)[1][0].embedder[...]
-        )
+        assert not jnp.array_equal(args[0].embedder[...], models_nnx.gemma()[1][0].embedder[...])
     # Adam divides by the size of a gradient: where that is rounding alone, so is the step.
     pairs = zip(arrays_of(got), arrays_of(expected), strict=True)
     assert all(np.allclose(a, b, atol=2.5e-3) for a, b in pairs)
