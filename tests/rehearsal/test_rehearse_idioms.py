@@ -188,6 +188,28 @@ def test_an_equinox_step_of_whole_modules(jit, where, cache):
     assert specs["state/0/mu/up/weight"] == specs["model/up/weight"] != jax.P()
 
 
+def test_results_of_modules_lie_as_asked(cache):
+    model, state, x = eqx_arguments()
+    specs = mw.partition(model, mw.abstract_mesh(HERE["mesh"]))  # functions pass through it
+    asked = (specs, None, jax.P())
+    for step in (eqx_update, eqx.filter_jit(eqx_update)):
+        found = mw.rehearse(step, model, state, x, out_shardings=asked, cache=cache, **HERE)
+        whole = mw.rehearse(step, model, state, x, out_shardings=jax.P(), cache=cache, **HERE)
+        assert found.memory.outputs < whole.memory.outputs / 7
+    with pytest.raises(
+        RehearsalError, match=r"(?s)out_shardings: .*1/0/count: P\('tp',\) has 1 entr"
+    ):
+        mw.rehearse(eqx_update, model, state, x, out_shardings=(specs, jax.P("tp"), None), **HERE)
+
+
+def test_a_step_may_return_nothing_beside_arrays(cache):
+    found = mw.rehearse(
+        lambda x: (x + 1, None), X, out_shardings=(jax.P("tp"), None), cache=cache, **HERE
+    )
+    assert found.memory.outputs == 64 * 128 * 4 // 2
+    assert len(found.results) == 1
+
+
 @pytest.mark.parametrize(
     ("donate", "numbers"),
     [("all", (0, 1, 2)), ("all-except-first", (1, 2)), ("none", ())],

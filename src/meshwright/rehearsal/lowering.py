@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding
 
 from meshwright import _compat
 from meshwright._text import plural
@@ -222,10 +222,14 @@ def _refusal(platform: str, error: Exception) -> str:
     )
 
 
+# Stands for a `None` of `out_shardings`; `None`s in the results themselves are no leaves.
+_FREE: Any = object()
+
+
 def result_shardings(out_shardings: Any, results: Any, mesh: AbstractMesh) -> Any:
     """Read `out_shardings` for results of these shapes; raise for every leaf that is wrong."""
     try:
-        per_result = jax.tree.broadcast(out_shardings, results, is_leaf=_is_spec)
+        per_result = _per_result(out_shardings, results)
     except ValueError as error:
         raise RehearsalError(
             f"out_shardings: not like the tree of the results, {short(results, 200)} "
@@ -233,24 +237,15 @@ def result_shardings(out_shardings: Any, results: Any, mesh: AbstractMesh) -> An
             "higher up, or one spec for all results.",
             option="out_shardings",
         ) from error
-    flat, treedef = jax.tree_util.tree_flatten_with_path(per_result, is_leaf=_is_spec)
-    sizes = mesh_axes(mesh)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(per_result)
     problems: list[str] = []
     named: list[Any] = []
     for (path, given), leaf in zip(flat, jax.tree.leaves(results), strict=True):
-        where = path_text(path)
-        try:
-            spec = None if given is None else spec_on_axes(given, mesh)
-        except PartitionError as error:
-            problems.append(f"{shown_path(where) if where else 'the result'}: {error}")
-            continue
-        wrong = (
-            []
-            if spec is None
-            else list(spec_problems(where or "the result", tuple(leaf.shape), spec, sizes))
+        sharding, wrong = (
+            (None, []) if given is _FREE else _read_sharding(given, leaf, mesh, path_text(path))
         )
+        named.append(sharding)
         problems += wrong
-        named.append(None if spec is None or wrong else NamedSharding(mesh, spec))
     if problems:
         raise RehearsalError(
             f"out_shardings: {plural(len(problems), 'problem')} in what the step returns."
@@ -260,10 +255,28 @@ def result_shardings(out_shardings: Any, results: Any, mesh: AbstractMesh) -> An
     return jax.tree.unflatten(treedef, named)
 
 
+def _read_sharding(
+    given: Any, leaf: Any, mesh: AbstractMesh, path: str
+) -> tuple[NamedSharding | None, list[str]]:
+    """Read what is asked for one result; also return what is wrong with it."""
+    where = path or "the result"
+    try:
+        spec = spec_on_axes(given, mesh)
+    except PartitionError as error:
+        return None, [f"{shown_path(where)}: {error}"]
+    wrong = list(spec_problems(where, tuple(leaf.shape), spec, mesh_axes(mesh)))
+    return (None if wrong else NamedSharding(mesh, spec)), wrong
+
+
 def _free_outputs(out_shardings: Any, results: Any) -> tuple[bool, ...]:
-    per_result = jax.tree.broadcast(out_shardings, results, is_leaf=_is_spec)
-    return tuple(spec is None for spec in jax.tree.leaves(per_result, is_leaf=_is_spec))
+    return tuple(one is _FREE for one in jax.tree.leaves(_per_result(out_shardings, results)))
 
 
-def _is_spec(value: Any) -> bool:
-    return value is None or isinstance(value, (PartitionSpec, jax.sharding.Sharding))
+def _per_result(out_shardings: Any, results: Any) -> Any:
+    """Broadcast a tree of specs, or a prefix of one, to the tree of the results."""
+    marked = jax.tree.map(
+        lambda value: _FREE if value is None else value,
+        out_shardings,
+        is_leaf=lambda value: value is None,
+    )
+    return jax.tree.broadcast(marked, results)
