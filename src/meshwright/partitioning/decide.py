@@ -14,14 +14,15 @@ from meshwright.errors import PartitionError, listing, literal_text, near, optio
 from meshwright.partitioning.by_shape import choose_spec, find_stacks, weight_axes
 from meshwright.partitioning.logical import (
     Table,
-    fits,
-    logical_problems,
+    count_problem,
     logical_spec,
-    read_metadata,
+    missing_problem,
     read_names,
     read_table,
+    unknown_problems,
 )
 from meshwright.partitioning.rules import Rules, Unmatched, Unused, match_rules, read_rules
+from meshwright.trees.metadata import read_metadata
 from meshwright.trees.specs import (
     AnyMesh,
     Uneven,
@@ -62,14 +63,17 @@ def partition(
 
     By `rules`: (pattern, spec) pairs over the leaf's path, first match wins. By `logical` axes: a
     table from logical names to mesh axes; the names come from `names`, a tree of tuples, or from
-    Flax metadata in the tree. By shape when neither is given: `axes` (default: those meant for
-    weights) are used so that bytes per device are least; arrays below `min_shard_size` elements
-    stay whole. `stacked` names the leaves whose first dim counts layers and stays whole; without
-    it they are recognised by the structure of the tree, as the page on partitioning says.
+    the metadata of Flax or penzai in the tree. A name that is a mesh axis needs no entry, so
+    `logical={}` reads metadata that names mesh axes. By shape when neither is given: `axes`
+    (default: those meant for weights) are used so that bytes per device are least; arrays below
+    `min_shard_size` elements stay whole. `stacked` names the leaves whose first dim counts layers
+    and stays whole; without it they are recognised by the structure of the tree, as the page on
+    partitioning says.
 
     Options: `uneven="replicate"` drops axes that do not divide a dim; `unmatched="replicate"` or
-    `"shape"` allows leaves that no rule matches (or that have no names), and keeps them whole or
-    goes by their shape; `unused="allow"` permits rules and patterns that match nothing.
+    `"shape"` allows leaves that no rule matches, that have no names, or names that are not in the
+    table, and keeps the leaf (or the dim of such a name) whole, or goes by the leaf's shape;
+    `unused="allow"` permits rules and patterns that match nothing.
 
     Raises `PartitionError`, with the path of every leaf that is wrong.
 
@@ -231,7 +235,7 @@ def decide(walked: Walk, tree: Any, mesh: AnyMesh, options: Options) -> list[Par
     if options.rules is not None:
         specs, problems = _by_rules(leaves, options)
     elif options.logical is not None:
-        specs, problems = _by_logical(leaves, tree, options)
+        specs, problems = _by_logical(leaves, tree, sizes, options)
     # Before shapes decide about what is left: their specs are right by construction.
     specs, more = _check_chosen(leaves, specs, sizes, options)
     problems += more
@@ -279,22 +283,33 @@ def _by_rules(leaves: Sequence[Leaf], options: Options) -> tuple[Specs, list[Pro
     return specs, problems
 
 
-def _by_logical(leaves: Sequence[Leaf], tree: Any, options: Options) -> tuple[Specs, list[Problem]]:
+def _by_logical(
+    leaves: Sequence[Leaf], tree: Any, sizes: Mapping[str, int], options: Options
+) -> tuple[Specs, list[Problem]]:
     table = read_table(options.logical)
     problems: list[Problem] = []
-    if options.names is None:
-        per_leaf = read_metadata(tree, leaves)
-    else:
+    given = options.names is not None
+    if given:
         per_leaf, wrong = read_names(leaves, options.names)
         problems += [("names", text) for text in wrong]
+    else:
+        per_leaf = read_metadata(tree, leaves)
     specs: Specs = []
     for leaf, names in zip(leaves, per_leaf, strict=True):
-        if names is not None or options.unmatched == "error":
-            option = "unmatched" if names is None else "logical"
-            problems += [(option, text) for text in logical_problems(leaf, names, table)]
-        # Names that are too few or too many were reported; their spec would say it again.
-        fit = names is not None and fits(leaf, names)
-        specs.append(logical_spec(names or (), table) if fit else None)
+        specs.append(None)
+        if names is None:
+            if leaf.shape and options.unmatched == "error":
+                problems.append(("unmatched", missing_problem(leaf)))
+            continue
+        count = count_problem(leaf, names, given)
+        if count is not None:  # a spec of these names would say it again
+            problems.append(("logical", count))
+            continue
+        unknown = list(unknown_problems(leaf, names, table, sizes))
+        if options.unmatched == "error":
+            problems += [("logical", text) for text in unknown]
+        if not unknown or options.unmatched != "shape":
+            specs[-1] = logical_spec(names, table, sizes)
     return specs, problems
 
 

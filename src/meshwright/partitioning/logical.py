@@ -1,23 +1,23 @@
 """Specs by logical axes: a name per dim, and a table from names to mesh axes.
 
-The names come from the user, or from the metadata that Flax puts around arrays.
+The names come from the user, or from the metadata that Flax and penzai put around arrays
+(`trees.metadata`). A name that is not in the table but is an axis of the mesh stands for itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.sharding import PartitionSpec
 
 from meshwright._text import plural
 from meshwright.errors import PartitionError, near, option_text, short
-from meshwright.trees.specs import make_spec
+from meshwright.trees.metadata import Names
+from meshwright.trees.specs import entry_axes, make_spec
 from meshwright.trees.walk import Leaf, flatten, path_text, shown_path
 
 Table = Mapping[str, Any] | Sequence[tuple[str, Any]]
-Names = tuple[str | None, ...]
 
 
 def read_table(logical: Any) -> dict[str, tuple[str, ...]]:
@@ -76,96 +76,57 @@ def _is_names(value: Any) -> bool:
     return plain and all(entry is None or isinstance(entry, str) for entry in value)
 
 
-def logical_spec(names: Names, table: Mapping[str, tuple[str, ...]]) -> PartitionSpec:
-    """Translate names into a spec; replicated dims at the end are left out."""
+def logical_spec(
+    names: Names, table: Mapping[str, tuple[str, ...]], mesh_axes: Collection[str]
+) -> PartitionSpec:
+    """Translate names into a spec; names that are unknown keep their dim whole."""
     entries: list[Any] = []
-    for name in names:
-        axes = () if name is None else table.get(name, ())
-        entries.append(axes if len(axes) > 1 else (axes[0] if axes else None))
+    for entry in names:
+        axes = [axis for name in entry_axes(entry) for axis in _axes(name, table, mesh_axes) or ()]
+        entries.append(tuple(axes) if len(axes) > 1 else (axes[0] if axes else None))
     return make_spec(entries)
 
 
-def logical_problems(
-    leaf: Leaf, names: Names | None, table: Mapping[str, tuple[str, ...]]
+def _axes(
+    name: str, table: Mapping[str, tuple[str, ...]], mesh_axes: Collection[str]
+) -> tuple[str, ...] | None:
+    """Return the mesh axes of a name: by the table, or itself if it is one; `None` if unknown."""
+    if name in table:
+        return table[name]
+    return (name,) if name in mesh_axes else None
+
+
+def missing_problem(leaf: Leaf) -> str:
+    """Say that a leaf has no names."""
+    return (
+        f"{leaf.where}: {leaf.shape} has no logical names. Give them with names=..., "
+        "create it with metadata (nnx.with_partitioning, nn.with_logical_partitioning), "
+        f"or pass {option_text('unmatched', 'replicate', 'shape')}."
+    )
+
+
+def count_problem(leaf: Leaf, names: Names, given: bool) -> str | None:
+    """Say that a leaf has too many names, or too few where they are `given` by hand.
+
+    Flax writes fewer names than dims where a layer reshapes its kernel: the rest have none.
+    """
+    if len(names) == len(leaf.shape) or (len(names) < len(leaf.shape) and not given):
+        return None
+    return (
+        f"{leaf.where}: {plural(len(names), 'name')} {tuple(names)} for "
+        f"{plural(len(leaf.shape), 'dim')} {leaf.shape}. Give one name, or None, per dim."
+    )
+
+
+def unknown_problems(
+    leaf: Leaf, names: Names, table: Mapping[str, tuple[str, ...]], mesh_axes: Collection[str]
 ) -> Iterator[str]:
-    """Yield what is wrong with the names of a leaf: missing, too few, or not in the table."""
-    if names is None:
-        if leaf.shape:
-            yield (
-                f"{leaf.where}: {leaf.shape} has no logical names. Give them with names=..., "
-                "create it with metadata (nnx.with_partitioning, nn.with_logical_partitioning), "
-                f"or pass {option_text('unmatched', 'replicate', 'shape')}."
-            )
-        return
-    if not fits(leaf, names):
-        yield (
-            f"{leaf.where}: {plural(len(names), 'name')} {tuple(names)} for "
-            f"{plural(len(leaf.shape), 'dim')} {leaf.shape}. Give one name, or None, per dim."
-        )
-        return
-    for dim, name in enumerate(names):
-        if name is not None and name not in table:
-            yield (
-                f"{leaf.where}: dim {dim}: no rule for logical axis {short(name)}."
-                f"{near(str(name), table)} Add it to the table, with None to keep the dim whole."
-            )
-
-
-def fits(leaf: Leaf, names: Names) -> bool:
-    """Whether there is a name for every dim."""
-    return len(names) == len(leaf.shape)
-
-
-# Logical names that a tree carries itself, as Flax writes them. Linen's `Partitioned` and
-# `LogicallyPartitioned` boxes hold `names`. NNX variables hold them as metadata (`sharding_names`,
-# or `sharding` in older versions). Boxes are recognised by the module of their class and by
-# attributes, so that Flax is never imported here.
-
-
-def read_metadata(tree: Any, leaves: Sequence[Leaf]) -> list[Names | None]:
-    """Read names per leaf from the Flax boxes around the arrays; `None` where there are none."""
-    boxes, _ = flatten(tree, _is_box)
-    named = {path_text(path): _names(box) for path, box in boxes if _is_box(box)}
-    return [_nearest(leaf.path, named) for leaf in leaves]
-
-
-def _nearest(path: str, named: dict[str, Names | None]) -> Names | None:
-    """Return the names of the innermost box around a leaf: at its own path, or above it."""
-    while True:
-        if path in named:
-            return named[path]
-        if "/" not in path:
-            return named.get("")
-        path = path.rpartition("/")[0]
-
-
-def _is_box(value: Any) -> bool:
-    return _names(value) is not None
-
-
-def _names(value: Any) -> Names | None:
-    """Return the names that a box of Flax holds, or `None` for anything else."""
-    if isinstance(value, (jax.Array, type)):
-        return None
-    kind = type(value)
-    if not any(base.__module__.startswith("flax") for base in kind.__mro__):
-        return None
-    # A module may have an attribute `names` of its own; only boxes can be unboxed.
-    fields = getattr(value, "__dict__", {}) if hasattr(value, "unbox") else {}
-    for source in (_metadata(value), fields):
-        for key in ("names", "sharding_names", "out_sharding", "sharding"):
-            names = source.get(key) if isinstance(source, dict) else None
-            # `sharding` may also be a `NamedSharding`, which has no logical names.
-            if isinstance(names, (tuple, list, PartitionSpec)) and all(
-                entry is None or isinstance(entry, str) for entry in names
-            ):
-                return tuple(names)
-    return None
-
-
-def _metadata(value: Any) -> dict[str, Any]:
-    get = getattr(value, "get_metadata", None)
-    try:
-        return dict(get()) if callable(get) else {}
-    except TypeError:  # another library's `get_metadata`, which takes arguments
-        return {}
+    """Yield the names of a leaf that are neither in the table nor axes of the mesh."""
+    for dim, entry in enumerate(names):
+        for name in entry_axes(entry):
+            if _axes(name, table, mesh_axes) is None:
+                yield (
+                    f"{leaf.where}: dim {dim}: no rule for logical axis {short(name)}."
+                    f"{near(name, (*table, *mesh_axes))} Add it to the table, with None to keep "
+                    f"the dim whole, or pass {option_text('unmatched', 'replicate', 'shape')}."
+                )

@@ -39,7 +39,6 @@ from meshwright.rehearsal.request import (
 )
 from meshwright.rehearsal.result import Rehearsal
 from meshwright.rehearsal.step_arguments import (
-    argument_names,
     as_shapes,
     sharding_table,
     with_jit_shardings,
@@ -72,15 +71,20 @@ def rehearse(
     Nothing is computed, and no device of the mesh needs to be here.
 
     Args:
-      function: the step, jitted or not. What it raises while it is traced comes through.
-      *args: its arguments, as arrays or as `jax.ShapeDtypeStruct`s.
+      function: the step, bare or with `jax.jit`, `nnx.jit` or `eqx.filter_jit`, whose options hold.
+        What it raises while it is traced comes through.
+      *args: its arguments, as arrays or as `jax.ShapeDtypeStruct`s. Unless `jax.jit` is around the
+        step, other leaves (functions, flags, numbers inside of a tree) are a part of it. Modules of
+        NNX may be updated in place: what the step leaves in them is a result.
       mesh: a spec such as `"fsdp:-1, tp:4"` for the hardware named by `on` (`slices` and `dcn` as
         for `mesh`), or a `Mesh` or `AbstractMesh`.
       in_shardings: a list or tuple with one entry per argument: a `PartitionSpec` for all its
         arrays, a tree of specs, or `None` to decide here. By default the first argument and those
         in `donate_argnums` are state and sharded as `partition` says; `options` are those of
-        `partition` (`rules`, `logical`, ...). Other arguments are data, sharded along their first
-        dim. Arrays that are already on a mesh of these axes keep their sharding.
+        `partition` (`rules`, `logical`, ...). So are NNX modules and optimizer states of the first.
+        Other arguments are data, sharded along their first dim. A `NamedSharding`, here or of an
+        array that is an argument, is read by its spec if its mesh has these axes in name and size;
+        one on other axes is an error.
       out_shardings: a tree of specs for the results, or a prefix of one; the compiler chooses
         where it says `None`.
       data: numbers of the arguments that are data, in place of that default.
@@ -195,10 +199,12 @@ def run(request: Request) -> Rehearsal:
     with Bar(f"{request.name} on {hardware.name}") as bar, Compiler(site) as compiler:
         bar.now("shardings")
         in_specs, out_specs = request.specs(mesh)
-        names = argument_names(request.function, len(request.args))
+        names = request.argument_names
         shapes = as_shapes(request.args, in_specs, mesh)
         bar.now("tracing")
-        lowered = lower(request.function, shapes, mesh, platform, request.donate_argnums, out_specs)
+        lowered = lower(
+            request.function, shapes, names, mesh, platform, request.donate_argnums, out_specs
+        )
         arguments = sharding_table(names, with_jit_shardings(shapes, lowered.inputs, mesh), mesh)
         job = Job(
             request.name,

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding
 
 from meshwright import _compat
-from meshwright.errors import RehearsalError
+from meshwright._text import plural
+from meshwright.errors import PartitionError, RehearsalError, short
 from meshwright.rehearsal.compiler import Platform
+from meshwright.trees.specs import mesh_axes, spec_on_axes, spec_problems
+from meshwright.trees.split import is_number, split_arrays
+from meshwright.trees.walk import (
+    is_array,
+    path_text,
+    problem_lines,
+    shown_path,
+    tie_problems,
+    variables_of,
+)
 
 _SOURCE_FILE = re.compile(r'loc\("([^"]+)":\d+')
 
@@ -46,6 +58,7 @@ class Lowered:
 def lower(
     function: Callable[..., Any],
     shapes: tuple[Any, ...],
+    names: Sequence[str],
     mesh: AbstractMesh,
     platform: Platform,
     donate_argnums: tuple[int, ...],
@@ -55,18 +68,19 @@ def lower(
 
     `out_shardings` is a tree of specs for the results, or a prefix of one; the compiler chooses
     where it has `None`. A function that is jitted already keeps the options of its own `jit`,
-    unless some are given here.
+    unless some are given here. `names` are those of the arguments, for messages.
     """
     # `with_sharding_constraint(x, PartitionSpec(...))` in the user's code needs the mesh set.
     with jax.sharding.use_abstract_mesh(mesh):
-        step: Any = function
-        if not is_jitted(function) or donate_argnums or out_shardings is not None:
-            step = jax.jit(
-                function,
-                donate_argnums=donate_argnums,
-                out_shardings=_named_shardings(out_shardings, mesh),
+        if _traces_itself(function) and not donate_argnums and out_shardings is None:
+            traced = _trace(function, shapes, names, wrapped=False)
+            # Flax's `nnx.jit` wraps what its own `jax.jit` made.
+            traced = getattr(traced, "traced", traced)
+            free: Any = None
+        else:
+            traced, free = _trace_arrays(
+                function, shapes, names, mesh, donate_argnums, out_shardings
             )
-        traced = _trace(step, shapes, wrapped=step is not function and is_jitted(function))
         try:
             lowered = traced.lower(lowering_platforms=(platform,))
         except Exception as error:
@@ -78,13 +92,28 @@ def lower(
         code.getvalue(),
         identity_of(module),
         tuple(jax.tree.leaves(traced.out_info)),
-        _free_outputs(out_shardings, traced.out_info),
+        _free_outputs(free, traced.out_info),
         _compat.compiler_options(lowered),
         _compat.jit_shardings(traced),
     )
 
 
-def _trace(step: Any, shapes: tuple[Any, ...], wrapped: bool) -> Any:
+def is_jitted(function: Callable[..., Any]) -> bool:
+    """Whether a function is a `jit` already; the types of all three wrappers are private."""
+    return _traces_itself(function) or _is_filter_jit(function)
+
+
+def _traces_itself(function: Callable[..., Any]) -> bool:
+    """Whether a function is a `jax.jit` or an `nnx.jit`."""
+    return hasattr(function, "trace") and hasattr(function, "lower")
+
+
+def _is_filter_jit(function: Callable[..., Any]) -> bool:
+    """Whether a function is an `eqx.filter_jit`, whose `lower` refuses shapes."""
+    return all(hasattr(function, name) for name in ("lower", "donate_first", "donate_rest"))
+
+
+def _trace(step: Any, shapes: tuple[Any, ...], names: Sequence[str], wrapped: bool) -> Any:
     """Trace; `wrapped` says that the user's own `jit` is inside of ours."""
     try:
         return step.trace(*shapes)
@@ -95,7 +124,79 @@ def _trace(step: Any, shapes: tuple[Any, ...], wrapped: bool) -> Any:
                 "the step is jitted with static arguments, and donate_argnums or out_shardings was "
                 "given here as well. Give both to its own jit instead."
             ) from error
+        others = [
+            f"{where}: {short(leaf)} is no array."
+            for where, leaf in _other_leaves(shapes, names)
+            if not (isinstance(leaf, bool) or is_number(leaf))
+        ]
+        if others and "as an abstract array" in str(error):
+            raise RehearsalError(
+                f"jax.jit takes arrays and numbers alone.{problem_lines(others)}\nPass the step "
+                "without jax.jit: what is no array is then a part of it, as it is with "
+                "eqx.filter_jit; or name the argument in its jit's static_argnums."
+            ) from error
         raise
+
+
+def _other_leaves(shapes: tuple[Any, ...], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    for name, arg in zip(names, shapes, strict=True):
+        for path, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]:
+            if not is_array(leaf):
+                yield "/".join(filter(None, (name, path_text(path)))), leaf
+
+
+# In: a step and its arguments, trees with any leaves. Out: a trace of a function of the arrays
+# among them. What is no array is a part of the program: functions, texts, flags, and numbers inside
+# of a tree. Results are what the step returns and, since NNX modules are changed in place, what it
+# leaves in their variables. Example: `step(model, x)` with `model.activation = jnp.tanh` is traced
+# as a function of `model` with `None` there.
+def _trace_arrays(
+    function: Callable[..., Any],
+    shapes: tuple[Any, ...],
+    names: Sequence[str],
+    mesh: AbstractMesh,
+    donate_argnums: tuple[int, ...],
+    out_shardings: Any,
+) -> tuple[Any, Any]:
+    """Trace a step as a function of its arrays; also return the shardings asked of its results."""
+    # Equinox's wrapper holds numbers to be static wherever they stand, and says what it donates.
+    filtered = _is_filter_jit(function)
+    inner: Any = getattr(function, "__wrapped__", function) if filtered else function
+    donated = set(donate_argnums)
+    if filtered:
+        flags: Any = function
+        donated |= {0} if flags.donate_first else set()
+        donated |= set(range(1, len(shapes))) if flags.donate_rest else set()
+    parts = [split_arrays(arg, depth=-1 if filtered else 0) for arg in shapes]
+    operands = [part.rebuild(part.arrays, other=None) for part in parts]
+    in_place = bool(variables_of(shapes))
+    problems = tie_problems(dict(zip(names, shapes, strict=True)))
+    if problems:
+        raise RehearsalError(
+            f"{problem_lines(problems).strip()} Or decorate the step with nnx.jit, which takes "
+            "donate_argnums and out_shardings as well."
+        )
+
+    @functools.wraps(inner, updated=())
+    def step(*trees: Any) -> Any:
+        args = tuple(
+            part.rebuild(jax.tree.leaves(tree)) for part, tree in zip(parts, trees, strict=True)
+        )
+        before = jax.tree.leaves(variables_of(args))
+        results = jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, inner(*args))
+        given = set(map(id, before))
+        changed = [leaf for leaf in jax.tree.leaves(variables_of(args)) if id(leaf) not in given]
+        return (results, changed) if in_place else results
+
+    wrapped = is_jitted(function)
+    jit = functools.partial(jax.jit, step, donate_argnums=tuple(sorted(donated)))
+    traced = _trace(jit(), tuple(operands), names, wrapped)
+    if out_shardings is None:
+        return traced, None
+    results = traced.out_info[0] if in_place else traced.out_info
+    shardings = result_shardings(out_shardings, results, mesh)
+    shardings = (shardings, None) if in_place else shardings
+    return _trace(jit(out_shardings=shardings), tuple(operands), names, wrapped), shardings
 
 
 def identity_of(module: Any) -> str:
@@ -112,11 +213,6 @@ def identity_of(module: Any) -> str:
     return digest.hexdigest()
 
 
-def is_jitted(function: Callable[..., Any]) -> bool:
-    """Whether a function is a `jit` already; its wrapper's type is private to JAX."""
-    return hasattr(function, "trace") and hasattr(function, "lower")
-
-
 def _refusal(platform: str, error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     return (
@@ -126,24 +222,61 @@ def _refusal(platform: str, error: Exception) -> str:
     )
 
 
-def _named_shardings(out_shardings: Any, mesh: AbstractMesh) -> Any:
-    def on_mesh(spec: Any) -> Any:
-        if spec is None or isinstance(spec, jax.sharding.Sharding):
-            return spec
-        if not isinstance(spec, PartitionSpec):
-            raise RehearsalError(
-                f"out_shardings: {spec!r} is neither a PartitionSpec nor None.",
-                option="out_shardings",
-            )
-        return NamedSharding(mesh, spec)
+# Stands for a `None` of `out_shardings`; `None`s in the results themselves are no leaves.
+_FREE: Any = object()
 
-    return jax.tree.map(on_mesh, out_shardings, is_leaf=_is_spec)
+
+def result_shardings(out_shardings: Any, results: Any, mesh: AbstractMesh) -> Any:
+    """Read `out_shardings` for results of these shapes; raise for every leaf that is wrong."""
+    try:
+        per_result = _per_result(out_shardings, results)
+    except ValueError as error:
+        raise RehearsalError(
+            f"out_shardings: not like the tree of the results, {short(results, 200)} "
+            f"({str(error).splitlines()[0][:200]}). Give a tree of specs like it, one that ends "
+            "higher up, or one spec for all results.",
+            option="out_shardings",
+        ) from error
+    flat, treedef = jax.tree_util.tree_flatten_with_path(per_result)
+    problems: list[str] = []
+    named: list[Any] = []
+    for (path, given), leaf in zip(flat, jax.tree.leaves(results), strict=True):
+        sharding, wrong = (
+            (None, []) if given is _FREE else _read_sharding(given, leaf, mesh, path_text(path))
+        )
+        named.append(sharding)
+        problems += wrong
+    if problems:
+        raise RehearsalError(
+            f"out_shardings: {plural(len(problems), 'problem')} in what the step returns."
+            f"{problem_lines(problems)}",
+            option="out_shardings",
+        )
+    return jax.tree.unflatten(treedef, named)
+
+
+def _read_sharding(
+    given: Any, leaf: Any, mesh: AbstractMesh, path: str
+) -> tuple[NamedSharding | None, list[str]]:
+    """Read what is asked for one result; also return what is wrong with it."""
+    where = path or "the result"
+    try:
+        spec = spec_on_axes(given, mesh)
+    except PartitionError as error:
+        return None, [f"{shown_path(where)}: {error}"]
+    wrong = list(spec_problems(where, tuple(leaf.shape), spec, mesh_axes(mesh)))
+    return (None if wrong else NamedSharding(mesh, spec)), wrong
 
 
 def _free_outputs(out_shardings: Any, results: Any) -> tuple[bool, ...]:
-    per_result = jax.tree.broadcast(out_shardings, results, is_leaf=_is_spec)
-    return tuple(spec is None for spec in jax.tree.leaves(per_result, is_leaf=_is_spec))
+    return tuple(one is _FREE for one in jax.tree.leaves(_per_result(out_shardings, results)))
 
 
-def _is_spec(value: Any) -> bool:
-    return value is None or isinstance(value, PartitionSpec)
+def _per_result(out_shardings: Any, results: Any) -> Any:
+    """Broadcast a tree of specs, or a prefix of one, to the tree of the results."""
+    marked = jax.tree.map(
+        lambda value: _FREE if value is None else value,
+        out_shardings,
+        is_leaf=lambda value: value is None,
+    )
+    return jax.tree.broadcast(marked, results)

@@ -20,9 +20,10 @@ from meshwright.hardware.topology import topology as read_topology
 from meshwright.meshes.build import abstract_mesh, explain_mesh, placement_of, warn_idle
 from meshwright.meshes.devices import target_topology
 from meshwright.partitioning.decide import Options
+from meshwright.pipelines.step import PipelineStep
 from meshwright.placement.placement import Placement
 from meshwright.rehearsal.compiler import PLATFORMS, Platform, default_folder
-from meshwright.rehearsal.step_arguments import decide_specs, has_rows
+from meshwright.rehearsal.step_arguments import argument_names, decide_specs, has_rows, is_state
 from meshwright.spec.mesh_spec import MeshSpec
 
 CompilerChoice = Literal["vendor", "cpu"]
@@ -103,7 +104,15 @@ class Request:
         """Decide the specs of all arguments; also return those asked for the results."""
         given = self.in_shardings, self.out_shardings
         in_specs, out_specs = given if self.layout is None else self.layout(mesh)
-        return decide_specs(self.args, mesh, in_specs, self.data, self.options), out_specs
+        decided = decide_specs(
+            self.args, self.argument_names, mesh, in_specs, self.data, self.options
+        )
+        return decided, out_specs
+
+    @property
+    def argument_names(self) -> list[str]:
+        """The names of the step's parameters, for tables and messages."""
+        return argument_names(self.function, len(self.args))
 
 
 def make_request(
@@ -127,6 +136,11 @@ def make_request(
     """Check every option of `rehearse`."""
     if not callable(function):
         raise RehearsalError(f"rehearse: {short(function)} cannot be called; pass a step function.")
+    if isinstance(function, PipelineStep):
+        raise RehearsalError(
+            f"rehearse: {short(function)} is a pipeline, which has its own mesh and a program for "
+            "each group. Use rehearse_pipeline(step, *args)."
+        )
     if mesh is None:
         raise RehearsalError("rehearse: say which mesh, e.g. mesh='fsdp:-1, tp:4'.", option="mesh")
     if not args:
@@ -143,7 +157,8 @@ def make_request(
             )
     donated = argument_numbers("donate_argnums", donate_argnums, len(args))
     if data is None:
-        data = [i for i in range(1, len(args)) if i not in donated]
+        others = (i for i in range(1, len(args)) if i not in donated)
+        data = [i for i in others if not is_state(args[i], args[0])]
     if compiler not in ("vendor", "cpu"):
         raise RehearsalError(
             f"compiler: {short(compiler)} is not known.{near(str(compiler), ('vendor', 'cpu'))} "

@@ -1,9 +1,9 @@
 """The arguments of a step as shapes with shardings: given ones kept, the others decided.
 
-The first argument and those that are donated are state: they are sharded as `partition` says, and
-state after the first follows it as `partition_like` says. The others are data: their first dim is
-sharded over the data axes. A sharding that an argument already has, or that `in_shardings` gives,
-wins.
+The first argument, those that are donated, and those that look like state are state (`is_state`):
+the first is sharded as `partition` says, and the others follow it as `partition_like` says. All
+other arguments are data: their first dim is sharded over the data axes. A sharding that an argument
+already has, or that `in_shardings` gives, wins.
 """
 
 from __future__ import annotations
@@ -19,22 +19,33 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from meshwright.axes import role
-from meshwright.errors import RehearsalError, short
-from meshwright.partitioning.decide import partition, resolve_specs
+from meshwright.errors import PartitionError, RehearsalError, short
+from meshwright.partitioning.decide import partition, read_options, resolve_specs
 from meshwright.partitioning.optimizer_state import partition_like
 from meshwright.partitioning.report import PartitionReport, explain_tree
-from meshwright.trees.specs import make_spec, match_specs
-from meshwright.trees.walk import Leaf, walk
+from meshwright.trees.specs import check_specs, make_spec, match_specs, spec_on_axes
+from meshwright.trees.walk import (
+    Leaf,
+    flatten,
+    path_text,
+    refuse,
+    retie,
+    shown_path,
+    unflatten,
+    variables_of,
+    walk,
+)
 
 _DATA_ROLES = ("data", "fsdp")
 
 
 # In: the arguments, the mesh, and what the user said of each. Out: per argument a tree of specs of
-# its structure. Invariant: arrays keep a sharding they have on this mesh, whatever is decided for
-# their neighbours. Example, mesh fsdp:8: (params, adam state, batch, key) becomes (by shape, like
-# params, P("fsdp"), P()).
+# its structure. Invariant: arrays keep a sharding they have on a mesh of these axes, whatever is
+# decided for their neighbours; one on other axes is an error. Example, mesh fsdp:8: (params, adam
+# state, batch, key) becomes (by shape, like params, P("fsdp"), P()).
 def decide_specs(
     args: Sequence[Any],
+    names: Sequence[str],
     mesh: AbstractMesh,
     in_shardings: Sequence[Any] | None,
     data: tuple[int, ...],
@@ -49,27 +60,60 @@ def decide_specs(
             f"it shall be decided, not {short(in_shardings)}.",
             option="in_shardings",
         )
+    read_options(options)  # checked although no argument may be left to decide about
     specs: list[Any] = [None] * len(args)
     params: int | None = None  # the first argument that is state: others follow it
     for i, arg in enumerate(args):
         given = None if in_shardings is None else in_shardings[i]
-        if isinstance(given, PartitionSpec):
-            arrays = walk(arg)
-            specs[i] = arrays.rebuild([given] * len(arrays.arrays))
-        elif given is not None:
-            specs[i] = given
+        if given is not None:
+            specs[i] = _given_specs(arg, given, mesh, f"in_shardings[{i}], of {names[i]}")
         elif i in data:
-            by_rows = functools.partial(data_specs, mesh=mesh, name=f"argument {i}")
-            specs[i] = _keep_or_decide(arg, mesh, by_rows)
+            by_rows = functools.partial(data_specs, mesh=mesh, name=f"argument {i} ({names[i]})")
+            specs[i] = _keep_or_decide(arg, mesh, by_rows, names[i])
         elif params is None:
             decide = functools.partial(partition, mesh=mesh, **options)
-            specs[i] = _keep_or_decide(arg, mesh, decide)
+            specs[i] = _keep_or_decide(arg, mesh, decide, names[i])
         else:
             follow = functools.partial(partition_like, params=args[params], specs=specs[params])
-            specs[i] = _keep_or_decide(arg, mesh, follow)
+            specs[i] = _keep_or_decide(arg, mesh, follow, names[i])
         if params is None and i not in data:
             params = i
+    if options and (params is None or (in_shardings and in_shardings[params] is not None)):
+        raise RehearsalError(
+            f"{', '.join(options)}: options of partition, but in_shardings and data= leave it no "
+            "argument to decide about. Drop them, or give None for the argument.",
+            option=next(iter(options)),
+        )
     return specs
+
+
+def _given_specs(arg: Any, given: Any, mesh: AbstractMesh, where: str) -> Any:
+    """Read what `in_shardings` has for an argument: one spec for all its arrays, or a tree."""
+    arrays = walk(arg)
+    try:
+        if isinstance(given, (PartitionSpec, NamedSharding)):
+            per_leaf = [spec_on_axes(given, mesh)] * len(arrays.arrays)
+        else:
+            per_leaf = match_specs(arrays, _read_shardings(given, mesh))
+        check_specs("", arrays.arrays, per_leaf, mesh)
+    except PartitionError as error:
+        text = str(error).removeprefix("specs: ").removeprefix(": ")
+        raise RehearsalError(f"{where}: {text}", option="in_shardings") from error
+    return arrays.rebuild(per_leaf)
+
+
+def _read_shardings(specs: Any, mesh: AbstractMesh) -> Any:
+    """Return a tree of specs with each `NamedSharding` read on this mesh."""
+    flat, treedef = flatten(specs, lambda value: isinstance(value, (PartitionSpec, NamedSharding)))
+    problems: list[str] = []
+    read = []
+    for path, value in flat:
+        try:
+            read.append(spec_on_axes(value, mesh) if isinstance(value, NamedSharding) else value)
+        except PartitionError as error:
+            problems.append(f"{shown_path(path_text(path))}: {error}")
+    refuse("specs", problems)
+    return unflatten(treedef, read)
 
 
 def data_specs(arg: Any, mesh: AbstractMesh, name: str = "data") -> Any:
@@ -100,10 +144,32 @@ def has_rows(leaf: Any) -> bool:
     return bool(shape) and not (shape == (2,) and str(getattr(leaf, "dtype", "")) == "uint32")
 
 
-def _keep_or_decide(arg: Any, mesh: AbstractMesh, decide: Callable[[Any], Any]) -> Any:
+def is_state(arg: Any, params: Any) -> bool:
+    """Whether an argument looks like state: NNX variables, or an optimizer's state of `params`.
+
+    Of an optimizer's state every array that has dims stands at a path that ends with a parameter's
+    and has its shape; ends that are numbers alone, as of lists, say nothing.
+    """
+    if variables_of(arg):
+        return True
+    by_path = {leaf.path: leaf.shape for leaf in walk(params).arrays}
+    arrays = [leaf for leaf in walk(arg).arrays if leaf.shape]
+    return bool(arrays) and all(_follows(leaf, by_path) for leaf in arrays)
+
+
+def _follows(leaf: Leaf, by_path: Mapping[str, tuple[int, ...]]) -> bool:
+    words = leaf.path.split("/")
+    for start in range(len(words)):
+        says_something = not "".join(words[start:]).isdecimal() and leaf.path
+        if says_something and by_path.get("/".join(words[start:])) == leaf.shape:
+            return True
+    return False
+
+
+def _keep_or_decide(arg: Any, mesh: AbstractMesh, decide: Callable[[Any], Any], name: str) -> Any:
     """Keep the specs that arrays bring with them from a mesh of these axes; decide the others."""
     arrays = walk(arg)
-    own = [_spec_of(leaf, mesh) for leaf in arrays.arrays]
+    own = [_own_spec(leaf, mesh, name) for leaf in arrays.arrays]
     # Deciding may refuse (uneven dims, unmatched rules), so it is not asked where nothing is open.
     if None not in own:
         return arrays.rebuild(own)
@@ -113,31 +179,36 @@ def _keep_or_decide(arg: Any, mesh: AbstractMesh, decide: Callable[[Any], Any]) 
     )
 
 
-def _spec_of(leaf: Leaf, mesh: AbstractMesh) -> PartitionSpec | None:
+def _own_spec(leaf: Leaf, mesh: AbstractMesh, name: str) -> PartitionSpec | None:
     sharding: Any = getattr(leaf.value, "sharding", None)
-    return sharding.spec if _is_on(sharding, mesh) else None
+    if not isinstance(sharding, NamedSharding):
+        return None
+    try:
+        return spec_on_axes(sharding, mesh)
+    except PartitionError as error:
+        where = "/".join(filter(None, (name, leaf.path)))
+        text = str(error).removesuffix(" Pass a spec for this mesh.")
+        raise RehearsalError(
+            f"{shown_path(where)}: {text} Say how it shall be sharded with in_shardings=, or pass "
+            "shapes without a sharding.",
+            option="in_shardings",
+        ) from error
 
 
 def _is_on(sharding: Any, mesh: AbstractMesh) -> bool:
     """Whether a sharding is on a mesh of the same axes, whatever its devices."""
-    axes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    return isinstance(sharding, NamedSharding) and dict(sharding.mesh.shape) == axes
+    return isinstance(sharding, NamedSharding) and dict(sharding.mesh.shape) == dict(mesh.shape)
 
 
 def as_shapes(args: Sequence[Any], specs: Sequence[Any], mesh: AbstractMesh) -> tuple[Any, ...]:
     """Return the arguments without values: each array a `ShapeDtypeStruct` with its sharding."""
-    return tuple(_shapes(arg, spec, mesh) for arg, spec in zip(args, specs, strict=True))
+    shapes = tuple(_shapes(arg, spec, mesh) for arg, spec in zip(args, specs, strict=True))
+    tied: tuple[Any, ...] = retie(shapes, tuple(args))
+    return tied
 
 
 def _shapes(arg: Any, specs: Any, mesh: AbstractMesh) -> Any:
     arrays = walk(arg)
-    for leaf in arrays.leaves:
-        if callable(leaf):
-            raise RehearsalError(
-                f"{short(leaf)} among the arguments is no array. Pass arrays, and functions and "
-                "settings by closure; for Equinox, eqx.partition the module and eqx.combine it "
-                "inside of the step."
-            )
     per_leaf = resolve_specs("rehearse", arrays, arg, mesh, specs, {})
     return arrays.rebuild(
         [

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshwright.errors import MeshError, PartitionError, listing, near, option_text, short
 from meshwright.meshes.devices import check_current
+from meshwright.trees.metadata import flatten_like_unboxed
 from meshwright.trees.walk import Leaf, Paths, Walk, flatten, path_text, refuse, shown_path
 
 Uneven = Literal["error", "replicate"]
@@ -240,13 +241,29 @@ def specs_on_mesh(specs: Any, mesh: AnyMesh) -> Any:
     return jax.tree.unflatten(treedef, [_spec(value) for _, value in flat])
 
 
+def spec_on_axes(value: Any, mesh: AnyMesh) -> PartitionSpec:
+    """Return the spec of a sharding whose mesh has the axes of `mesh`, whatever its devices.
+
+    This is how a sharding is read where the devices do not matter, as in a rehearsal for hardware
+    that is not here; on a mesh of other axes, its spec would mean something else.
+    """
+    if isinstance(value, PartitionSpec):
+        return value
+    if not isinstance(value, NamedSharding):
+        raise PartitionError(f"{short(value)} is not a PartitionSpec.{write_as(value)}")
+    if dict(value.mesh.shape) != dict(mesh.shape):
+        raise PartitionError(f"{_mesh_difference(value.mesh, mesh)}. Pass a spec for this mesh.")
+    return value.spec
+
+
 def _flatten_like(walked: Walk, specs: Any) -> Paths:
     """Flatten the specs leaf by leaf of the arrays' tree.
 
     What counts as a leaf is tried from strict to lenient, and the first structure that equals the
     arrays' wins: a `None` beside arrays is an empty node of both trees, but a `None` in place of a
     spec is a mistake, to be reported with its path instead of as another structure. The same holds
-    for a tuple that should have been a `PartitionSpec`.
+    for a tuple that should have been a `PartitionSpec`. Then the same for the arrays' tree without
+    the boxes of Flax.
     """
     readings: tuple[Callable[[Any], bool], ...] = (
         _is_spec,
@@ -257,6 +274,9 @@ def _flatten_like(walked: Walk, specs: Any) -> Paths:
         flat, treedef = flatten(specs, is_leaf)
         if treedef == walked.treedef:
             return flat
+    unboxed = flatten_like_unboxed(walked, specs, readings)
+    if unboxed is not None:
+        return unboxed
     if looks_like_spec(specs):
         raise PartitionError(
             f"specs: {short(specs)} is not a PartitionSpec.{write_as(specs)}", option="specs"

@@ -271,11 +271,11 @@ def tie_problems(tree: Any) -> list[str]:
     """Return a problem for every NNX variable that stands at two places of a tree."""
     if "flax.nnx" not in sys.modules:
         return []
-    flat, _ = flatten(tree, _is_variable)
+    flat, _ = flatten(tree, is_variable)
     first_path: dict[int, str] = {}
     problems = []
     for path, value in flat:
-        if _is_variable(value):
+        if is_variable(value):
             here = shown_path(path_text(path))
             there = first_path.setdefault(id(value), here)
             if there != here:
@@ -286,7 +286,34 @@ def tie_problems(tree: Any) -> list[str]:
     return problems
 
 
-def _is_variable(node: Any) -> bool:
+def variables_of(tree: Any) -> list[Any]:
+    """Return the NNX variables of a tree, one that stands at two places once.
+
+    >>> variables_of({"w": jnp.ones(2)})
+    []
+    """
+    if "flax.nnx" not in sys.modules:
+        return []
+    flat, _ = flatten(tree, is_variable)
+    return list({id(value): value for _, value in flat if is_variable(value)}.values())
+
+
+def retie(rebuilt: Any, tree: Any) -> Any:
+    """Return a rebuilt tree with one NNX variable wherever the tree it was made from has one."""
+    if not variables_of(tree):
+        return rebuilt
+    flat, _ = flatten(tree, is_variable)
+    copies, treedef = flatten(rebuilt, is_variable)
+    first: dict[int, Any] = {}
+    tied = [
+        first.setdefault(id(value), copy) if is_variable(value) else copy
+        for (_, value), (_, copy) in zip(flat, copies, strict=True)
+    ]
+    return unflatten(treedef, tied)
+
+
+def is_variable(node: Any) -> bool:
+    """Whether a node of a tree is a variable of Flax NNX."""
     kind: Any = type(node)
     return _is_variable_type(kind)
 

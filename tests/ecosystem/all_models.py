@@ -1,0 +1,57 @@
+"""All models of this folder in one form, for tests and benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+from models_equinox import bert_parts, unet_parts, vit_parts
+from models_linen import lm1b_parts, resnet_parts
+from models_nnx import gemma_parts
+
+
+class Model(NamedTuple):
+    """A loss of (params, batch), both of arrays alone, and the rules an expert would write."""
+
+    loss: Callable[[Any, Any], Any]
+    params: Any
+    batch: Any
+    hand_rules: list[tuple[str, Any]]
+
+
+def models(width: int = 64, abstract: bool = False, **sizes: Any) -> dict[str, Model]:
+    """Return every model by its name.
+
+    `width` is the size of a hidden layer; `abstract` makes shapes in place of parameters. Other
+    sizes are those of the functions in `models_linen`, `models_nnx` and `models_equinox`; `rows`
+    goes for all of them.
+    """
+    get = jax.eval_shape if abstract else lambda make: jax.jit(make)()
+    built = {}
+    for name, parts in (("lm1b", lm1b_parts), ("resnet", resnet_parts), ("gemma", gemma_parts)):
+        init, loss, batch, rules = parts(width, **sizes)
+        params = get(init)
+        if name == "resnet":
+            params, loss = params["params"], _first(loss)
+        built[name] = Model(loss, params, batch, rules)
+    for name, parts in (("vit", vit_parts), ("unet", unet_parts), ("bert", bert_parts)):
+        make, loss, batch, rules = parts(width, **sizes)
+        built[name] = Model(*_of_arrays(make, loss, get), batch, rules)
+    return built
+
+
+def _first(loss: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda params, batch: loss(params, batch)[0]
+
+
+def _of_arrays(make: Callable[[], Any], loss: Callable[..., Any], get: Any) -> tuple[Any, Any]:
+    """Split an Equinox module into its arrays, which are the parameters, and the rest."""
+    _, static = eqx.partition(eqx.filter_eval_shape(make), _is_array)
+    params = get(lambda: eqx.filter(make(), eqx.is_array))
+    return (lambda params, batch: loss(eqx.combine(params, static), batch)), params
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct) or eqx.is_array(leaf)
