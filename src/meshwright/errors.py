@@ -47,6 +47,10 @@ class MeshError(MeshwrightError):
     """A mesh cannot be built, viewed or compared as asked."""
 
 
+class BackendError(MeshError, RuntimeError):
+    """JAX has no such backend here. Also a `RuntimeError`, as the one that JAX raises."""
+
+
 class PartitionError(MeshwrightError):
     """A tree, its specs and a mesh do not fit; the text names every leaf that is wrong."""
 

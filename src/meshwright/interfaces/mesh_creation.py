@@ -12,12 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from meshwright import _compat
 from meshwright._checks import check_distinct, check_flag, check_integer, check_list, check_name
 from meshwright._text import plural
-from meshwright.errors import MeshError, SpecError, listing, near, short
+from meshwright.errors import BackendError, MeshError, SpecError, listing, near, short
 from meshwright.meshes.build import (
     AXIS_TYPES,
     AxisTypesLike,
@@ -58,10 +59,12 @@ def create_mesh(
     - `allow_split_physical_axes`: one torus direction may serve several mesh axes.
     - `backend`: `"cpu"`, `"gpu"`, `"tpu"`, or `None` for JAX's default.
     - `use_jax`: build the meshes of a single host with `jax.make_mesh`.
-    - `axis_types`: a word (`"auto"`, `"explicit"`, `"manual"`), an `AxisType`, or one per axis.
+    - `axis_types`: a word (`"auto"`, `"explicit"`, `"manual"`) or an `AxisType` for all axes, alone
+      or in a list, or a list of one per axis.
 
     `mesh(...)` says the same in one string. Errors are `ValueError`s: `SpecError` for the request,
-    `MeshError` for the backend, `PlacementError` where no layout exists.
+    `BackendError` (a `RuntimeError` too) for a backend that is not here, `PlacementError` where no
+    layout exists.
 
     >>> import meshwright as mw
     >>> dict(mw.create_mesh((2, -1), ("dp", "tp")).shape)
@@ -73,6 +76,8 @@ def create_mesh(
     use_jax = check_flag("use_jax", use_jax)
     dims, names = check_list("axis_dims", axis_dims), check_list("axis_names", axis_names)
     dcn = None if dcn_mesh_dims is None else check_list("dcn_mesh_dims", dcn_mesh_dims)
+    if isinstance(axis_types, (list, tuple)) and len(axis_types) == 1:
+        axis_types = axis_types[0]
     key: tuple[Any, ...] | None
     try:
         key = (
@@ -179,7 +184,7 @@ def create_cpu_mesh(
     """Create a mesh over all CPU devices of this host, whatever accelerator is present.
 
     `axis_dims` has a size for each of `axis_names`; -1, at most once, takes the devices that are
-    left. Raises `MeshError`, a `ValueError`, where JAX runs without its CPU backend.
+    left. Raises `BackendError`, a `RuntimeError` and a `ValueError`, where JAX has no CPU backend.
 
     >>> import meshwright as mw
     >>> mw.create_cpu_mesh().shape["fsdp"]
@@ -211,33 +216,45 @@ def force_cpu() -> Iterator[Any]:
 def cpu_context() -> Iterator[Mesh]:
     """Make the CPU the default device and a CPU mesh the current one; yields the mesh.
 
-    Enter it around jitted calls: inside one, JAX no longer lets the mesh change.
+    The mesh is current as under `with mesh:`: specs without a mesh mean its axes, in `jit` and
+    out of it, and arrays made inside are on one CPU device and free to go to others. A mesh of
+    `jax.set_mesh` is put aside until the end.
 
-    >>> import jax
+    >>> import jax, jax.numpy as jnp
     >>> import meshwright as mw
     >>> with mw.cpu_context() as mesh:
-    ...     jax.sharding.get_abstract_mesh().axis_names
-    ('dp', 'fsdp', 'ep', 'tp', 'sp')
+    ...     ones = jax.lax.with_sharding_constraint(jnp.ones(16), jax.P("fsdp"))
+    >>> ones.sharding.mesh == mesh
+    True
     """
     built = create_cpu_mesh()
-    with force_cpu():
-        # Apart from the `with` below, so that a ValueError of the caller's code stays itself.
-        try:
-            current = jax.set_mesh(built)
-        except ValueError as error:
-            raise MeshError(
-                f"cpu_context cannot make its mesh the current one here ({error}) "
-                "Enter it around the jitted call."
-            ) from error
-        with current:
-            yield built
+    with force_cpu(), _without_set_mesh(), _compat.old_ambient_mesh(built):
+        yield built
+
+
+@contextlib.contextmanager
+def _without_set_mesh() -> Iterator[None]:
+    """Put aside the mesh of `jax.set_mesh`: where there is one, JAX looks at no other."""
+    if jax.sharding.get_abstract_mesh().empty:
+        yield
+        return
+    # Apart from the `with` below, so that a ValueError of the caller's code stays itself.
+    try:
+        nothing = jax.set_mesh(Mesh(np.empty((), object), ()))
+    except ValueError as error:
+        raise MeshError(
+            f"cpu_context cannot put aside the mesh of jax.set_mesh here ({error}) "
+            "Enter it around the jitted call."
+        ) from error
+    with nothing:
+        yield
 
 
 def _cpu_devices() -> list[Any]:
     try:
         return list(jax.local_devices(backend="cpu"))
     except RuntimeError as error:
-        raise MeshError(
+        raise BackendError(
             "JAX runs without its CPU backend here. Add cpu to JAX_PLATFORMS, e.g. 'tpu,cpu', "
             "or leave it unset."
         ) from error

@@ -17,7 +17,7 @@ import jax
 
 from meshwright import _compat
 from meshwright._checks import check_list
-from meshwright.errors import MeshError
+from meshwright.errors import BackendError, MeshError
 from meshwright.hardware.chips import gpu_target_config
 from meshwright.hardware.live import check_devices
 from meshwright.hardware.named import check_count
@@ -56,13 +56,13 @@ def target_topology(on: Any, devices: Any, slices: int, sort_slices: bool = True
 
 
 def live_devices(backend: str | None = None) -> list[Any]:
-    """Return `jax.devices(backend)`; raise `MeshError` when there is no such backend."""
+    """Return `jax.devices(backend)`; raise `BackendError` when there is no such backend."""
     try:
         return list(jax.devices(backend))
     except RuntimeError as error:
         reason = str(error).split("\n")[0][:200]
         which = "JAX" if backend is None else f"backend {backend!r}"
-        raise MeshError(
+        raise BackendError(
             f"{which} has no devices here ({reason}). Use backend 'cpu', or set JAX_PLATFORMS=cpu "
             "before JAX starts.",
             option=None if backend is None else "backend",
