@@ -80,11 +80,11 @@ def old_ambient_mesh(mesh: jax.sharding.Mesh) -> Iterator[None]:
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`with mesh:` context", DeprecationWarning)
-        mesh.__enter__()
+        mesh.__enter__()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        mesh.__exit__(None, None, None)
+        mesh.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def uses_shardy() -> bool:

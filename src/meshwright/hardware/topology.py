@@ -171,8 +171,10 @@ def topology(
 
     `source` is a name or the devices. Names: `v4: v5e: v5p: v6e: tpu7x:` with a shape
     (`v5p:4x4x8_twisted` for a twisted torus), `a100: h100: h200: b200: gb200:` with GPUs per
-    NVLink domain and domains (`h100:8x4` is 4 hosts of 8), `cpu:` with devices and hosts. `slices`
-    joins several by the slow network. `twisted` asks for a twisted torus, or none; `None` leaves
+    NVLink domain and domains (`h100:8x4` is 4 hosts of 8), `cpu:` with devices and hosts; and those
+    of the clouds, `v5litepod-16`, `v5p-128` (cores, so 64 chips), `8xh100`, `a3-megagpu-8g`,
+    `p5.48xlarge`, with the shape that their documentation gives the number. `slices` joins
+    several by the slow network. `twisted` asks for a twisted torus, or none; `None` leaves
     it to the name. `chips_per_host` overrides how a TPU slice is cut into hosts, `speeds` any of
     `link`, `network`, `core` in GB/s (or `tflops`, `memory_gb`, `memory_tbps`). Device lists:
     `sort_slices=False` keeps slices in the order in which they appear. A `Topology` is returned
