@@ -83,6 +83,10 @@ class IdleDevicesWarning(UserWarning):
     """A mesh uses a part of the devices; the text says which part stays idle."""
 
 
+class AxisNameWarning(UserWarning):
+    """An axis has a name of its own that is one slip from a known one, e.g. `fdsp` for `fsdp`."""
+
+
 class MeshOrderWarning(UserWarning):
     """Two meshes hold the same devices in a different order."""
 

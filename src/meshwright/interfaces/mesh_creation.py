@@ -23,9 +23,11 @@ from meshwright.meshes.build import (
     AXIS_TYPES,
     AxisTypesLike,
     build_mesh,
+    more_devices_hint,
     placement_of,
     resolve_on,
     warn_idle,
+    warn_names,
 )
 from meshwright.meshes.devices import live_devices, target_topology
 from meshwright.spec.mesh_spec import MeshSpec
@@ -96,6 +98,7 @@ def create_mesh(
     if cached is not None and _exactly_ints(dims, dcn):
         return cached
     spec = MeshSpec.parse(dims, names=names).with_types(axis_types)
+    warn_names(spec)
     hardware = target_topology(None, live_devices(backend), 1, sort_slices)
     if use_jax and hardware.num_slices == 1 and hardware.num_hosts == 1:
         resolved, part = resolve_on(spec, hardware, dcn)
@@ -192,6 +195,7 @@ def create_cpu_mesh(
     """
     dims, names = check_list("axis_dims", axis_dims), check_list("axis_names", axis_names)
     spec = MeshSpec.parse(dims, names=names)
+    warn_names(spec)
     hardware = target_topology(None, _cpu_devices(), 1)
     placed = placement_of(spec, hardware)
     warn_idle(placed.spec, placed.topology, hardware)
@@ -347,17 +351,14 @@ class DeviceMeshManager:
         spec = MeshSpec.parse(mesh_shape)
         chosen = self.devices if devices is None else check_list("devices", devices)
         hardware = target_topology(None, chosen, 1)
-        if spec.size is not None and spec.size > hardware.num_devices:
+        warn_names(spec)
+        known, here = math.prod(size for size in spec.sizes if size != -1), hardware.num_devices
+        if known > here:
+            least = "" if spec.size is not None else "at least "
+            are = "is 1" if here == 1 else f"are {here}"
             raise MeshError(
-                f"Not enough devices: '{spec}' needs {spec.size}, there are "
-                f"{hardware.num_devices}.",
-                option="mesh_shape",
-            )
-        known = math.prod(size for size in spec.sizes if size != -1)
-        if spec.size is None and known > hardware.num_devices:
-            raise MeshError(
-                f"Not enough devices: '{spec}' needs at least {known}, there are "
-                f"{hardware.num_devices}.",
+                f"Not enough devices: '{spec}' needs {least}{known}, there {are}."
+                f"{more_devices_hint(spec, hardware)}",
                 option="mesh_shape",
             )
         return build_mesh(placement_of(spec, hardware))
