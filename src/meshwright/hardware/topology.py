@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from meshwright._checks import is_single_slice
 from meshwright._show import Sheet, Shown
 from meshwright._text import plural, plural_noun
 from meshwright.errors import TopologyError, short
@@ -190,7 +191,8 @@ def topology(
             f"twisted: {short(twisted)} is not True, False or None.", option="twisted"
         )
     if isinstance(source, Topology):
-        if slices != 1 or chips_per_host is not None or twisted is not None or speeds:
+        given = chips_per_host is not None or twisted is not None or speeds
+        if given or not is_single_slice(slices):
             raise TopologyError(
                 f"{source.name}: a ready topology takes no further options. "
                 "Pass them where it is made, topology(name, slices=...)."
@@ -206,7 +208,7 @@ def topology(
             f"cannot read hardware from {short(source)}. "
             "Pass a name such as 'v5p:8x8x8', or a list of JAX devices."
         )
-    if slices != 1 or chips_per_host is not None:
+    if not is_single_slice(slices) or chips_per_host is not None:
         raise TopologyError("slices and chips_per_host are read off the devices; leave them out.")
     from meshwright.hardware.live import from_devices
 

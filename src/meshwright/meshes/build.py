@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from meshwright import _compat
-from meshwright._checks import check_flag
+from meshwright._checks import check_flag, is_single_slice
 from meshwright._text import plural_noun
 from meshwright.axes import meant_name, role
 from meshwright.errors import (
@@ -34,7 +34,7 @@ from meshwright.errors import (
 )
 from meshwright.hardware.topology import Topology, compact_part
 from meshwright.hardware.topology import topology as read_topology
-from meshwright.meshes.devices import attach, is_single_slice, target_topology
+from meshwright.meshes.devices import attach, target_topology
 from meshwright.placement.cost_model import Order
 from meshwright.placement.placement import Placement
 from meshwright.placement.placer import measure, place
