@@ -20,7 +20,7 @@ from meshwright.hardware.tpu_shapes import check_shape, shapes_of_count
         ("V6E-256", "v6e:16x16"),
         (" v6e-32 ", "v6e:4x8"),
         ("trillium-64", "v6e:8x8"),
-        # Tables of Google's pages on v4 and v5p; the number is that of TensorCores.
+        # The table of Google's page on v5p and xpk's defaults; the number is that of TensorCores.
         ("v4-8", "v4:2x2x1"),
         ("v4-32", "v4:2x2x4"),
         ("v4-64", "v4:2x4x4"),

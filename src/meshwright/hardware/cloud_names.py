@@ -24,14 +24,15 @@ ALIASES = {
     "tpu7": "tpu7x",
     "ironwood": "tpu7x",
 }
-# Accelerator types count TensorCores where a chip has two (cloud docs: v5p-128 has 64 chips).
+# Accelerator types count TensorCores where a chip has two (cloud docs: v5p-32 has 16 chips; for
+# tpu7x as Google's xpk counts them).
 _CORES = {"v4": 2, "v5p": 2, "tpu7x": 2}
 
 _COUNTED = re.compile(r"([a-z][a-z0-9]*)-([0-9]{1,9})", re.ASCII)
 _TIMES = re.compile(r"([0-9]{1,9})x([a-z][a-z0-9]*)", re.ASCII)
 
 # Machine types: the GPUs of one machine, and Gb/s of the adapters that serve them, all together.
-# From the pages of the clouds on their accelerator machines.
+# Nominal, and not yet compared entry by entry with the clouds' pages; `speeds` replaces them.
 _MACHINES: Mapping[str, tuple[str, int, float]] = {
     # Google Cloud
     "a2-ultragpu-1g": ("a100", 1, 24),

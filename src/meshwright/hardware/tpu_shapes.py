@@ -15,8 +15,9 @@ PLANAR = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 # And the shapes below one cube of 4x4x4; v5p and TPU7x lack a few, all are buildable.
 BELOW_CUBE = ((1, 1, 1), (1, 2, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
-# Cloud docs, TPU v4 and v5p: the shapes of their tables of slices, which are the ones that an
-# accelerator type such as v5p-512 gets. Other shapes with as many chips must be asked for.
+# The table of slices of the cloud docs for TPU v5p, and 8x8x12 of the defaults that Google's xpk
+# has for v4: taken for what an accelerator type such as v5p-512 gets, and not twisted. Other
+# shapes with as many chips must be asked for.
 DOCUMENTED = (
     *((4, 4, 4), (4, 4, 8), (4, 8, 8), (8, 8, 8), (8, 8, 12), (8, 8, 16)),
     *((8, 16, 16), (16, 16, 16), (16, 16, 24)),
