@@ -12,6 +12,7 @@ ERRORS = (
     mw.errors.TopologyError,
     mw.errors.PlacementError,
     mw.errors.MeshError,
+    mw.errors.BackendError,
 )
 
 

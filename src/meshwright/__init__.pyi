@@ -25,11 +25,11 @@ from meshwright.meshes.views import merge_axes as merge_axes
 from meshwright.meshes.views import rename_axes as rename_axes
 from meshwright.meshes.views import split_axis as split_axis
 from meshwright.mpmd.arrays import MpmdArray as MpmdArray
-from meshwright.mpmd.arrays import MpmdSharding as MpmdSharding
 from meshwright.mpmd.assign import from_groups as from_groups
 from meshwright.mpmd.assign import to_groups as to_groups
 from meshwright.mpmd.groups import MeshGroups as MeshGroups
 from meshwright.mpmd.groups import MpmdMesh as MpmdMesh
+from meshwright.mpmd.mpmd_sharding import MpmdSharding as MpmdSharding
 from meshwright.partitioning.data import DataShard as DataShard
 from meshwright.partitioning.data import data_shard as data_shard
 from meshwright.partitioning.decide import partition as partition

@@ -20,6 +20,16 @@ RESERVED = ":=,*"
 TYPE_WORDS = ("auto", "explicit", "manual")
 
 
+def _option(what: str) -> str | None:
+    """Return the option that a message begins with: `groups` of `"gpipe: groups"`.
+
+    >>> _option("gpipe: groups"), _option("stages[2]")
+    ('groups', None)
+    """
+    word = what.rpartition(" ")[2]
+    return word if word.isidentifier() else None
+
+
 def check_name(name: object) -> str:
     """Return an axis name that prints, and that the text of a `MeshSpec` can hold."""
     if not isinstance(name, str):
@@ -71,16 +81,22 @@ def check_integer(
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < least:
         wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
-        raise error(f"{what}: {short(value)} is not {wanted}.")
+        raise error(f"{what}: {short(value)} is not {wanted}.", option=_option(what))
     if int(value) > most:
-        raise error(f"{what}: {short(value)} is more than {most}.")
+        raise error(f"{what}: {short(value)} is more than {most}.", option=_option(what))
     return int(value)
 
 
-def check_flag(what: str, value: object) -> bool:
+def is_single_slice(slices: object) -> bool:
+    """Whether `slices` was left at its default; 1.0 and True equal it too, but are mistakes."""
+    whole = isinstance(slices, numbers.Integral) and not isinstance(slices, bool)
+    return whole and slices == 1
+
+
+def check_flag(what: str, value: object, *, error: type[MeshwrightError] = SpecError) -> bool:
     """Return a boolean; refuse 0, 1 or 'yes'."""
     if not isinstance(value, (bool, np.bool_)):
-        raise SpecError(f"{what}: {short(value)} is not True or False.")
+        raise error(f"{what}: {short(value)} is not True or False.", option=_option(what))
     return bool(value)
 
 
@@ -91,7 +107,7 @@ def check_list(what: str, value: Any) -> list[Any]:
             return list(value)
         except TypeError:  # no iteration, or an array without dimensions
             pass
-    raise SpecError(f"{what}: {short(value)} is not a list or tuple.")
+    raise SpecError(f"{what}: {short(value)} is not a list or tuple.", option=_option(what))
 
 
 def check_type(name: str, value: object) -> str | None:
@@ -124,15 +140,18 @@ def check_time(value: Any, what: str) -> float:
     else:
         number = float(value)
     if not math.isfinite(number) or number < 0:
-        raise ScheduleError(f"{what}: a time is a number from 0, not {short(value)}.")
+        raise ScheduleError(
+            f"{what}: a time is a number from 0, not {short(value)}.", option=_option(what)
+        )
     return number
 
 
 def check_seconds(what: str, value: object, *, error: type[MeshwrightError]) -> float:
     """Return a timeout: a number of seconds above 0; `math.inf` waits for ever."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        option = what.rpartition(" ")[2]
-        raise error(f"{what}: {short(value)} is not a number of seconds above 0.", option=option)
+        raise error(
+            f"{what}: {short(value)} is not a number of seconds above 0.", option=_option(what)
+        )
     return float(value)
 
 

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib.util
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -68,6 +69,22 @@ def make_mesh(
 ) -> jax.sharding.Mesh:
     """Call `jax.make_mesh` by position: its first argument changed its name in 0.11.1."""
     return jax.make_mesh(sizes, names, axis_types=types, devices=devices)
+
+
+@contextlib.contextmanager
+def old_ambient_mesh(mesh: jax.sharding.Mesh) -> Iterator[None]:
+    """Enter `with mesh:` without its warning: jax 0.10 to 0.12 call it deprecated.
+
+    It has no successor for two uses: unlike `jax.set_mesh` it may be entered inside `jit`, and
+    leaves new arrays uncommitted. Code that reads `thread_resources` sees this mesh alone.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`with mesh:` context", DeprecationWarning)
+        mesh.__enter__()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        mesh.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def uses_shardy() -> bool:

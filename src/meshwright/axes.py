@@ -7,6 +7,7 @@ parameters. No devices and no JAX: a name comes in, plain data go out.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import numbers
 from collections.abc import Mapping, Sequence
@@ -69,6 +70,39 @@ def role(name: str) -> Role:
     """
     # JAX allows any hashable value as an axis name, so this is not only ever given strings.
     return ROLES.get(name, CUSTOM) if isinstance(name, str) else CUSTOM
+
+
+# Names of people's own that happen to be near a known one.
+_OWN_WORDS = ("state", "share", "shared", "mode", "modes", "date")
+
+
+@functools.lru_cache(maxsize=256)
+def meant_name(name: str) -> str | None:
+    """Return the known name that an unknown one is most likely a slip of, or `None`.
+
+    A slip is one letter too many, too few, wrong or in the wrong place. Short names, numbered ones
+    and plurals are people's own.
+
+    >>> meant_name("fdsp"), meant_name("tensr"), meant_name("batch2"), meant_name("pt")
+    ('fsdp', 'tensor', None, None)
+    """
+    if not isinstance(name, str) or name in ROLES or name in _OWN_WORDS:
+        return None
+    if len(name) < 4 or not name.isalpha() or name.removesuffix("s") in ROLES:
+        return None
+    return next((known for known in ROLES if len(known) > 3 and _one_slip(name, known)), None)
+
+
+def _one_slip(name: str, known: str) -> bool:
+    # Slips in the first letter are rare, and words such as patch and batch differ in it alone.
+    if name[0] != known[0] or abs(len(name) - len(known)) > 1:
+        return False
+    shorter, longer = sorted((name, known), key=len)
+    # Taking one letter out of the longer one, or of both, leaves the same.
+    left = {longer[:at] + longer[at + 1 :] for at in range(len(longer))}
+    if len(shorter) < len(longer):
+        return shorter in left
+    return any(shorter[:at] + shorter[at + 1 :] in left for at in range(len(shorter)))
 
 
 def intensities(

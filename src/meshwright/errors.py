@@ -47,6 +47,10 @@ class MeshError(MeshwrightError):
     """A mesh cannot be built, viewed or compared as asked."""
 
 
+class BackendError(MeshError, RuntimeError):
+    """JAX has no such backend here. Also a `RuntimeError`, as the one that JAX raises."""
+
+
 class PartitionError(MeshwrightError):
     """A tree, its specs and a mesh do not fit; the text names every leaf that is wrong."""
 
@@ -77,6 +81,10 @@ class ModelError(MeshwrightError):
 
 class IdleDevicesWarning(UserWarning):
     """A mesh uses a part of the devices; the text says which part stays idle."""
+
+
+class AxisNameWarning(UserWarning):
+    """An axis has a name of its own that is one slip from a known one, e.g. `fdsp` for `fsdp`."""
 
 
 class MeshOrderWarning(UserWarning):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import meshwright as mw
-from meshwright.axes import ROLES, axis_weights, intensities, role
+from meshwright.axes import ROLES, axis_weights, intensities, meant_name, role
 
 
 def test_the_five_contract_names_have_their_roles() -> None:
@@ -109,3 +109,30 @@ def test_an_axis_does_not_cut_its_own_weights() -> None:
 
 def test_sequence_axes_do_not_cut_weights() -> None:
     assert axis_weights(["dp", "sp"], [2, 64])[0] == axis_weights(["dp"], [2])[0]
+
+
+@pytest.mark.parametrize(
+    ("slip", "meant"),
+    [
+        ("fdsp", "fsdp"),
+        ("ftsp", "fsdp"),
+        ("fsdpp", "fsdp"),
+        ("tesnor", "tensor"),
+        ("modle", "model"),
+        ("modl", "model"),
+        ("expret", "expert"),
+        ("sequnce", "sequence"),
+        ("stgae", "stage"),
+        ("mpdm", "mpmd"),
+    ],
+)
+def test_a_slip_of_a_known_name_is_recognised(slip, meant):
+    assert meant_name(slip) == meant
+
+
+OWN = "a b x y rp xp tpu cpu pt dq batch2 data_1 fsdp2 models stages patch state mode node banana"
+
+
+@pytest.mark.parametrize("name", [*OWN.split(), *ROLES, "FSDP", "replica_fsdp", 3])
+def test_names_of_your_own_are_no_slips(name):
+    assert meant_name(name) is None

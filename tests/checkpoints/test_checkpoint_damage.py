@@ -11,19 +11,6 @@ from meshwright.checkpoints.checkpoint import restore_checkpoint, save_checkpoin
 from meshwright.errors import PartitionError
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "checkpoint"
-
-
-@pytest.fixture
-def small(path):
-    """A small tree that has been saved at `path`."""
-    tree = {"a": {"w": jnp.arange(64.0).reshape(8, 8)}, "b": jnp.ones(8, jnp.bfloat16), "step": 3}
-    save_checkpoint(path, tree)
-    return tree
-
-
 def data_file(path):
     return max(path.rglob("d/*"), key=lambda file: file.stat().st_size)
 

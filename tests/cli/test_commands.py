@@ -107,3 +107,31 @@ def test_no_colours_when_piped_and_colours_on_a_terminal():
     words = ["mesh", "fsdp:-1, tp:4", "--on", "v5e:4x4"]
     assert "\x1b[" not in _run(*words).stdout
     assert b"\x1b[" in on_a_terminal(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["mesh", "dp:-1", "--on", "v5e:4x4", "--slices", "0"], "--slices"),
+        (["schedule", "gpipe", "--groups", "0", "--microbatches", "4"], "--groups"),
+        (["schedule", "gpipe", "--groups", "2", "--microbatches", "0"], "--microbatches"),
+        (["schedule", "gpipe", "--groups", "2", "--microbatches", "4", "--latency", "-1"], "--lat"),
+        (["rehearse", "tiny", "--mesh", "dp:-1", "--on", "cpu:8", "--batch", "0"], "--batch"),
+    ],
+)
+def test_an_error_names_its_flag(words, flag):
+    done = _run(*words)
+    assert done.returncode == 2
+    assert f"On the command line this is {flag}" in done.stderr
+
+
+def test_a_slip_in_an_axis_name_is_noted_on_the_side():
+    done = _run("mesh", "fdsp:-1", "--on", "v5e-16")
+    assert done.returncode == 0
+    assert done.stderr.startswith("note: axis 'fdsp' is taken for one of your own")
+    assert "v5e:4x4" in done.stdout
+
+
+def test_no_flag_is_denied_twice():
+    for command in ("devices", "mesh", "partition", "rehearse", "schedule"):
+        assert "--no-no-" not in _run(command, "--help").stdout

@@ -9,15 +9,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax._src.mesh import thread_resources
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import meshwright as mw
 
+MINE = mw.create_cpu_mesh((4, 2), ("dp", "tp"))
 
-def current() -> tuple[Any, Any, Any]:
+
+def current() -> tuple[Any, ...]:
     """What the two contexts change."""
     return (
         jax.config.jax_default_device,
+        thread_resources.env.physical_mesh,
         jax.sharding.get_mesh(),
         jax.sharding.get_abstract_mesh(),
     )
@@ -114,8 +118,9 @@ def test_cpu_context_makes_its_mesh_the_current_one() -> None:
     before = current()
     with mw.cpu_context() as mesh:
         assert mesh is mw.create_cpu_mesh()
-        assert jax.sharding.get_mesh() == mesh
-        assert jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
+        assert thread_resources.env.physical_mesh == mesh
+        spread = jax.lax.with_sharding_constraint(jnp.ones(16), PartitionSpec("fsdp"))
+        assert spread.sharding == NamedSharding(mesh, PartitionSpec("fsdp"))
         assert jax.config.jax_default_device is jax.devices("cpu")[0]
     assert current() == before
 
@@ -138,11 +143,35 @@ def test_cpu_contexts_nest() -> None:
 
 
 def test_cpu_context_puts_back_a_mesh_of_yours() -> None:
-    mine = mw.mesh("dp:2, tp:4")
-    with jax.set_mesh(mine):
+    with jax.set_mesh(MINE):
+        with mw.cpu_context() as mesh:
+            assert jax.sharding.get_mesh().empty
+            spread = jax.lax.with_sharding_constraint(jnp.ones(16), PartitionSpec("fsdp"))
+            assert spread.sharding.mesh == mesh
+        assert jax.sharding.get_mesh() == MINE
+
+
+def test_arrays_made_in_cpu_context_go_anywhere_later() -> None:
+    with mw.cpu_context():
+        inside = jnp.arange(4.0)
+    assert not inside.committed
+    elsewhere = jax.device_put(jnp.ones(4), jax.devices()[3])
+    assert (inside + elsewhere).devices() == {jax.devices()[3]}
+    on_two = jax.device_put(jnp.ones(4), NamedSharding(MINE, PartitionSpec("tp")))
+    assert (inside + on_two).tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_cpu_context_works_inside_jit() -> None:
+    @jax.jit
+    def inside(x: jax.Array) -> jax.Array:
         with mw.cpu_context():
-            assert jax.sharding.get_mesh() != mine
-        assert jax.sharding.get_mesh() == mine
+            return jax.lax.with_sharding_constraint(x * 2, PartitionSpec("fsdp"))
+
+    before = current()
+    result = inside(jnp.arange(16.0))
+    assert result.sharding == NamedSharding(mw.create_cpu_mesh(), PartitionSpec("fsdp"))
+    assert result.tolist() == [2.0 * i for i in range(16)]
+    assert current() == before
 
 
 def test_jitted_code_sees_the_mesh_of_cpu_context() -> None:
@@ -168,18 +197,19 @@ def test_jitted_code_is_restored_after_it_raises_in_cpu_context() -> None:
     assert current() == before
 
 
-def test_cpu_context_inside_jit_says_where_to_put_it() -> None:
+def test_cpu_context_inside_jit_under_a_mesh_of_yours_says_where_to_put_it() -> None:
     @jax.jit
     def inside(x: jax.Array) -> jax.Array:
         with mw.cpu_context():
             return x
 
-    before = current()
-    with pytest.raises(
-        mw.errors.MeshError, match=r"outside of `jax.jit`.*Enter it around the jitted call"
-    ):
-        inside(jnp.zeros(2))
-    assert current() == before
+    with jax.set_mesh(MINE):
+        before = current()
+        with pytest.raises(
+            mw.errors.MeshError, match=r"outside of `jax.jit`.*Enter it around the jitted call"
+        ):
+            inside(jnp.zeros(2))
+        assert current() == before
 
 
 def test_a_missing_cpu_backend_is_an_error_of_ours() -> None:
@@ -188,7 +218,8 @@ import meshwright as mw
 for call in (mw.create_cpu_mesh, mw.force_cpu().__enter__, mw.cpu_context().__enter__):
     try:
         call()
-    except mw.errors.MeshError as error:
+    except RuntimeError as error:
+        assert isinstance(error, mw.errors.BackendError)
         print(str(error)[:43])
 """
     result = subprocess.run(

@@ -302,6 +302,8 @@ def test_splitting_and_sorting_options_change_nothing_on_one_host(option: bool) 
         ("Explicit", (AxisType.Explicit, AxisType.Explicit)),
         (AxisType.Explicit, (AxisType.Explicit, AxisType.Explicit)),
         (("auto", "manual"), (AxisType.Auto, AxisType.Manual)),
+        (["explicit"], (AxisType.Explicit, AxisType.Explicit)),
+        ((AxisType.Manual,), (AxisType.Manual, AxisType.Manual)),
         (["explicit", "auto"], (AxisType.Explicit, AxisType.Auto)),
         ((AxisType.Manual, "explicit"), (AxisType.Manual, AxisType.Explicit)),
         ((None, AxisType.Explicit), (AxisType.Auto, AxisType.Explicit)),
@@ -321,7 +323,9 @@ def test_axis_types_are_words_or_values_for_all_or_each(
     [
         ("explict", r"axis 'dp': type 'explict' .*Did you mean 'explicit'\?"),
         (7, "axis 'dp': type 7 is not an AxisType or one of auto, explicit, manual"),
-        (("auto",), "axis_types has 1 entries for 2 axes"),
+        (("auto",) * 3, "axis_types has 3 entries for 2 axes"),
+        ([], "axis_types has 0 entries for 2 axes"),
+        (["fast"], "axis 'dp': type 'fast' is not an AxisType"),
         (("auto", "fast"), "axis 'tp': type 'fast' is not an AxisType"),
         ({"sp": "auto"}, "axis_types: no axis 'sp' in dp, tp"),
     ],
@@ -337,8 +341,10 @@ def test_backend_chooses_the_devices() -> None:
 
 @pytest.mark.parametrize("backend", ["gpu", "tpu"])
 def test_a_backend_without_devices_is_an_error(backend: str) -> None:
-    with pytest.raises(mw.errors.MeshError, match=f"backend '{backend}' has no devices here"):
+    # A RuntimeError as JAX's own, which callers of the older library catch.
+    with pytest.raises(RuntimeError, match=f"backend '{backend}' has no devices here") as error:
         mw.create_mesh((8,), ("dp",), backend=backend)
+    assert isinstance(error.value, mw.errors.MeshError)
 
 
 @pytest.mark.parametrize(

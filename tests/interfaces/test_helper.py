@@ -188,7 +188,7 @@ def test_auto_shard_refuses_what_it_would_narrow():
     with pytest.raises(
         mw.errors.PartitionError,
         match=r"^auto_shard_pytree: 1 problem, nothing was placed\.\n  w: float64 would become "
-        r"float32\. Convert it, or enable jax_enable_x64\.$",
+        r"float32\. Convert it, enable jax_enable_x64, or make the helper with narrow='convert'\.$",
     ):
         mw.MeshPartitionHelper(MESH).auto_shard_pytree({"w": np.ones((64, 64))})
 
@@ -222,7 +222,8 @@ def test_shard_array_names_itself():
         (
             np.ones(8),
             P(),
-            r"float64 would become float32\. Convert it, or enable jax_enable_x64\.$",
+            r"float64 would become float32\. Convert it, enable jax_enable_x64, or make the helper "
+            r"with narrow='convert'\.$",
         ),
         (np.ones(8, "float32"), P(P.UNCONSTRAINED), "leaves a dim unconstrained"),
     ]:
@@ -274,3 +275,17 @@ def test_a_helper_shows_its_axes():
     assert repr(mw.MeshPartitionHelper(mw.mesh("fsdp:4, tp:2"))) == (
         "<MeshPartitionHelper fsdp:4, tp:2>"
     )
+
+
+def test_64_bit_arrays_are_converted_on_request():
+    helper = mw.MeshPartitionHelper(MESH, narrow="convert")
+    tree = {"w": np.ones((64, 64)), "ids": np.arange(4096)}
+    placed = helper.auto_shard_pytree(tree)
+    assert placed["w"].dtype == np.float32
+    assert placed["ids"].dtype == np.int32
+    assert np.array_equal(placed["ids"], tree["ids"])
+    assert helper.shard_array(tree["w"], P("fsdp")).dtype == np.float32
+    with pytest.raises(mw.errors.PartitionError, match=r"ids: holds integers from 0 to 4294967296"):
+        helper.auto_shard_pytree({"ids": np.array([0, 2**32])})
+    with pytest.raises(mw.errors.PartitionError, match="narrow: True is not 'error' or 'convert'"):
+        mw.MeshPartitionHelper(MESH, narrow=True)

@@ -432,6 +432,17 @@ def test_an_idle_warning_fits_on_a_line_at_a_hundred_thousand_devices() -> None:
         (lambda: mw.topology("v5p:4x4x4", chips_per_host=(3,)), "chips_per_host"),
         (lambda: mw.topology("v5e:4x4", twisted=True), "twisted"),
         (lambda: mw.create_mesh(backend="npu"), "backend"),
+        (lambda: mw.mesh("dp:8", slices=True), "slices"),
+        (lambda: mw.abstract_mesh("dp:8", slices=True), "slices"),
+        (lambda: mw.explain(mw.mesh("dp:8"), slices=True), "slices"),
+        (lambda: mw.mesh("dp:8", on="cpu:8", slices=0), "slices"),
+        (lambda: mw.mesh("dp:8", devices="v5e:4x2"), "devices"),
+        (lambda: mw.mesh("dp:8", allow_split="no"), "allow_split"),
+        (lambda: mw.create_mesh((8,), "dp"), "axis_names"),
+        (lambda: mw.create_mesh((8,), ("dp",), use_jax=1), "use_jax"),
+        (lambda: mw.calculate_host_mesh_shape((2, 4), total_devices=0), "total_devices"),
+        (lambda: mw.schedules.schedule("gpipe", groups=0, microbatches=4), "groups"),
+        (lambda: mw.schedules.schedule("gpipe", groups=2, microbatches=True), "microbatches"),
         (lambda: mw.mesh("dp:16"), None),
     ],
 )
@@ -439,3 +450,15 @@ def test_an_error_carries_the_option_it_speaks_of(call: Any, option: str | None)
     with pytest.raises(mw.errors.MeshwrightError, match=option or "Not enough devices") as error:
         call()
     assert error.value.option == option
+
+
+@pytest.mark.parametrize("slices", [True, 1.0, 2])
+def test_devices_and_topologies_take_no_slices(slices: Any) -> None:
+    for source in (jax.devices(), mw.topology("cpu:8")):
+        with pytest.raises(mw.errors.TopologyError, match="slices"):
+            mw.topology(source, slices=slices)
+
+
+def test_a_name_is_no_list_of_devices() -> None:
+    with pytest.raises(mw.errors.MeshError, match=r"devices: 'v5e:4x2' is a name, .* as on="):
+        mw.mesh("dp:8", devices="v5e:4x2")  # type: ignore[arg-type]

@@ -198,3 +198,55 @@ def test_an_open_abstract_mesh_asks_for_hardware() -> None:
         mw.abstract_mesh("dp:-1")
     with pytest.raises(mw.errors.MeshError, match="slices goes with a hardware name"):
         mw.abstract_mesh("dp:8", slices=2)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: mw.mesh("fdsp:-1"),
+        lambda: mw.abstract_mesh("fdsp:8"),
+        lambda: mw.create_mesh((8, 1), ("fdsp", "tp")),
+        lambda: mw.create_cpu_mesh((8,), ("fdsp",)),
+        lambda: mw.DeviceMeshManager().create_device_mesh({"fdsp": 8}),
+    ],
+)
+def test_a_slip_in_an_axis_name_is_warned_of(build) -> None:
+    with pytest.warns(
+        mw.errors.AxisNameWarning,
+        match=r"^axis 'fdsp' is taken for one of your own, .* Did you mean 'fsdp' \(model and data",
+    ) as caught:
+        assert build().axis_names[0] == "fdsp"
+    assert caught[0].filename == __file__
+
+
+def test_too_few_devices_of_one_machine_offer_simulated_ones() -> None:
+    hint = (
+        r"simulate devices: JAX_NUM_CPU_DEVICES=16 in the environment, or "
+        r"jax\.config\.update\('jax_num_cpu_devices', 16\) before JAX's first use\. .* "
+        r"on='v5e:16x16'\.$"
+    )
+    for build in (
+        lambda: mw.mesh("dp:2, tp:8"),
+        lambda: mw.mesh("dp:16, tp:-1"),
+        lambda: mw.create_mesh((2, 8), ("dp", "tp")),
+        lambda: mw.DeviceMeshManager().create_device_mesh({"dp": 16}),
+    ):
+        with pytest.raises(mw.errors.MeshwrightError, match=hint):
+            build()
+
+
+@pytest.mark.parametrize("spec", ["dp:300", "dp:100000"])
+def test_too_few_devices_of_named_hardware_offer_none(spec) -> None:
+    with pytest.raises(mw.errors.MeshwrightError, match="Not enough devices") as error:
+        mw.mesh(spec, on="v5e:16x16")
+    assert "simulate" not in str(error.value)
+
+
+def test_one_device_is_counted_in_the_singular() -> None:
+    with pytest.raises(mw.errors.SpecError, match=r"'dp:2' needs 2, there is 1\."):
+        mw.mesh("dp:2", devices=jax.devices()[:1])
+    with pytest.raises(mw.errors.MeshError, match=r"'dp:2' needs 2, there is 1\."):
+        mw.DeviceMeshManager(jax.devices()[:1]).create_device_mesh({"dp": 2})
+    one = mw.MpmdMesh(mw.mesh("pp:1", devices=jax.devices()[:1]), "pp")
+    assert str(one).startswith("1 group of 1 device, pp:1 cut along pp")
+    assert str(mw.MeshGroups([one.jax_mesh])).startswith("1 group, 1 device\n")

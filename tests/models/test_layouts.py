@@ -110,3 +110,18 @@ def test_unknown_names_in_constraints_are_refused():
             mw.errors.ModelError, match=r"no logical name 'bach'\. Did you mean 'batch'"
         ):
             constrain(jnp.ones(8), "bach")
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("bach", "seq"), r"no logical name 'bach'\. Did you mean 'batch'\?"),
+        ((3, "seq"), "no logical name 3"),
+        (("batch",), r"1 name for an array with 2 dims \(8, 4\)\. Give one per dim"),
+    ],
+)
+def test_wrong_names_are_refused_without_a_mesh_too(names, message):
+    with pytest.raises(mw.errors.ModelError, match=message):
+        constrain(jnp.ones((8, 4)), *names)
+    with jax.set_mesh(mw.mesh("fsdp:8")), pytest.raises(mw.errors.ModelError, match=message):
+        constrain(jnp.ones((8, 4)), *names)

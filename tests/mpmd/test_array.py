@@ -60,6 +60,77 @@ def test_one_group_is_enough():
     assert array.local is array.first is part
 
 
+def test_it_tells_whether_several_groups_hold_it():
+    assert make((0, 2)).is_mpmd_replicated
+    assert not make((1,)).is_mpmd_replicated
+
+
+def test_the_arrays_of_this_process_are_one_a_list_or_none():
+    one, several = make((1,)), make((3, 1))
+    assert one.to_mpmd_local_array is one.on(1)
+    assert several.to_mpmd_local_array == [several.on(1), several.on(3)]
+    assert several.first_mpmd_replica is several.on(1)
+
+
+def test_arrays_that_this_process_does_not_have_are_left_out():
+    split = mw.MpmdSharding(CUT, [0, 2], ROWS)
+    other, none = on(2), mw.MpmdArray([], split, shape=(8, 4), dtype="float32")
+    assert not none.is_partially_addressable
+    assert none.is_mpmd_replicated
+    assert none.to_mpmd_local_array is none.first_mpmd_replica is none.local is None
+    assert repr(none).endswith("in groups 0, 2 of 4, none of it in this process)")
+    second = mw.MpmdArray([other], split)
+    assert second.is_partially_addressable
+    assert second.local is second.to_mpmd_local_array is second.on(2) is other
+    assert second.first_mpmd_replica is None
+    assert np.array_equal(np.asarray(second), VALUES)
+    assert repr(second) == "MpmdArray(f32[8@tp,4] in groups 0, 2 of 4, not given here: 0)"
+    for ask in (
+        lambda: second.first,
+        lambda: second.on(0),
+        lambda: mw.from_groups(second, CUT, P()),
+    ):
+        with pytest.raises(
+            GroupError, match=r"group 0 has devices of this process, .* not given"
+        ) as e:
+            ask()
+        assert e.value.option == "arrays"
+
+
+def test_a_deleted_array_is_not_handed_out():
+    array = make()
+    array.delete()
+    for ask in (lambda: array.to_mpmd_local_array, lambda: array.first_mpmd_replica):
+        with pytest.raises(GroupError, match="it was deleted or donated"):
+            ask()
+
+
+def test_its_sharding_has_the_mesh_of_all_its_groups():
+    array = make((0, 2))
+    assert array.sharding.mesh == CUT.mpmd_submesh([0, 2]).jax_mesh
+    assert array.sharding.sharding == NamedSharding(array.sharding.mesh, P("tp"))
+    assert array.on(0).sharding.mesh != array.sharding.mesh
+    assert make((1,)).sharding.mesh == CUT.unstack[1]
+
+
+def test_meshes_of_their_own_join_to_no_mesh():
+    assert mw.MpmdSharding(LISTED, 1, P("b")).mesh == LISTED.unstack[1]
+    with pytest.raises(GroupError, match=r"groups 0, 1 are meshes of their own.*sharding_of"):
+        _ = mw.MpmdSharding(LISTED, [0, 1], P("b")).mesh
+
+
+def test_it_has_the_abstract_value_of_its_array():
+    assert (make().aval.shape, make().aval.dtype) == ((8, 4), np.float32)
+
+
+def test_a_scalar_is_a_number_and_takes_a_format():
+    loss = make(spec=P(), values=np.float32(3.14159))
+    assert (int(loss), round(float(loss), 3), f"{loss:.2f}") == (3, 3.142, "3.14")
+    assert f"{make()}" == str(make())
+    with pytest.raises(TypeError, match=r"scalar|0-dimensional"):
+        float(make())
+
+
 def test_groups_may_split_it_in_different_ways():
     parts = [on(0, P("a", "b"), groups=LISTED), on(1, P(None, "b"), groups=LISTED)]
     array = mw.MpmdArray(parts, mw.MpmdSharding(LISTED, [0, 1], {0: P("a", "b"), 1: P(None, "b")}))
@@ -211,11 +282,6 @@ def outside():
             [on(0), on(0)],
             mw.MpmdSharding(CUT, [0, 1], P("tp")),
             "array 1 is in group 0, as one before",
-        ),
-        (
-            [on(0)],
-            mw.MpmdSharding(CUT, [0, 1], P("tp")),
-            "group 1 has devices of this process, but none of the 1 arrays is there",
         ),
         (
             [on(0), on(1, values=VALUES[:4])],

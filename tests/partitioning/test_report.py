@@ -351,6 +351,15 @@ def test_a_tree_with_none_for_its_mesh_is_refused():
         mw.explain({"w": sds(8)}, None)
 
 
+def test_explain_says_so_when_mesh_and_tree_are_swapped():
+    mesh = mw.mesh("fsdp:8")
+    for second in ({"w": np.ones((64, 64), "float32")}, mesh):
+        with pytest.raises(
+            mw.errors.MeshError, match=r"first of two arguments is a mesh.*explain\(tree, mesh\)"
+        ):
+            mw.explain(mesh, second)
+
+
 def test_explain_names_what_is_missing_or_misspelt():
     tree = {"w": np.ones((64, 64))}
     for arguments in ({}, {"rules": []}):

@@ -273,6 +273,7 @@ def test_the_repr_is_short_however_long_the_task():
     [
         ({"timeout": 0}, "timeout: 0 is not a number of seconds above 0"),
         ({"timeout": "1"}, "timeout: '1' is not a number"),
+        ({"sigterm": "no"}, "sigterm: 'no' is not True or False"),
         ({"heartbeat_timeout": math.nan}, "heartbeat_timeout: nan is not a number"),
         ({"name": "a/b"}, "name 'a/b': use a word without '/'"),
     ],

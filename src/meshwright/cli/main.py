@@ -23,7 +23,7 @@ from meshwright.cli.schedule import ScheduleCommand
 from meshwright.errors import MeshwrightError, options_as_flags
 from meshwright.hardware.topology import Topology
 from meshwright.hardware.topology import topology as read_topology
-from meshwright.meshes.build import placement_of, warn_idle
+from meshwright.meshes.build import placement_of, warn_idle, warn_names
 from meshwright.meshes.devices import target_topology
 from meshwright.spec.mesh_spec import MeshSpec
 
@@ -113,7 +113,7 @@ class MeshCommand:
     spec: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPEC")]
     """The request, e.g. "dp:2, fsdp:-1, tp:4"."""
     on: str | None = None
-    """Hardware by name, e.g. v5p:8x8x8, h100:8x4, cpu:8. Default: the live devices."""
+    """Hardware by name, e.g. v5p:8x8x8, v5p-128, h100:8x4, cpu:8. Default: the live devices."""
     slices: int = 1
     """How many of them, joined by the slow network."""
     dcn: str | None = None
@@ -125,7 +125,9 @@ class MeshCommand:
 
     def run(self) -> None:
         hardware = _hardware(self.on, self.slices)
-        placed = placement_of(MeshSpec.parse(self.spec), hardware, self.dcn)
+        spec = MeshSpec.parse(self.spec)
+        warn_names(spec)
+        placed = placement_of(spec, hardware, self.dcn)
         warn_idle(placed.spec, placed.topology, hardware)
         if self.html is not None:
             text = page(str(placed.spec), placed._repr_html_())

@@ -49,8 +49,8 @@ class RehearseCommand:
     """Seconds after which the compiler is ended."""
     try_: Annotated[bool, tyro.conf.arg(name="try")] = False
     """Where it does not fit: compile each way out, too."""
-    no_cache: bool = False
-    """Compile even if the answer is known from before."""
+    cache: bool = True
+    """Take an answer that is known from before; without, compile in any case."""
     json: bool = False
     """Print JSON."""
     html: Path | None = None
@@ -80,7 +80,7 @@ class RehearseCommand:
             "dcn": self.dcn,
             "compiler": self.compiler,
             "timeout": self.timeout,
-            "cache": not self.no_cache,
+            "cache": self.cache,
         }
         if ":" not in self.source:
             if self.batch is None:

@@ -1,8 +1,7 @@
 """Read hardware names such as `v5p:8x8x8`, `h100:8x4` or `cpu:8` into a `Topology`.
 
 Done by tables of our own, without the vendor's compiler: `tests/compilers` compares the two.
-The last part of the file says which shapes a TPU comes in, which of their dimensions wrap
-around, and which may be wired as twisted tori.
+Names that clouds use, such as `v5p-128`, are read by `cloud_names`.
 """
 
 from __future__ import annotations
@@ -18,20 +17,11 @@ import numpy as np
 from meshwright._checks import check_integer
 from meshwright.errors import TopologyError, listing, near, short
 from meshwright.hardware.chips import CHIPS, Chip
+from meshwright.hardware.cloud_names import ALIASES, read_cloud_name
 from meshwright.hardware.topology import PhysicalAxis, Topology
+from meshwright.hardware.tpu_shapes import can_twist, check_shape, shape_text, wraparound
 
 _NAME = re.compile(r"([a-z0-9]+):([0-9]+(?:x[0-9]+)*)(_twisted|_untwisted)?", re.ASCII)
-# What the vendor's own tools and pages call the same chips.
-_ALIASES = {
-    "v5litepod": "v5e",
-    "v5lite": "v5e",
-    "v6lite": "v6e",
-    "trillium": "v6e",
-    "v7x": "tpu7x",
-    "v7": "tpu7x",
-    "tpu7": "tpu7x",
-    "ironwood": "tpu7x",
-}
 # Enough for any machine; every device costs a few bytes here.
 LARGEST = 2**22
 
@@ -44,8 +34,9 @@ def from_name(
     speeds: Mapping[str, float] | None = None,
 ) -> Topology:
     """Build the topology of a name; the options are those of `topology`."""
-    chip, shape, says_twisted = parse_name(name)
-    chip = with_speeds(chip, speeds)
+    meant, machine_speeds = read_cloud_name(name)
+    chip, shape, says_twisted = parse_name(meant)
+    chip = with_speeds(with_speeds(chip, machine_speeds), speeds)
     slices = check_count("slices", slices)
     if says_twisted is not None and twisted not in (None, says_twisted):
         raise TopologyError(
@@ -66,11 +57,11 @@ def parse_name(name: str) -> tuple[Chip, tuple[int, ...], bool | None]:
     """Split a name into chip, shape and whether it says `_twisted`; suggest near chip names."""
     cleaned = name.strip().lower()
     match = _NAME.fullmatch(cleaned)
-    word = _ALIASES.get(cleaned.split(":")[0], cleaned.split(":")[0])
+    word = ALIASES.get(cleaned.split(":")[0], cleaned.split(":")[0])
     if word not in CHIPS:
         raise TopologyError(
             f"unknown hardware {short(name)}.{near(word, CHIPS)} Known: {', '.join(CHIPS)}; "
-            "write e.g. 'v5p:8x8x8', 'h100:8x4' or 'cpu:8'."
+            "write e.g. 'v5p:8x8x8', 'h100:8x4' or 'cpu:8', or a cloud's name, 'v5p-128'."
         )
     chip = CHIPS[word]
     if not match:
@@ -262,60 +253,3 @@ def _switched_topology(chip: Chip, shape: tuple[int, ...], slices: int) -> Topol
     host = np.arange(inside * domains, dtype=np.int32) // min(per_host, inside)
     name = f"{chip.name}:{inside}" + (f"x{domains}" if domains > 1 else "")
     return _without_devices(name, chip, axes, host.reshape(tuple(axis.size for axis in axes)))
-
-
-# Which shapes a TPU comes in. From the cloud docs: every slice shape of the two-dimensional chips.
-PLANAR = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-# And the shapes below one cube of 4x4x4; v5p and TPU7x lack a few, all are buildable.
-BELOW_CUBE = ((1, 1, 1), (1, 2, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
-
-
-def check_shape(chip: Chip, shape: tuple[int, ...]) -> None:
-    """Refuse a shape that this chip does not come in, and name the near ones."""
-    if chip.torus == 2:
-        if shape not in PLANAR and shape[::-1] not in PLANAR:
-            raise TopologyError(
-                f"{chip.name} does not come in {shape_text(shape)}. Its shapes: "
-                f"{listing((shape_text(s) for s in PLANAR), 10)}."
-            )
-        return
-    chips = math.prod(shape)
-    if len(shape) == 3 and (shape in BELOW_CUBE or is_whole_cubes(shape)) and chips <= chip.pod:
-        return
-    if chips > chip.pod:
-        why = f"it has {chips} chips and a pod has {chip.pod}"
-    else:
-        why = f"beyond {shape_text(BELOW_CUBE[-1])} every side is a multiple of 4"
-    rounded = tuple(max(4, 4 * round(side / 4)) for side in (*shape, 1, 1)[:3])
-    nearest = f" Near: {shape_text(rounded)}." if math.prod(rounded) <= chip.pod else ""
-    raise TopologyError(
-        f"{chip.name} does not come in {shape_text(shape)}: {why}. Smaller shapes: "
-        f"{listing(shape_text(s) for s in BELOW_CUBE)}.{nearest}"
-    )
-
-
-def wraparound(chip: Chip, shape: Sequence[int]) -> tuple[bool, ...]:
-    """Return which dimensions of a slice close to a ring.
-
-    v5e and v6e: only a whole side of 16. v4, v5p, TPU7x: all, once the slice is made of
-    whole 4x4x4 cubes, because optical switches join the faces of the cubes.
-    """
-    if chip.torus == 2:
-        return tuple(side == 16 for side in shape)
-    return (is_whole_cubes(shape),) * len(shape)
-
-
-def can_twist(chip: Chip, shape: Sequence[int]) -> bool:
-    """Whether a slice can be a twisted torus: n x n x 2n or n x 2n x 2n, made of whole cubes."""
-    if chip.torus != 3 or not is_whole_cubes(shape):
-        return False
-    a, b, c = sorted(shape)
-    return c == 2 * a and b in (a, c)
-
-
-def is_whole_cubes(shape: Sequence[int]) -> bool:
-    return all(side % 4 == 0 for side in shape)
-
-
-def shape_text(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape))

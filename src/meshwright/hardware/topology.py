@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from meshwright._checks import is_single_slice
 from meshwright._show import Sheet, Shown
 from meshwright._text import plural, plural_noun
 from meshwright.errors import TopologyError, short
@@ -171,8 +172,10 @@ def topology(
 
     `source` is a name or the devices. Names: `v4: v5e: v5p: v6e: tpu7x:` with a shape
     (`v5p:4x4x8_twisted` for a twisted torus), `a100: h100: h200: b200: gb200:` with GPUs per
-    NVLink domain and domains (`h100:8x4` is 4 hosts of 8), `cpu:` with devices and hosts. `slices`
-    joins several by the slow network. `twisted` asks for a twisted torus, or none; `None` leaves
+    NVLink domain and domains (`h100:8x4` is 4 hosts of 8), `cpu:` with devices and hosts; and those
+    of the clouds, `v5litepod-16`, `v5p-128` (cores, so 64 chips), `8xh100`, `a3-megagpu-8g`,
+    `p5.48xlarge`, with the shape that their documentation gives the number. `slices` joins
+    several by the slow network. `twisted` asks for a twisted torus, or none; `None` leaves
     it to the name. `chips_per_host` overrides how a TPU slice is cut into hosts, `speeds` any of
     `link`, `network`, `core` in GB/s (or `tflops`, `memory_gb`, `memory_tbps`). Device lists:
     `sort_slices=False` keeps slices in the order in which they appear. A `Topology` is returned
@@ -188,7 +191,8 @@ def topology(
             f"twisted: {short(twisted)} is not True, False or None.", option="twisted"
         )
     if isinstance(source, Topology):
-        if slices != 1 or chips_per_host is not None or twisted is not None or speeds:
+        given = chips_per_host is not None or twisted is not None or speeds
+        if given or not is_single_slice(slices):
             raise TopologyError(
                 f"{source.name}: a ready topology takes no further options. "
                 "Pass them where it is made, topology(name, slices=...)."
@@ -204,7 +208,7 @@ def topology(
             f"cannot read hardware from {short(source)}. "
             "Pass a name such as 'v5p:8x8x8', or a list of JAX devices."
         )
-    if slices != 1 or chips_per_host is not None:
+    if not is_single_slice(slices) or chips_per_host is not None:
         raise TopologyError("slices and chips_per_host are read off the devices; leave them out.")
     from meshwright.hardware.live import from_devices
 

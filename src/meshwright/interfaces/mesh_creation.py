@@ -12,19 +12,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from meshwright import _compat
 from meshwright._checks import check_distinct, check_flag, check_integer, check_list, check_name
 from meshwright._text import plural
-from meshwright.errors import MeshError, SpecError, listing, near, short
+from meshwright.errors import BackendError, MeshError, SpecError, listing, near, short
 from meshwright.meshes.build import (
     AXIS_TYPES,
     AxisTypesLike,
     build_mesh,
+    more_devices_hint,
     placement_of,
     resolve_on,
     warn_idle,
+    warn_names,
 )
 from meshwright.meshes.devices import live_devices, target_topology
 from meshwright.spec.mesh_spec import MeshSpec
@@ -58,10 +61,12 @@ def create_mesh(
     - `allow_split_physical_axes`: one torus direction may serve several mesh axes.
     - `backend`: `"cpu"`, `"gpu"`, `"tpu"`, or `None` for JAX's default.
     - `use_jax`: build the meshes of a single host with `jax.make_mesh`.
-    - `axis_types`: a word (`"auto"`, `"explicit"`, `"manual"`), an `AxisType`, or one per axis.
+    - `axis_types`: a word (`"auto"`, `"explicit"`, `"manual"`) or an `AxisType` for all axes, alone
+      or in a list, or a list of one per axis.
 
     `mesh(...)` says the same in one string. Errors are `ValueError`s: `SpecError` for the request,
-    `MeshError` for the backend, `PlacementError` where no layout exists.
+    `BackendError` (a `RuntimeError` too) for a backend that is not here, `PlacementError` where no
+    layout exists.
 
     >>> import meshwright as mw
     >>> dict(mw.create_mesh((2, -1), ("dp", "tp")).shape)
@@ -73,6 +78,8 @@ def create_mesh(
     use_jax = check_flag("use_jax", use_jax)
     dims, names = check_list("axis_dims", axis_dims), check_list("axis_names", axis_names)
     dcn = None if dcn_mesh_dims is None else check_list("dcn_mesh_dims", dcn_mesh_dims)
+    if isinstance(axis_types, (list, tuple)) and len(axis_types) == 1:
+        axis_types = axis_types[0]
     key: tuple[Any, ...] | None
     try:
         key = (
@@ -91,6 +98,7 @@ def create_mesh(
     if cached is not None and _exactly_ints(dims, dcn):
         return cached
     spec = MeshSpec.parse(dims, names=names).with_types(axis_types)
+    warn_names(spec)
     hardware = target_topology(None, live_devices(backend), 1, sort_slices)
     if use_jax and hardware.num_slices == 1 and hardware.num_hosts == 1:
         resolved, part = resolve_on(spec, hardware, dcn)
@@ -179,7 +187,7 @@ def create_cpu_mesh(
     """Create a mesh over all CPU devices of this host, whatever accelerator is present.
 
     `axis_dims` has a size for each of `axis_names`; -1, at most once, takes the devices that are
-    left. Raises `MeshError`, a `ValueError`, where JAX runs without its CPU backend.
+    left. Raises `BackendError`, a `RuntimeError` and a `ValueError`, where JAX has no CPU backend.
 
     >>> import meshwright as mw
     >>> mw.create_cpu_mesh().shape["fsdp"]
@@ -187,6 +195,7 @@ def create_cpu_mesh(
     """
     dims, names = check_list("axis_dims", axis_dims), check_list("axis_names", axis_names)
     spec = MeshSpec.parse(dims, names=names)
+    warn_names(spec)
     hardware = target_topology(None, _cpu_devices(), 1)
     placed = placement_of(spec, hardware)
     warn_idle(placed.spec, placed.topology, hardware)
@@ -211,33 +220,45 @@ def force_cpu() -> Iterator[Any]:
 def cpu_context() -> Iterator[Mesh]:
     """Make the CPU the default device and a CPU mesh the current one; yields the mesh.
 
-    Enter it around jitted calls: inside one, JAX no longer lets the mesh change.
+    The mesh is current as under `with mesh:`: specs without a mesh mean its axes, in `jit` and
+    out of it, and arrays made inside are on one CPU device and free to go to others. A mesh of
+    `jax.set_mesh` is put aside until the end.
 
-    >>> import jax
+    >>> import jax, jax.numpy as jnp
     >>> import meshwright as mw
     >>> with mw.cpu_context() as mesh:
-    ...     jax.sharding.get_abstract_mesh().axis_names
-    ('dp', 'fsdp', 'ep', 'tp', 'sp')
+    ...     ones = jax.lax.with_sharding_constraint(jnp.ones(16), jax.P("fsdp"))
+    >>> ones.sharding.mesh == mesh
+    True
     """
     built = create_cpu_mesh()
-    with force_cpu():
-        # Apart from the `with` below, so that a ValueError of the caller's code stays itself.
-        try:
-            current = jax.set_mesh(built)
-        except ValueError as error:
-            raise MeshError(
-                f"cpu_context cannot make its mesh the current one here ({error}) "
-                "Enter it around the jitted call."
-            ) from error
-        with current:
-            yield built
+    with force_cpu(), _without_set_mesh(), _compat.old_ambient_mesh(built):
+        yield built
+
+
+@contextlib.contextmanager
+def _without_set_mesh() -> Iterator[None]:
+    """Put aside the mesh of `jax.set_mesh`: where there is one, JAX looks at no other."""
+    if jax.sharding.get_abstract_mesh().empty:
+        yield
+        return
+    # Apart from the `with` below, so that a ValueError of the caller's code stays itself.
+    try:
+        nothing = jax.set_mesh(Mesh(np.empty((), object), ()))
+    except ValueError as error:
+        raise MeshError(
+            f"cpu_context cannot put aside the mesh of jax.set_mesh here ({error}) "
+            "Enter it around the jitted call."
+        ) from error
+    with nothing:
+        yield
 
 
 def _cpu_devices() -> list[Any]:
     try:
         return list(jax.local_devices(backend="cpu"))
     except RuntimeError as error:
-        raise MeshError(
+        raise BackendError(
             "JAX runs without its CPU backend here. Add cpu to JAX_PLATFORMS, e.g. 'tpu,cpu', "
             "or leave it unset."
         ) from error
@@ -330,17 +351,14 @@ class DeviceMeshManager:
         spec = MeshSpec.parse(mesh_shape)
         chosen = self.devices if devices is None else check_list("devices", devices)
         hardware = target_topology(None, chosen, 1)
-        if spec.size is not None and spec.size > hardware.num_devices:
+        warn_names(spec)
+        known, here = math.prod(size for size in spec.sizes if size != -1), hardware.num_devices
+        if known > here:
+            least = "" if spec.size is not None else "at least "
+            are = "is 1" if here == 1 else f"are {here}"
             raise MeshError(
-                f"Not enough devices: '{spec}' needs {spec.size}, there are "
-                f"{hardware.num_devices}.",
-                option="mesh_shape",
-            )
-        known = math.prod(size for size in spec.sizes if size != -1)
-        if spec.size is None and known > hardware.num_devices:
-            raise MeshError(
-                f"Not enough devices: '{spec}' needs at least {known}, there are "
-                f"{hardware.num_devices}.",
+                f"Not enough devices: '{spec}' needs {least}{known}, there {are}."
+                f"{more_devices_hint(spec, hardware)}",
                 option="mesh_shape",
             )
         return build_mesh(placement_of(spec, hardware))

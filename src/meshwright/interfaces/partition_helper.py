@@ -16,7 +16,7 @@ from meshwright._show import short_repr
 from meshwright.errors import PartitionError, listing, near, short
 from meshwright.partitioning.by_shape import Axis, axis_group, choose_spec
 from meshwright.partitioning.decide import Options
-from meshwright.transfers.device_put import check_values, put
+from meshwright.transfers.device_put import Narrow, check_narrow, check_values, put
 from meshwright.trees.specs import AnyMesh, make_spec, mesh_axes, spec_problems, specs_on_mesh
 from meshwright.trees.walk import is_shape, refuse, tie_problems, walk
 
@@ -32,6 +32,10 @@ _DEEP_METHODS = ("expert", "fsdp", "tensor")
 class MeshPartitionHelper:
     """Partition specs by shape for one mesh.
 
+    `narrow` says what becomes of NumPy's 64-bit arrays, which JAX keeps in 32 bits unless
+    `jax_enable_x64` is set: `"error"` refuses them, `"convert"` places them so, integers if they
+    fit, as `shard` does.
+
     >>> import jax.numpy as jnp, meshwright as mw
     >>> helper = mw.MeshPartitionHelper(mw.mesh("fsdp:4, tp:2"))
     >>> helper.analyze_pytree({"w": jnp.ones((1024, 4096))})
@@ -40,8 +44,10 @@ class MeshPartitionHelper:
     P('fsdp', 'tp')
     """
 
-    def __init__(self, mesh: AnyMesh):
+    def __init__(self, mesh: AnyMesh, *, narrow: Narrow = "error"):
+        check_narrow(narrow)
         self.mesh = mesh
+        self.narrow: Narrow = narrow
         self.axis_sizes: dict[str, int] = mesh_axes(mesh)
         self._suggested: dict[bool, list[Method]] = {}
 
@@ -76,7 +82,7 @@ class MeshPartitionHelper:
             raise PartitionError(f"{short(array)} is not one array.")
         shape, spec = arrays[0].shape, specs_on_mesh(partition_spec, self.mesh)
         refuse("shard_array", list(spec_problems("", shape, spec, mesh_axes(self.mesh))))
-        check_values(arrays, what="shard_array")
+        check_values(arrays, self.narrow, what="shard_array")
         return put(arrays, [NamedSharding(self.mesh, spec)], what="shard_array")[0]
 
     def auto_shard_pytree(self, pytree: Any, min_shard_size: int = 1024) -> Any:
@@ -93,7 +99,7 @@ class MeshPartitionHelper:
                 methods = self._suggest_methods(leaf.shape)
                 spec = self.create_partition_spec(leaf.shape, methods, min_shard_size)
                 by_shape[leaf.shape] = NamedSharding(self.mesh, spec)
-        check_values(tree.arrays, what="auto_shard_pytree")
+        check_values(tree.arrays, self.narrow, what="auto_shard_pytree")
         # One batched call: leaf by leaf, 4,000 leaves took seven times as long.
         return tree.rebuild(put(tree.arrays, [by_shape[leaf.shape] for leaf in tree.arrays]))
 

@@ -19,12 +19,22 @@ from typing import Any, TypeAlias
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from meshwright._checks import check_flag
+from meshwright import _compat
+from meshwright._checks import check_flag, is_single_slice
 from meshwright._text import plural_noun
-from meshwright.errors import IdleDevicesWarning, MeshError, SpecError, listing, short
+from meshwright.axes import meant_name, role
+from meshwright.errors import (
+    AxisNameWarning,
+    IdleDevicesWarning,
+    MeshError,
+    SpecError,
+    listing,
+    option_text,
+    short,
+)
 from meshwright.hardware.topology import Topology, compact_part
 from meshwright.hardware.topology import topology as read_topology
-from meshwright.meshes.devices import attach, is_single_slice, target_topology
+from meshwright.meshes.devices import attach, target_topology
 from meshwright.placement.cost_model import Order
 from meshwright.placement.placement import Placement
 from meshwright.placement.placer import measure, place
@@ -66,7 +76,8 @@ def mesh(
     - `intensity`, `allow_split`, `order`: those of `place`.
 
     A request for fewer devices takes a compact, host-aligned part and warns about what stays idle
-    (`IdleDevicesWarning`). Equal requests give equal placements in every process. Raises
+    (`IdleDevicesWarning`); an axis name one slip from a known one is warned of (`AxisNameWarning`).
+    Equal requests give equal placements in every process. Raises
     `SpecError` for a request that is wrong in itself, `TopologyError` for unknown hardware,
     `PlacementError` and `MeshError` where the two do not fit.
 
@@ -76,6 +87,7 @@ def mesh(
     """
     # The request is checked before any device is looked at: that may start a backend.
     parsed = MeshSpec.parse(spec, names).with_types(axis_types)
+    warn_names(parsed)
     hardware = target_topology(on, devices, slices)
     placed = placement_of(parsed, hardware, dcn, intensity, allow_split, order)
     warn_idle(placed.spec, placed.topology, hardware)
@@ -104,6 +116,7 @@ def abstract_mesh(
     (64, 8)
     """
     parsed = MeshSpec.parse(spec, names).with_types(axis_types)
+    warn_names(parsed)
     if on is not None:
         parsed, _ = resolve_on(parsed, read_topology(on, slices=slices))
     elif not is_single_slice(slices):
@@ -127,7 +140,33 @@ def resolve_on(spec: MeshSpec, hardware: Topology, dcn: Any = None) -> tuple[Mes
         spans = math.prod(part for part in slow if part is not None)
         # Slow factors of 1 alone ask for nothing: the part may then be whatever is compact.
         hardware = _part(hardware, size, spans if spans > 1 else None)
-    return spec.resolve(hardware.num_devices, hardware.num_slices), hardware
+    try:
+        return spec.resolve(hardware.num_devices, hardware.num_slices), hardware
+    except SpecError as error:
+        hint = more_devices_hint(spec, hardware)
+        if not hint:
+            raise
+        raise SpecError(f"{error}{hint}", option=error.option) from None
+
+
+# Simulated devices for a try-out; more of them take long to start.
+_MOST_SIMULATED = 1024
+
+
+def more_devices_hint(spec: MeshSpec, hardware: Topology) -> str:
+    """Say how to go on where a single machine has too few devices, or nothing elsewhere."""
+    needed = math.prod((axis.slow or 1) * max(axis.fast, 1) for axis in spec.axes)
+    first = hardware.devices[0] if hardware.devices else None
+    live = first is not None and not _compat.is_compile_only(first)
+    if not live or hardware.num_hosts > 1 or not hardware.num_devices < needed <= _MOST_SIMULATED:
+        return ""
+    alone = "" if hardware.chip.family == "cpu" else " and JAX_PLATFORMS=cpu"
+    return (
+        f" To try it without hardware, simulate devices: JAX_NUM_CPU_DEVICES={needed}{alone} in "
+        f"the environment, or jax.config.update('jax_num_cpu_devices', {needed}) before JAX's "
+        f"first use. To lay it out on hardware that is not here, pass meshwright.mesh a name, "
+        f"{option_text('on', 'v5e:16x16')}."
+    )
 
 
 # Cached for its identity too: topologies compare by it, and `_placed` below has them as keys.
@@ -202,6 +241,19 @@ def warn_idle(spec: MeshSpec, part: Topology, hardware: Topology) -> None:
         IdleDevicesWarning,
         stacklevel=3,
     )
+
+
+def warn_names(spec: MeshSpec) -> None:
+    """Warn about axis names that look like slips, pointing at the line that called our caller."""
+    for name in spec.names:
+        meant = meant_name(name)
+        if meant is not None:
+            warnings.warn(
+                f"axis {name!r} is taken for one of your own, which shards no parameters by shape. "
+                f"Did you mean {meant!r} ({role(meant).description})?",
+                AxisNameWarning,
+                stacklevel=3,
+            )
 
 
 def _abstract(spec: MeshSpec) -> AbstractMesh:

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from meshwright import _compat
-from meshwright._checks import check_list
-from meshwright.errors import MeshError
+from meshwright._checks import check_list, is_single_slice
+from meshwright.errors import BackendError, MeshError, short
 from meshwright.hardware.chips import gpu_target_config
 from meshwright.hardware.live import check_devices
 from meshwright.hardware.named import check_count
@@ -30,6 +29,11 @@ def target_topology(on: Any, devices: Any, slices: int, sort_slices: bool = True
     if on is not None and devices is not None:
         raise MeshError(
             "pass the devices once: either on=... or devices=..., not both.", option="devices"
+        )
+    if isinstance(devices, str):
+        raise MeshError(
+            f"devices: {short(devices)} is a name, not a list of devices. Pass it as on=...",
+            option="devices",
         )
     on = devices if on is None else on
     if isinstance(on, str):
@@ -56,22 +60,17 @@ def target_topology(on: Any, devices: Any, slices: int, sort_slices: bool = True
 
 
 def live_devices(backend: str | None = None) -> list[Any]:
-    """Return `jax.devices(backend)`; raise `MeshError` when there is no such backend."""
+    """Return `jax.devices(backend)`; raise `BackendError` when there is no such backend."""
     try:
         return list(jax.devices(backend))
     except RuntimeError as error:
         reason = str(error).split("\n")[0][:200]
         which = "JAX" if backend is None else f"backend {backend!r}"
-        raise MeshError(
+        raise BackendError(
             f"{which} has no devices here ({reason}). Use backend 'cpu', or set JAX_PLATFORMS=cpu "
             "before JAX starts.",
             option=None if backend is None else "backend",
         ) from error
-
-
-def is_single_slice(slices: object) -> bool:
-    """Whether `slices` was left at its default; 1.0 equals it too, but is a mistake."""
-    return isinstance(slices, numbers.Integral) and slices == 1
 
 
 def check_current(devices: Sequence[Any]) -> None:

@@ -13,15 +13,16 @@ import itertools
 import math
 import re
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
+from meshwright._text import plural
 from meshwright.axes import role
-from meshwright.errors import ModelError, near
+from meshwright.errors import ModelError, near, short
 from meshwright.trees.specs import AnyMesh, make_spec, mesh_axes
 
 
@@ -231,13 +232,15 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
     Names are batch, rows, seq, embed, heads, mlp, vocab, experts and classes. The mesh is the one
     set by `jax.set_mesh`; axes that it does not have, or that do not divide a dim, are left out.
-    Without such a mesh this does nothing. Raises `ModelError` for an unknown name.
+    Without such a mesh this does nothing. Raises `ModelError` for an unknown name, and where there
+    are more or fewer names than dims.
 
     >>> import jax, jax.numpy as jnp, meshwright as mw
     >>> with jax.set_mesh(mw.mesh("fsdp:4, tp:2")):
     ...     constrain(jnp.ones((8, 16, 32)), "batch", "seq", "mlp").sharding.spec
     P('fsdp', None, 'tp')
     """
+    _check_activation_names(x, names)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
@@ -256,13 +259,25 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     return constrained
 
 
+def _check_activation_names(x: jax.Array, names: Sequence[Any]) -> None:
+    """Refuse wrong names also where there is no mesh: a model is often tried on one device."""
+    for name in names:
+        if name is not None and not (isinstance(name, str) and name in _ACTIVATIONS):
+            raise ModelError(
+                f"constrain: no logical name {short(name)}.{near(str(name), _ACTIVATIONS)} "
+                f"Known: {', '.join(_ACTIVATIONS)}.",
+                option="names",
+            )
+    if len(names) != x.ndim:
+        raise ModelError(
+            f"constrain: {plural(len(names), 'name')} for an array with {plural(x.ndim, 'dim')} "
+            f"{x.shape}. Give one per dim, None for a dim that is replicated.",
+            option="names",
+        )
+
+
 def _activation_axes(axis_sizes: dict[str, int], name: str | None, size: int) -> Any:
     if name is None:
         return None
-    if name not in _ACTIVATIONS:
-        raise ModelError(
-            f"constrain: no logical name {name!r}.{near(name, _ACTIVATIONS)} "
-            f"Known: {', '.join(_ACTIVATIONS)}."
-        )
     axes = _axes_with_roles(axis_sizes, _ACTIVATIONS[name])
     return _spec_entry(_dividing_axes(axis_sizes, axes, [size]))

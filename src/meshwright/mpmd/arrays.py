@@ -1,24 +1,22 @@
-"""`MpmdArray`, one array that several groups hold, whole in each of them, and `MpmdSharding`, which
-groups those are and how each of them shards it.
-"""
+"""`MpmdArray`: one array that several groups hold, whole in each of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-import numbers
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from meshwright._text import plural_noun
 from meshwright.errors import GroupError, listing, short
-from meshwright.mpmd.groups import Groups, as_groups, check_ids, clip
+from meshwright.mpmd.groups import Groups, clip
+from meshwright.mpmd.mpmd_sharding import MpmdSharding, groups_text
 from meshwright.partitioning.report import array_type
 from meshwright.transfers.moves import array_without_shards
 from meshwright.trees.specs import make_spec, mesh_axes, spec_problems
@@ -36,7 +34,7 @@ class MpmdArray:
 
     Args:
       arrays: the `jax.Array`s of the groups, one each, in any order. A process passes those of
-        which it holds shards, and leaves out the others.
+        which it holds shards, and leaves out the others: asking for one that was left out raises.
       sharding: the groups, and the spec in each.
       shape, dtype: needed in a process that passes no array; elsewhere they are checked.
 
@@ -98,24 +96,63 @@ class MpmdArray:
     @property
     def is_partially_addressable(self) -> bool:
         """Whether this process holds shards of it."""
-        return bool(self.sharding.local_ids)
+        return bool(self.arrays)
+
+    @property
+    def is_mpmd_replicated(self) -> bool:
+        """Whether several groups hold it."""
+        return len(self.mesh_ids) > 1
 
     @property
     def local(self) -> jax.Array | None:
         """The array in this process's group, in the first of several, or `None` without any."""
-        ids = self.sharding.local_ids
-        return self.arrays[ids[0]] if ids else None
+        return next(iter(self.arrays.values()), None)
+
+    @property
+    def to_mpmd_local_array(self) -> jax.Array | list[jax.Array] | None:
+        """The array in this process's group; a list where it holds several; `None` without any.
+
+        `local` is simpler: it is never a list. Raises `GroupError` if the array was deleted.
+        """
+        held = self._not_deleted()
+        return held[0] if len(held) == 1 else held or None
 
     @property
     def first(self) -> jax.Array:
         """The first replica: the array in the group with the lowest number."""
         return self.on(self.mesh_ids[0])
 
+    @property
+    def first_mpmd_replica(self) -> jax.Array | None:
+        """The array in the group with the lowest number, or `None` if another process holds it.
+
+        `first` gives an array without shards there. Raises `GroupError` if the array was deleted.
+        """
+        held = self._not_deleted()
+        return held[0] if self.mesh_ids[0] in self.arrays else None
+
+    @property
+    def aval(self) -> Any:
+        """Its shape and dtype, as JAX's abstract value."""
+        return jax.core.ShapedArray(self.shape, self.dtype)
+
     def on(self, group: int) -> jax.Array:
         """Return the array in a group; without shards where only other processes hold them."""
         sharding = self.sharding.sharding_of(group)
-        array = self.arrays.get(group)
-        return array_without_shards(self.shape, self.dtype, sharding) if array is None else array
+        if group in self.arrays:
+            return self.arrays[group]
+        if group in self.sharding.local_ids:
+            raise GroupError(
+                f"group {group} has devices of this process, but its array was not given when "
+                f"{self!r} was made. Pass one for each group, or name fewer groups.",
+                option="arrays",
+            )
+        return array_without_shards(self.shape, self.dtype, sharding)
+
+    def _not_deleted(self) -> list[jax.Array]:
+        if self.is_deleted():
+            raise GroupError(f"{self!r}: it was deleted or donated. Use the one it went into.")
+        return list(self.arrays.values())
 
     def delete(self) -> None:
         """Free this process's memory of it, in all groups."""
@@ -132,6 +169,16 @@ class MpmdArray:
             array.block_until_ready()
         return self
 
+    def __int__(self) -> int:
+        return int(np.asarray(self))
+
+    def __float__(self) -> float:
+        return float(np.asarray(self))
+
+    def __format__(self, spec: str) -> str:
+        # As JAX: only scalars take a format, e.g. a loss that is printed with `:.3f`.
+        return format(np.asarray(self)[()], spec) if spec and not self.shape else str(self)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if self.local is None:
             raise GroupError(f"this process holds no shard of {self!r}. Move it with from_groups.")
@@ -142,6 +189,8 @@ class MpmdArray:
         notes = f"{groups_text(self.mesh_ids)} of {self.sharding.mpmd_mesh.mpmd_dim}"
         notes += f" as {listing(specs, 3)}" if len(specs) > 1 else ""
         notes += ", deleted" if self.is_deleted() else ""
+        missing = [group for group in self.sharding.local_ids if group not in self.arrays]
+        notes += f", not given here: {listing(missing)}" if missing and self.arrays else ""
         notes += "" if self.is_partially_addressable else ", none of it in this process"
         shown = specs[0] if len(specs) == 1 else make_spec()
         return clip(f"MpmdArray({array_type(self.shape, self.dtype, shown)} in {notes})")
@@ -219,13 +268,6 @@ def _by_group(arrays: Any, sharding: MpmdSharding) -> ArrayByGroup:
                 option="arrays",
             )
         by_group[group] = array
-    for group in sharding.local_ids:
-        if group not in by_group:
-            raise GroupError(
-                f"group {group} has devices of this process, but none of the {len(given)} arrays "
-                "is there. Pass one for each group, or name fewer groups.",
-                option="arrays",
-            )
     return dict(sorted(by_group.items()))
 
 
@@ -262,140 +304,3 @@ def _check_sharding(group: int, array: jax.Array, wanted: NamedSharding) -> None
             f"{wanted.spec}. Reshard it, or give the group a spec of its own: {{group: spec}}.",
             option="arrays",
         )
-
-
-@dataclasses.dataclass(frozen=True, init=False, repr=False)
-class MpmdSharding:
-    """The groups that hold an array, and how each of them shards it.
-
-    Args:
-      mpmd_mesh: all the groups, or a list of meshes.
-      mesh_ids: the number of the group that holds the array, or several numbers.
-      spec: the `PartitionSpec` in all of them, or a dict with one per group. The axis along which
-        an `MpmdMesh` was cut is dropped from it: whether an array lives in several groups is what
-        `mesh_ids` says.
-
-    Raises `GroupError` for a group that is not there, or a spec that its mesh cannot have.
-
-    >>> import meshwright as mw
-    >>> from jax.sharding import PartitionSpec as P
-    >>> groups = mw.MpmdMesh(mw.mesh("pp:2, fsdp:4"), "pp")
-    >>> split = mw.MpmdSharding(groups, {1, 0}, P(("pp", "fsdp")))
-    >>> split
-    MpmdSharding(P('fsdp',) in groups 0, 1 of 2)
-    >>> dict(split.sharding_of(1).mesh.shape)
-    {'pp': 1, 'fsdp': 4}
-    """
-
-    mpmd_mesh: Groups
-    mesh_ids: tuple[int, ...]
-    specs: tuple[PartitionSpec, ...]
-
-    def __init__(
-        self,
-        mpmd_mesh: Groups | Sequence[Mesh],
-        mesh_ids: int | Iterable[int],
-        spec: PartitionSpec | Mapping[int, PartitionSpec],
-    ):
-        groups = as_groups(mpmd_mesh)
-        ids = read_ids("mesh_ids", mesh_ids, groups, option="mesh_ids")
-        object.__setattr__(self, "mpmd_mesh", groups)
-        object.__setattr__(self, "mesh_ids", ids)
-        object.__setattr__(self, "specs", tuple(_local_specs(groups, ids, spec)))
-
-    @property
-    def spec(self) -> PartitionSpec:
-        """The spec of all groups. Raises `GroupError` where they differ."""
-        for group, spec in zip(self.mesh_ids, self.specs, strict=True):
-            # `make_spec` drops trailing None entries, which mean nothing.
-            if make_spec(spec) != make_spec(self.specs[0]):
-                raise GroupError(
-                    f"the groups split the array in different ways: {self.specs[0]} in group "
-                    f"{self.mesh_ids[0]}, {spec} in group {group}. Ask sharding_of(group)."
-                )
-        return self.specs[0]
-
-    @functools.cached_property
-    def shardings(self) -> dict[int, NamedSharding]:
-        """`{group: its sharding}`; shared, so do not write to it."""
-        pairs = zip(self.mesh_ids, self.specs, strict=True)
-        return {group: NamedSharding(self.mpmd_mesh.meshes[group], spec) for group, spec in pairs}
-
-    def sharding_of(self, group: int) -> NamedSharding:
-        """Return the sharding inside a group. Raises `GroupError` if it does not hold the array."""
-        if group not in self.shardings:
-            raise GroupError(
-                f"group {short(group)} does not hold the array; groups {listing(self.mesh_ids)} do."
-            )
-        return self.shardings[group]
-
-    @functools.cached_property
-    def local_ids(self) -> tuple[int, ...]:
-        """Those of `mesh_ids` that have devices of this process."""
-        if self.mpmd_mesh.compile_only:
-            return ()  # their devices belong to no process
-        shardings = self.shardings.items()
-        return tuple(group for group, sharding in shardings if sharding.has_addressable_devices)
-
-    @property
-    def local(self) -> NamedSharding | None:
-        """The sharding in this process's group, in the first of several, or `None` without any."""
-        return self.shardings[self.local_ids[0]] if self.local_ids else None
-
-    def __repr__(self) -> str:
-        specs = listing(dict.fromkeys(self.specs), 3)
-        held_by = f"{groups_text(self.mesh_ids)} of {self.mpmd_mesh.mpmd_dim}"
-        return clip(f"MpmdSharding({specs} in {held_by})")
-
-
-def groups_text(ids: Sequence[int]) -> str:
-    """
-    >>> groups_text([3]), groups_text([0, 2])
-    ('group 3', 'groups 0, 2')
-    """
-    return f"{plural_noun(len(ids), 'group')} {listing(ids)}"
-
-
-def read_ids(what: str, ids: Any, groups: Groups, *, option: str | None = None) -> tuple[int, ...]:
-    """Return a group's number or several, sorted and checked; messages begin with `what`."""
-    several = [ids] if isinstance(ids, numbers.Integral) else ids
-    return tuple(sorted(check_ids(what, several, groups.mpmd_dim, option=option)))
-
-
-def _local_specs(groups: Groups, ids: Sequence[int], spec: Any) -> Iterator[PartitionSpec]:
-    """Yield the spec of each group, checked, as it holds inside the group."""
-    per_group = spec if isinstance(spec, Mapping) else dict.fromkeys(ids, spec)
-    unexpected = [group for group in per_group if group not in ids]
-    if unexpected:
-        raise GroupError(
-            f"spec: group {short(unexpected[0])} has a spec but is not one of {groups_text(ids)}.",
-            option="spec",
-        )
-    for group in ids:
-        if group not in per_group:
-            raise GroupError(
-                f"spec: group {group} has none. Give one for each of {groups_text(ids)}.",
-                option="spec",
-            )
-        yield _local_spec(groups, group, per_group[group])
-
-
-def _local_spec(groups: Groups, group: int, spec: Any) -> PartitionSpec:
-    if not isinstance(spec, PartitionSpec):
-        raise GroupError(
-            f"spec: group {group}: {short(spec)} is not a PartitionSpec.", option="spec"
-        )
-    # Unreduced values are partial sums within one program; an array that is kept holds whole ones.
-    if spec.unreduced or spec.reduced:
-        raise GroupError(
-            f"spec: group {group}: {spec} asks for more than a split. Name axes only.",
-            option="spec",
-        )
-    inside = groups.local_spec(spec)
-    # The sizes of the dims are not known here; a size of zero is divisible by everything.
-    unknown = (0,) * len(inside)
-    for problem in spec_problems(
-        f"group {group}", unknown, inside, mesh_axes(groups.meshes[group])
-    ):
-        raise GroupError(f"spec: {problem}", option="spec")
-    return inside

@@ -16,8 +16,9 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from meshwright.errors import GroupError, short
-from meshwright.mpmd.arrays import MpmdArray, MpmdSharding, read_ids
+from meshwright.mpmd.arrays import MpmdArray
 from meshwright.mpmd.groups import Groups, as_groups
+from meshwright.mpmd.mpmd_sharding import MpmdSharding, read_ids
 from meshwright.partitioning.decide import Options, decide
 from meshwright.transfers.moves import (
     Memory,

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from meshwright import _compat
 from meshwright._show import LONGEST_REPR, Sheet, Shown, Table
-from meshwright._text import plural_noun, ranges
+from meshwright._text import plural, plural_noun, ranges
 from meshwright.errors import GroupError, listing, near, short
 from meshwright.trees.specs import entry_axes
 
@@ -133,7 +133,7 @@ class Groups(Shown, abc.ABC):
         }
 
     def _headline(self) -> str:
-        devices = f"{len(self.device_mpmd_idx):,} devices"
+        devices = plural(len(self.device_mpmd_idx), "device")
         return f"{self.mpmd_dim} {plural_noun(self.mpmd_dim, 'group')}, {devices}"
 
     def _sheet(self) -> Sheet:
@@ -240,7 +240,7 @@ class MpmdMesh(Groups):
     def _headline(self) -> str:
         return (
             f"{self.mpmd_dim} {plural_noun(self.mpmd_dim, 'group')} of "
-            f"{self.meshes[0].size:,} devices, "
+            f"{plural(self.meshes[0].size, 'device')}, "
             f"{axes_text(self.jax_mesh)} cut along {self.mpmd_axis_name}"
         )
 

@@ -96,6 +96,11 @@ def explain(
         for option, value in {"on": on, "intensity": intensity}.items():
             if value is not None:
                 raise MeshError(f"explain: {option} goes with a mesh alone.", option=option)
+        if isinstance(what, (Mesh, AbstractMesh)):
+            raise MeshError(
+                "explain: the first of two arguments is a mesh, where a tree of arrays is meant. "
+                "Write explain(tree, mesh), or explain(mesh) for the mesh alone."
+            )
         return explain_tree(what, mesh, specs, **options)
     about_trees = specs is not None or not options.keys().isdisjoint(
         PartitionOptions.__annotations__

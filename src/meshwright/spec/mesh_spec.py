@@ -327,7 +327,7 @@ def _fill_slow_factors(spec: MeshSpec, slices: int | None) -> tuple[AxisSpec, ..
             fix = f"make the slow parts multiply to a divisor of {slices}."
             raise SpecError(
                 f"'{spec}' spans {known} parts of the slow network, but there "
-                f"{'is 1' if slices == 1 else f'are {slices}'} (slices, hosts or domains): "
+                f"{_are(slices)} (slices, hosts or domains): "
                 + ("leave dcn and slow parts out here." if slices == 1 else fix)
             )
         return spec.axes
@@ -349,10 +349,14 @@ def _fill_slow_factors(spec: MeshSpec, slices: int | None) -> tuple[AxisSpec, ..
 def _mismatch(spec: MeshSpec, known: int, devices: int) -> str:
     if known > devices:
         # The words that the contract fixes for `DeviceMeshManager`; every mesh says it so.
-        problem = f"Not enough devices: '{spec}' needs {known}, there are {devices}."
+        problem = f"Not enough devices: '{spec}' needs {known}, there {_are(devices)}."
     else:
         problem = f"'{spec}' uses {known} of {devices} devices."
     return f"{problem} {_fix(known, devices)}"
+
+
+def _are(count: int) -> str:
+    return "is 1" if count == 1 else f"are {count}"
 
 
 def _fix(known: int, devices: int) -> str:

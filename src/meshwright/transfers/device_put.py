@@ -347,8 +347,9 @@ def share(held: Mapping[int, Collection[int]], count: int, process: int) -> int 
 # Can these values be placed as they are? Tracers, deleted arrays and narrowing are refused.
 
 Narrow = Literal["error", "convert"]
-# The functions with an option `narrow`; messages of the others do not name it.
-_NARROWING = ("shard", "init")
+# The functions with an option `narrow`, and how it is given; messages of others do not name it.
+_HELPERS = dict.fromkeys(("shard_array", "auto_shard_pytree"), "make the helper with")
+_NARROWING = {"shard": "pass", "init": "pass", **_HELPERS}
 
 
 def check_narrow(narrow: object) -> None:
@@ -397,7 +398,7 @@ def _problem(leaf: Leaf, narrow: Narrow, what: str) -> str:
         return ""
     if narrow == "convert":
         return does_not_fit(value, kept)
-    hint = ", or pass narrow='convert'" if what in _NARROWING else ""
+    hint = f", or {_NARROWING[what]} narrow='convert'" if what in _NARROWING else ""
     convert = "Convert it, enable" if hint else "Convert it, or enable"
     return f"{leaf.dtype} would become {kept}. {convert} jax_enable_x64{hint}."
 

@@ -8,7 +8,7 @@ import sys
 import types
 
 from meshwright import _compat
-from meshwright._checks import check_seconds
+from meshwright._checks import check_flag, check_seconds
 from meshwright._processes import Combine, combine_texts
 from meshwright._show import short_repr
 from meshwright.errors import PipelineError, short
@@ -70,7 +70,8 @@ class Watchdog:
             raise PipelineError(
                 f"Watchdog: name {short(name)}: use a word without '/'.", option="name"
             )
-        self.name, self.sigterm = name, sigterm
+        self.name = name
+        self.sigterm = check_flag("Watchdog: sigterm", sigterm, error=PipelineError)
         self.closed = False
         self._doing = self._waiting = ""
         # One tuple, so that the monitor's thread never reads a step with the plan of another.

@@ -272,3 +272,13 @@ def test_a_state_that_would_be_narrowed_is_refused():
     params = mw.shard(PARAMS, MESH, SPECS)
     with pytest.raises(mw.errors.PartitionError, match="step: int64 would become int32"):
         mw.shard_like({"step": np.int64(3)}, params)
+
+
+@pytest.mark.parametrize("mesh", [3, "fsdp:8", {"w": 1}])
+def test_what_is_no_mesh_is_refused(mesh):
+    placed = mw.shard(PARAMS, MESH, SPECS)
+    with pytest.raises(
+        mw.errors.PartitionError, match=r"^mesh: .* is not a jax\.sharding\.Mesh"
+    ) as e:
+        mw.shard_like(placed, placed, mesh)
+    assert e.value.option == "mesh"
