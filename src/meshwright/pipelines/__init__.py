@@ -5,7 +5,8 @@ In: a function with stage ends (`stage_mark.py`) around a loss that `value_and_g
 (`step.py`) that is called like the function. `api.py` checks the options; `arguments.py` puts the
 arguments of a call in order.
 
-The first call with arguments of a kind makes a plan. `plan.py` runs seven passes, then compiles:
+The first call with arguments of a kind makes a plan, which `plan_cache.py` keeps. `plan.py` runs
+seven passes, then compiles:
 
 1. `tracing.py`: trace the step, inline `jit` and what else hides stage ends, find the region of
    microbatches.

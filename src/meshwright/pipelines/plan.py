@@ -32,7 +32,7 @@ from meshwright.schedules.named import schedule as named_schedule
 from meshwright.schedules.types import Schedule
 from meshwright.schedules.validation import Proof, check
 from meshwright.transfers.links import Link
-from meshwright.trees.split import Split
+from meshwright.trees.split import Split, changed_numbers, split_arrays
 
 # From a lowered program to one with the methods of `jax.stages.Compiled`.
 Compile = Callable[[TaskFunction, Operation, Any], Any]
@@ -46,7 +46,8 @@ class Plan:
 
     `operations` are those of this process; `assembled` has those of all groups. `paths` are the
     paths of the argument arrays ("0/w"), `names` the same inside their argument ("w"); `donated`
-    are their indices.
+    are their indices. `numbers` are the positions, among all leaves, of Python numbers that the
+    step returns changed and that were taken for data.
     """
 
     traced: Traced
@@ -58,6 +59,7 @@ class Plan:
     names: Sequence[str]
     paths: Sequence[str]
     donated: frozenset[int]
+    numbers: frozenset[int] = frozenset()
 
     def __repr__(self) -> str:
         schedule = self.proof.schedule
@@ -98,7 +100,7 @@ class Planner:
         `parts` are the arguments, arrays or shapes. `link` transfers between processes; None in a
         single one.
         """
-        traced = trace_step(self.fn, parts, self.microbatches, self._is_forward(), self.options)
+        parts, traced, changed = self._trace(parts)
         self._check_gradients(traced)
         stage_program = split_into_stages(traced.region)
         proof = check(self._schedule(stage_program.stages))
@@ -134,7 +136,23 @@ class Planner:
             names,
             parts.paths,
             donated,
+            changed,
         )
+
+    def _trace(self, parts: Split) -> tuple[Split, Traced, frozenset[int]]:
+        """Trace the step, Python numbers that it returns changed being data (`TrainState.step`)."""
+        options = (self.microbatches, self._is_forward(), self.options)
+        traced = trace_step(self.fn, parts, *options)
+        numbers = changed_numbers(parts, traced.out)
+        if not numbers:
+            return parts, traced, numbers
+        data = split_arrays(parts.rebuild(parts.arrays), 1, numbers.union(parts.positions))
+        try:
+            return data, trace_step(self.fn, data, *options), numbers
+        except Exception:
+            # The step asks for the value, `if state.step % 100 == 0`: it must stay a setting, and
+            # the step is compiled for each. `PlanCache` warns of that.
+            return parts, traced, frozenset()
 
     def _is_forward(self) -> bool:
         if isinstance(self.schedule, Schedule):

@@ -153,7 +153,10 @@ class StepBuilder:
     def shape(self, slot: int) -> jax.ShapeDtypeStruct:
         """Shape, dtype and sharding of a slot, for lowering and for routes."""
         aval, sharding = self.avals[slot], self.slot_shardings[slot]
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)  # type: ignore[no-untyped-call]
+        # Weak where it is: a counter that comes back must be as the Python number that went in.
+        return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+            aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type
+        )
 
     def constant(self, value: Any, group: int) -> int:
         """Add a slot with a constant, replicated over the group."""
