@@ -9,10 +9,10 @@ from typing import Any, Unpack
 from jax.sharding import AxisType
 
 from meshwright._checks import check_integer, check_seconds
-from meshwright.errors import PipelineError, ScheduleError, near, short
+from meshwright.errors import PipelineError, ScheduleError, short
 from meshwright.mpmd.groups import Groups, as_groups
 from meshwright.pipelines.arguments import takes_positional
-from meshwright.pipelines.microbatching import MicrobatchOptions
+from meshwright.pipelines.microbatch_options import MicrobatchOptions, check_options
 from meshwright.pipelines.plan import Planner
 from meshwright.pipelines.stage_mark import stage_end
 from meshwright.pipelines.step import PipelineStep
@@ -68,13 +68,11 @@ def pipeline(
         fn = chain_stages(fn)
     check_integer("pipeline: microbatches", microbatches, error=ScheduleError)
     donated = _argument_numbers(donate_argnums)
-    _check_options(options)
     _check_schedule(schedule)
+    checked = check_options(options, gradient=not _is_forward(schedule))
     timeout = check_seconds("timeout", timeout, error=PipelineError)
     shardings = GroupShardings(_auto_axes(groups), rules, unused)
-    planner = Planner(
-        takes_positional(fn), shardings, schedule, microbatches, donated, dict(options)
-    )
+    planner = Planner(takes_positional(fn), shardings, schedule, microbatches, donated, checked)
     return PipelineStep(planner, timeout)
 
 
@@ -89,15 +87,6 @@ def _argument_numbers(numbers: Any) -> tuple[int, ...]:
     return tuple(as_list)
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
-    # Whether an option fits the step (`outputs` or `aux`) is known once it was traced.
-    known = tuple(MicrobatchOptions.__annotations__)
-    for name in options:
-        if name not in known:
-            hint = near(name, (*known, "donate_argnums", "rules", "timeout"))
-            raise PipelineError(f"pipeline has no option {name!r}.{hint}", option=name)
-
-
 def _check_schedule(schedule: Any) -> None:
     if isinstance(schedule, str):
         check_name(schedule)
@@ -105,6 +94,12 @@ def _check_schedule(schedule: Any) -> None:
         raise PipelineError(
             f"schedule: {short(schedule)} is not a name, a Schedule or an Auto.", option="schedule"
         )
+
+
+def _is_forward(schedule: str | Schedule | Auto) -> bool:
+    if isinstance(schedule, Schedule):
+        return schedule.forward_only
+    return isinstance(schedule, str) and schedule.strip().lower() == "forward"
 
 
 def _auto_axes(groups: Any) -> Groups:

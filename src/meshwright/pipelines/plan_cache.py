@@ -47,11 +47,11 @@ class PlanCache:
 
         Python numbers that an earlier call returned changed (`TrainState.step`) are data.
         """
-        parts = split_arrays(args, 1)
+        structure = jax.tree.structure(args) if self._numbers else None
         for treedef, numbers in self._numbers:
-            if treedef == parts.treedef:
+            if treedef == structure:
                 return split_arrays(args, 1, numbers)
-        return parts
+        return split_arrays(args, 1)
 
     def get(self, parts: Split, key: Hashable, make: Callable[[], Plan]) -> Plan:
         """Return the plan for arguments like these; made the first time."""
@@ -64,14 +64,30 @@ class PlanCache:
         if plan.numbers:
             # First in the list, since it includes those that were known before.
             self._numbers.insert(0, (parts.treedef, plan.numbers.union(parts.positions)))
+            del self._numbers[MOST_PLANS:]
             parts = self.split(parts.rebuild(parts.arrays))
             key = plan_key(parts)
+        self._keep(plan, key, parts)
+        return plan
+
+    def _keep(self, plan: Plan, key: Hashable, parts: Split) -> None:
         self.plans[key] = plan
         self._arguments[key] = _describe(parts)
         while len(self.plans) > MOST_PLANS:
             oldest, _ = self.plans.popitem(last=False)
             del self._arguments[oldest]
-        return plan
+
+    def restore(self, plan: Plan, key: Hashable, args: tuple[Any, ...]) -> None:
+        """Put a plan back that a caller has held, for arguments of its kind; refuse others."""
+        parts = self.split(args)
+        if plan_key(parts) != key:
+            kinds = [_array_text(value) for value in parts.arrays]
+            raise PipelineError(
+                f"the step was compiled for arguments of another kind than {listing(kinds)}. Call "
+                "the pipeline itself, which compiles for them, or lower(...) with them."
+            )
+        if key not in self.plans:
+            self._keep(plan, key, parts)
 
     def last(self) -> Plan:
         """Return the plan of the last call."""

@@ -17,6 +17,7 @@ from meshwright.errors import PipelineError
 from meshwright.pipelines.arguments import positional_arguments
 from meshwright.pipelines.consistency import PlanConsistency, process_context
 from meshwright.pipelines.explanation import Explanation, explain
+from meshwright.pipelines.lowered import LoweredStep, lowered_step
 from meshwright.pipelines.plan import Plan, Planner
 from meshwright.pipelines.plan_cache import PlanCache, plan_key
 from meshwright.pipelines.profiling import (
@@ -26,7 +27,13 @@ from meshwright.pipelines.profiling import (
     merge,
     record,
 )
-from meshwright.pipelines.runtime import bind_arguments, collect_results, is_local, local_groups
+from meshwright.pipelines.runtime import (
+    bind_arguments,
+    collect_results,
+    donated_alone,
+    is_local,
+    local_groups,
+)
 from meshwright.pipelines.step_graph import publish, run_operations, run_watched
 from meshwright.schedules.auto import Auto
 from meshwright.schedules.types import Schedule
@@ -79,12 +86,17 @@ class PipelineStep:
         if len(parts.arrays) != len(plan.paths):  # the first call: which numbers are data is new
             parts = self._cache.split(positional)
         builder = plan.assembled.builder
+        unused = donated_alone(parts.arrays, plan.unused_donations)
         slots = bind_arguments(builder, parts.arrays, self.local_groups, plan.donated)
         if self.process_context is None:
             run_operations(plan.operations, slots)
         else:
             watchdog = self.process_context.watchdog
             _run_together(watchdog, lambda: run_watched(plan.operations, slots, watchdog))
+        # Programs that are still to read them hold their memory until they have.
+        for array in unused:
+            if not array.is_deleted():
+                array.delete()
         arrays = collect_results(builder, slots, plan.assembled.results, self.local_groups)
         return plan.traced.out.rebuild(arrays)
 
@@ -97,6 +109,42 @@ class PipelineStep:
         positional = positional_arguments(self.fn, args, keywords)
         plan = self.plan_of(*positional) if positional else self._cache.last()
         return explain(plan)
+
+    def lower(self, *args: Any, **keywords: Any) -> LoweredStep:
+        """Return the programs of a step with these arguments, arrays or shapes; runs nothing.
+
+        They are compiled too, if no call did that before: `lower(...).compile()` only looks at
+        them the other way.
+
+        >>> import jax.numpy as jnp, meshwright as mw
+        >>> def loss(params, x):
+        ...     return jnp.mean(mw.stage_end(x @ params["a"]) @ params["b"])
+        >>> params = {"a": jnp.eye(4), "b": jnp.eye(4)}
+        >>> step = mw.pipeline(loss, mw.MpmdMesh(mw.mesh("pp:2, dp:4"), "pp"), microbatches=2)
+        >>> lowered = step.lower(params, jnp.ones((8, 4)))
+        >>> lowered["F1"], lowered.in_shardings[0]["b"].spec
+        (<StepProgram F1 of group 1, 2 calls>, PartitionSpec('dp', None))
+        >>> "stablehlo.dot_general" in lowered["F1"].lowered.as_text()
+        True
+        """
+        if self.groups.compile_only:
+            raise PipelineError(
+                "the groups are on hardware that is not here. rehearse_pipeline(step, ...) "
+                "compiles every task for it."
+            )
+        positional = positional_arguments(self.fn, args, keywords)
+        if not positional:
+            raise PipelineError("lower() compiles a step: pass its arguments, or their shapes.")
+        plan = self.plan_of(*positional)
+        parts = self._cache.split(positional)
+        return lowered_step(self, plan, plan_key(parts), parts)
+
+    def call_compiled(
+        self, plan: Plan, key: Hashable, args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
+        """Run a plan that `lower(...).compile()` holds; refuse arguments of another kind."""
+        self._cache.restore(plan, key, positional_arguments(self.fn, args, keywords))
+        return self(*args, **keywords)
 
     def timeline(self, *args: Any, **keywords: Any) -> MeasuredTimeline:
         """Run a step and measure when every task ran, beside what its times predict.

@@ -99,7 +99,9 @@ class StepBuilder:
         names: Sequence[str],
     ):
         self.shardings, self.consts = shardings, consts
-        self.arguments, self.given, self.names = arguments, given, names
+        self.arguments, self.names = arguments, names
+        # Not the arrays themselves: a plan would keep those of its first call alive.
+        self.given_shardings = [getattr(array, "sharding", None) for array in given]
         self.groups = len(shardings.meshes)
         self.group_of_var: dict[Var, int] = {}  # of arguments: the group that gets them first
         self.avals: list[Aval] = []
@@ -174,7 +176,7 @@ class StepBuilder:
         number = self.arguments.get(var)
         if number is None:
             return self.shardings.replicated(group)
-        given = getattr(self.given[number], "sharding", None)
+        given = self.given_shardings[number]
         # An array that already lives in the group stays as the caller has sharded it. Results of a
         # step are passed to the next one, which must not move them.
         if isinstance(given, NamedSharding) and given.mesh == self.shardings.meshes[group]:
