@@ -61,6 +61,7 @@ def check_integer(
     least: int = 1,
     most: int = LARGEST,
     error: type[MeshwrightError] = SpecError,
+    option: str | None = None,
 ) -> int:
     """Return a count or an index as an `int`: an integer (no boolean) from `least` to `most`.
 
@@ -71,9 +72,9 @@ def check_integer(
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < least:
         wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
-        raise error(f"{what}: {short(value)} is not {wanted}.")
+        raise error(f"{what}: {short(value)} is not {wanted}.", option=option)
     if int(value) > most:
-        raise error(f"{what}: {short(value)} is more than {most}.")
+        raise error(f"{what}: {short(value)} is more than {most}.", option=option)
     return int(value)
 
 

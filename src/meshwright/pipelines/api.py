@@ -40,11 +40,11 @@ def pipeline(
     `value_and_grad`), a whole training step that calls `value_and_grad`, or a list of stage
     functions `f(params[i], x)`. `groups` is an `MpmdMesh`, a `MeshGroups` or a list of meshes.
     `schedule` is a name, a `Schedule` or an `Auto`; "forward" has no gradients, and `outputs` then
-    says how results are reduced, as `aux` does. Arguments but the first are cut along dim 0 into
-    `microbatches`. `rules` say how parameters are split inside their groups, and `unused` whether
-    all must be obeyed, as in `partition`; by default shapes decide. Arguments that
-    `donate_argnums` numbers are given up, as in `jax.jit`. The first call with arguments of a kind
-    traces, cuts and compiles.
+    says how results are reduced, as `aux` does. Arguments but the first (or those of `argnums`) are
+    cut along dim 0 into `microbatches`. `rules` say how parameters are split inside their groups,
+    and `unused` whether all must be obeyed, as in `partition`; by default shapes decide. Arguments
+    that `donate_argnums` numbers are given up, as in `jax.jit`. The first call with arguments of a
+    kind traces, cuts and compiles.
 
     In several processes all call it, best as `with pipeline(...) as step`. When one of them
     fails, or makes no progress for `timeout` seconds, all end with a line that says why.
@@ -66,7 +66,9 @@ def pipeline(
     # touched, and every process comes to the same verdict.
     if not callable(fn):
         fn = chain_stages(fn)
-    check_integer("pipeline: microbatches", microbatches, error=ScheduleError)
+    check_integer(
+        "pipeline: microbatches", microbatches, error=ScheduleError, option="microbatches"
+    )
     donated = _argument_numbers(donate_argnums)
     _check_schedule(schedule)
     checked = check_options(options, gradient=not _is_forward(schedule))
@@ -79,9 +81,10 @@ def pipeline(
 def _argument_numbers(numbers: Any) -> tuple[int, ...]:
     """Check `donate_argnums`; whether there are such arguments is known at the first call."""
     as_list = numbers if isinstance(numbers, (tuple, list)) else (numbers,)
-    if any(isinstance(n, bool) or not isinstance(n, int) for n in as_list):
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in as_list):
         raise PipelineError(
-            f"donate_argnums: expected an int or a sequence of ints, got {short(numbers)}.",
+            f"donate_argnums: expected an int or a sequence of ints, counted from 0, got "
+            f"{short(numbers)}.",
             option="donate_argnums",
         )
     return tuple(as_list)
@@ -129,7 +132,9 @@ def chain_stages(functions: Any) -> Callable[..., Any]:
     asks for more than `x` gets the end of the batch: `loss(params, x, labels)`.
     """
     if not isinstance(functions, Sequence) or not functions or not all(map(callable, functions)):
-        raise PipelineError(f"{short(functions)} is not a function or a list of stage functions.")
+        raise PipelineError(
+            f"{short(functions)} is not a function or a list of stage functions.", option="fn"
+        )
     first, *later = functions
     # How many arrays from the end of the batch each later function asks for.
     labels = [max(0, _required_after_params(function) - 1) for function in later]

@@ -155,9 +155,11 @@ class StepBuilder:
     def shape(self, slot: int) -> jax.ShapeDtypeStruct:
         """Shape, dtype and sharding of a slot, for lowering and for routes."""
         aval, sharding = self.avals[slot], self.slot_shardings[slot]
-        # Weak where it is: a counter that comes back must be as the Python number that went in.
+        # A counter that comes back is weakly typed, as the Python number that went in. Arrays are
+        # not: in processes that hold no part of one its type is not known, and all take the same.
+        weak = aval.weak_type and not aval.shape
         return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
-            aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type
+            aval.shape, aval.dtype, sharding=sharding, weak_type=weak
         )
 
     def constant(self, value: Any, group: int) -> int:

@@ -239,7 +239,10 @@ def _remedy(boundary: str, primitive: str) -> str:
     if primitive == "cond":
         return "Choose in Python, or with jnp.where after stage_end, or move stage_end outside."
     if primitive in ("scan", "while"):
-        return "Write the loop out in Python around stage_end, or move stage_end outside."
+        return (
+            "Write the loop out in Python around stage_end, or move stage_end outside: give "
+            "stacked weights as a list with a stack for each stage, and scan inside of each."
+        )
     return "Move stage_end outside."
 
 
