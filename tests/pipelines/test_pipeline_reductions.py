@@ -104,6 +104,12 @@ def test_what_cannot_be_joined_is_refused():
     step = mw.pipeline(with_aux, groups(2), aux=words, **options)
     with pytest.raises(mw.errors.PipelineError, match=r"an output of shape \(\) has no dim 0"):
         step(layers(2), *batch())
+    options |= {"schedule": "forward", "outputs": "concat"}
+    step = mw.pipeline(with_aux, groups(2), aux=words | {"least": "sum"}, **options)
+    with pytest.raises(mw.errors.PipelineError, match="^outputs='concat': an output") as caught:
+        step(layers(2), *batch())
+    assert caught.value.option == "outputs"
+    options |= {"outputs": "stack"}
     step = mw.pipeline(with_aux, groups(2), aux=lambda a, b: jnp.stack([a, b]), **options)
     with pytest.raises(mw.errors.PipelineError, match=r"aux: <lambda> takes two .*one like them"):
         step(layers(2), *batch())

@@ -259,8 +259,8 @@ def _record_region(call: _Call, trace: RegionTrace) -> list[Any]:
         caller_line(__file__),
     )
     _check_carry(call, region)
-    option = "aux" if call.options.gradient else "outputs"
-    for var, how in zip(region.jaxpr.outvars, region.reductions, strict=False):
+    for n, (var, how) in enumerate(zip(region.jaxpr.outvars, region.reductions, strict=False)):
+        option = "outputs" if n < len(call.value.arrays) else "aux"
         check_reduced(option, how, var.aval.shape, var.aval.dtype)
     results: list[Any] = region_primitive().bind(*closed.consts, *inputs.operands, region=region)
     return results
