@@ -106,7 +106,7 @@ def test_what_cannot_be_joined_is_refused():
         step(layers(2), *batch())
     options |= {"schedule": "forward", "outputs": "concat"}
     step = mw.pipeline(with_aux, groups(2), aux=words | {"least": "sum"}, **options)
-    with pytest.raises(mw.errors.PipelineError, match="^outputs='concat': an output") as caught:
+    with pytest.raises(mw.errors.PipelineError, match=r"^outputs='concat': an output") as caught:
         step(layers(2), *batch())
     assert caught.value.option == "outputs"
     options |= {"outputs": "stack"}
