@@ -91,6 +91,10 @@ class MeshOrderWarning(UserWarning):
     """Two meshes hold the same devices in a different order."""
 
 
+class RecompilationWarning(UserWarning):
+    """A pipeline is compiled again and again; the text says which argument differs each time."""
+
+
 __all__ = sorted(
     name
     for name, value in globals().items()

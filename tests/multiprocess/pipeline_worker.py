@@ -41,7 +41,8 @@ def train(groups, schedule: str, stages: int):
 
     def step(params, state, x, y):
         (value, peak), grads = mw.value_and_grad(loss, has_aux=True, aux="max")(params, x, y)
-        updates, state = tx.update(grads, state, params)
+        updates, adam = tx.update(grads, state["adam"], params)
+        state = {"adam": adam, "step": state["step"] + 1}  # a Python number, at first
         return optax.apply_updates(params, updates), state, value, peak
 
     with mw.pipeline(step, groups, schedule=schedule, microbatches=4) as run:
@@ -52,7 +53,7 @@ def train(groups, schedule: str, stages: int):
 
 def steps(run, tx):
     params = make_params()
-    state = jax.tree.map(np.asarray, tx.init(params))
+    state = {"adam": jax.tree.map(np.asarray, tx.init(params)), "step": 0}
     rng = np.random.default_rng(1)
     arrays = {}
     for n in range(STEPS):

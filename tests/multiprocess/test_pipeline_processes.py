@@ -50,6 +50,11 @@ def test_every_process_knows_the_loss(run):
 
 
 @pytest.mark.parametrize("run", RUNS[:1], ids=str)
+def test_every_process_counts_the_steps(run):
+    assert [int(held["state['step']"]) for held in results(*run)] == [3, 3]
+
+
+@pytest.mark.parametrize("run", RUNS[:1], ids=str)
 def test_parameters_stay_in_their_group(run):
     first, last = results(*run)
     assert "params['layers'][0]" in first and "params['layers'][0]" not in last

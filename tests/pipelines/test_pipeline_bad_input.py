@@ -1,5 +1,7 @@
 """What a pipeline refuses, where it points, and what it says to do."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,13 @@ def refused(loss, match, *, at=None, arguments=None, **options):
     with pytest.raises(mw.errors.MeshwrightError, match=match):
         step = mw.pipeline(loss, at or groups(2), **options)
         step(*(arguments or (layers(2), *batch())))
+
+
+def refused_at_once(match, option, **options):
+    """Before the step is called, and with the option that is wrong."""
+    with pytest.raises(mw.errors.PipelineError, match=match) as caught:
+        mw.pipeline(chain_loss, groups(2), **{"microbatches": 4, **options})
+    assert caught.value.option == option
 
 
 def looping(loop):
@@ -134,8 +143,9 @@ def test_unknown_schedules():
 
 @pytest.mark.parametrize("count", [0, -1, "4", None])
 def test_nonsense_microbatches_are_refused_at_once(count):
-    with pytest.raises(mw.errors.MeshwrightError, match="microbatches"):
+    with pytest.raises(mw.errors.MeshwrightError, match="microbatches") as caught:
         mw.pipeline(chain_loss, groups(2), microbatches=count)
+    assert caught.value.option == "microbatches"
 
 
 @pytest.mark.parametrize("count", [2.5, True])
@@ -187,21 +197,15 @@ def test_gradients_inside_of_a_choice():
 
 def test_a_choice_is_not_called_a_loop():
     refused(looping(LOOPS["cond"]), r"inside of cond.*Choose in Python, or with jnp\.where")
-    refused(looping(LOOPS["scan"]), r"inside of scan.*Write the loop out")
-
-
-def test_several_differentiated_arguments():
-    refused(chain_loss, r"argnums=\(0, 1\): a pipeline differentiates one", argnums=(0, 1))
+    refused(looping(LOOPS["scan"]), r"inside of scan.*Write the loop out.*a stack for each stage")
 
 
 @pytest.mark.parametrize("option", ["whole", "cut"])
 def test_parameters_are_not_to_be_cut(option):
-    refused(chain_loss, f"{option}=0: argument 0 holds the parameters", **{option: 0})
-    model = mw.pipeline(chain_loss, groups(2), schedule="forward", microbatches=4, **{option: 0})
-    with pytest.raises(
-        mw.errors.PipelineError, match=f"{option}=0: argument 0 holds the parameters"
-    ):
-        model(layers(2), *batch())
+    match = f"{option}=0: argument 0 holds the parameters"
+    refused_at_once(match, option, **{option: 0})
+    refused_at_once(match, option, **{option: 0}, schedule="forward")
+    refused(chain_loss, match, **{option: "params"})
 
 
 def test_jax_gradients_instead_of_ours():
@@ -219,7 +223,69 @@ def aux_loss(params, x, y):
 def test_unknown_words():
     refused(aux_loss, "aux: 'maen' is not one of .*Did you mean 'mean'", has_aux=True, aux="maen")
     refused(aux_loss, "aux: .* is not like the outputs", has_aux=True, aux={"other": "sum"})
-    refused(chain_loss, "reduce: 'max' is not 'mean' or 'sum'", reduce="max")
+    refused_at_once("reduce: 'max' is not 'mean', 'sum' or 'stack'", "reduce", reduce="max")
+    forward = {"schedule": "forward", "outputs": {"other": "sum"}}
+    refused(chain_loss, "^outputs: .* is not like the outputs", **forward)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"outputs": "sum"}, "outputs: the step has gradients.*has_aux=True with aux="),
+        ({"reduce": "sum", "schedule": "forward"}, "reduce: .*is outputs=, e.g. outputs='sum'"),
+        ({"outputs": "sun", "schedule": "forward"}, "outputs: 'sun' is not .*mean 'sum'"),
+        ({"outputs": None, "schedule": "forward"}, "outputs: None is not one of"),
+        ({"aux": "sum"}, "aux='sum': outputs beside the value are there with has_aux=True only"),
+        ({"aux": ["sum", 3], "has_aux": True}, "aux: 3 is not one of"),
+        ({"has_aux": "yes"}, "has_aux: 'yes' is not True or False"),
+        ({"whole": None}, "whole: None is not an argument: pass its number"),
+        ({"whole": [1, 2.5]}, "whole: 2.5 is not an argument"),
+        ({"whole": -1}, "whole: -1 is not an argument.*counted from 0"),
+        ({"cut": None}, "cut: None is not an argument"),
+        ({"cut": True}, "cut: True is not an argument"),
+        ({"cut": {1: "x"}}, "cut: 'x' is not a dim of argument 1"),
+        ({"cut": {1: -1}}, "cut: -1 is not a dim of argument 1"),
+        ({"carry": 1.5}, "carry: 1.5 is not an argument"),
+        ({"carry": 1, "whole": 1}, "whole=1 and carry=1: .*Say carry alone"),
+        ({"carry": 0}, "carry=0: argument 0 is differentiated"),
+        ({"argnums": "0"}, "argnums: '0' is not the number of an argument"),
+        ({"argnums": -1}, "argnums: -1 is not the number"),
+        ({"argnums": ()}, r"argnums: \(\) names no argument"),
+        ({"argnums": (0, 0)}, r"argnums: \(0, 0\) names one twice"),
+        ({"donate_argnums": -1}, "donate_argnums: expected an int .*counted from 0, got -1"),
+        ({"argnums": (0, 1), "cut": 1}, "cut=1: argument 1 holds the parameters"),
+    ],
+)
+def test_what_is_wrong_by_itself_is_refused_at_once(options, match):
+    refused_at_once(match, re.match("[a-z_]+", match)[0], **options)
+    if not {"schedule", "outputs", "donate_argnums"} & set(options):
+        with pytest.raises(mw.errors.PipelineError, match=match):
+            mw.value_and_grad(chain_loss, **options)
+
+
+def test_a_function_is_differentiated():
+    with pytest.raises(mw.errors.PipelineError, match="value_and_grad: 3 is not a function"):
+        mw.value_and_grad(3)
+
+
+def test_names_of_no_argument():
+    refused(chain_loss, "whole='mask': the function got no argument of that name", whole="mask")
+    refused(chain_loss, "cut='xx': .*Did you mean 'x'", cut="xx")
+    refused(chain_loss, "argnums=7: the function got 3 arguments", argnums=7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (("x",), r"test_pipeline_bad_input\.py:\d+: 'x' is no array"),
+        (((jnp.ones(2), jnp.tanh),), "is no array. Pass the arrays that the next stage uses"),
+        ((jnp.ones(2), 3), "name 3 is not a string"),
+        ((jnp.ones(2), jnp.ones(2)), r"Several arrays go in one tuple: stage_end\(\(x, y\)\)"),
+    ],
+)
+def test_stage_ends_of_what_is_no_array(arguments, match):
+    with pytest.raises(mw.errors.PipelineError, match=match):
+        mw.stage_end(*arguments)
 
 
 def test_errors_carry_the_option_they_speak_of():

@@ -12,7 +12,7 @@ from meshwright.pipelines.consistency import difference, plan_summary
 def summary(loss=chain_loss, rows=8, schedule="1f1b", count=2):
     step = mw.pipeline(loss, groups(2), schedule=schedule, microbatches=4)
     step.explain(layers(count), *batch(rows))
-    return plan_summary(step._last_plan())
+    return plan_summary(step._cache.last())
 
 
 def other_loss(params, x, y):
@@ -58,7 +58,7 @@ def test_many_arrays_are_summarized_by_a_checksum():
     def with_last(last):
         step = mw.pipeline(loss, groups(2), microbatches=2)
         step.explain([*[jnp.ones((4, 4))] * 20, last], jnp.ones((4, 4)))
-        return plan_summary(step._last_plan())
+        return plan_summary(step._cache.last())
 
     same, other = with_last(jnp.ones((4, 4))), with_last(jnp.ones((1, 4)))
     assert difference([same, with_last(jnp.ones((4, 4)))]) == ""

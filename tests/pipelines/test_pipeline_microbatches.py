@@ -8,7 +8,7 @@ import meshwright as mw
 
 def codes(step):
     """The compiled programs of a step, by name."""
-    used = [operation.function for operation in step._last_plan().operations]
+    used = [operation.function for operation in step._cache.last().operations]
     return {code.name: code.compiled for code in used if code is not None}
 
 

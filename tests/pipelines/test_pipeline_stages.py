@@ -7,6 +7,7 @@ from pipeline_helpers import batch, chain_loss, layers, normal
 
 import meshwright as mw
 from meshwright import _compat
+from meshwright.pipelines.microbatch_options import CheckedOptions
 from meshwright.pipelines.stages import split_into_stages
 from meshwright.pipelines.task_programs import programs
 from meshwright.pipelines.tracing import trace_step
@@ -16,7 +17,7 @@ SPLIT = ("F", "B", "W")
 
 
 def tasks_of(loss, *arguments, kinds=SPLIT):
-    traced = trace_step(loss, split_arrays(arguments), 4, False, {})
+    traced = trace_step(loss, split_arrays(arguments), 4, CheckedOptions())
     stages = split_into_stages(traced.region)
     keys = [(kind, stage) for kind in kinds for stage in range(stages.stages)]
     names = dict(zip(stages.invars, traced.region.names, strict=True))
@@ -128,7 +129,7 @@ def test_state_stays_in_the_stage_that_uses_it_however_late_it_is_written():
         return jnp.mean((out - y) ** 2), 0.9 * state + jnp.mean(h, axis=0)
 
     arguments = (layers(3), *batch(), jnp.zeros(4))
-    traced = trace_step(loss, split_arrays(arguments), 4, False, {"carry": 3})
+    traced = trace_step(loss, split_arrays(arguments), 4, CheckedOptions(carry=3))
     stages = split_into_stages(traced.region)
     tasks = programs(stages, [(kind, n) for kind in ("F", "BW") for n in range(3)])
     assert stages.outs[1] in tasks["F", 0].outs

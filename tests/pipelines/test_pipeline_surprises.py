@@ -129,11 +129,11 @@ def test_arrays_that_live_in_several_groups_are_taken():
         ({"donate": 0}, "pipeline has no option 'donate'. Did you mean 'donate_argnums'"),
         (
             {"donate_argnums": True},
-            "donate_argnums: expected an int or a sequence of ints, got True",
+            "donate_argnums: expected an int or a sequence of ints, counted from 0, got True",
         ),
         (
             {"donate_argnums": "params"},
-            "donate_argnums: expected an int or a sequence of ints, got 'params'",
+            "donate_argnums: expected an int or a sequence of ints, counted from 0, got 'params'",
         ),
         ({"rules": 3}, "rules: 3 is not a table"),
         ({"unused": "drop"}, "unused: 'drop' is not one of error, allow"),

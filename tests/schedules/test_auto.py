@@ -52,6 +52,20 @@ def test_memory_below_every_named_schedule_still_finds_one():
     assert mw.schedules.simulate(found).memory == (1, 1, 1, 1)
 
 
+@pytest.mark.parametrize(("groups", "stages"), [(3, 7), (4, 9)])
+@pytest.mark.parametrize("split", [True, False])
+def test_sizes_at_which_every_policy_fills_up_still_have_a_schedule(groups, stages, split):
+    best = mw.schedules.Auto(memory=2, split=split).build(groups, 5, stages)
+    assert max(mw.schedules.simulate(best).memory) <= 2
+
+
+@pytest.mark.parametrize("fields", [{"split": 1}, {"costs": 5}, {"memory": 0}])
+def test_nonsense_is_named_before_anything_is_built(fields):
+    with pytest.raises(mw.errors.ScheduleError) as caught:
+        mw.schedules.Auto(**fields)
+    assert caught.value.option == next(iter(fields))
+
+
 def test_whole_backwards_when_asked():
     assert set(mw.schedules.Auto(split=False).build(4, 8).counts) == {"F", "BW"}
 
@@ -77,6 +91,8 @@ def test_the_same_question_has_the_same_answer():
         ({"latency": -1}, (4, 8), "latency: a time is a number from 0"),
         ({"costs": 5}, (4, 8), "costs are Costs, or a list with one per stage, not 5"),
         ({"costs": "F=0"}, (4, 8), "a forward and a whole backward take time"),
+        ({"costs": ["F=1", 3]}, (2, 8), "costs are 'F=1,B=1,W=1', a mapping or Costs, not 3"),
+        ({"split": "x"}, (4, 8), "split: 'x' is not True or False"),
         ({}, (0, 8), "groups: .*is not a positive integer"),
         ({}, (4, 0), "microbatches: .*is not a positive integer"),
         ({}, (4, 8, 3), "stages: 3 is not an integer of at least 4"),

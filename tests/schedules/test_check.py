@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 import pytest
 
 import meshwright as mw
+from meshwright.schedules.types import Task
 
 
 def changed(rows, name="1f1b", groups=2, microbatches=2):
@@ -90,6 +91,9 @@ def test_half_a_split_backward_is_missed():
         (("mine", 1, (0,), [None]), "group 0: its tasks are a list, not None"),
         (("mine", 1, (0,), [["0F0"]]), r"position 0: '0F0' is not \(kind, stage, microbatch\)"),
         (("mine", 1, (0,), [[("X", 0, 0)]]), "kind 'X' is not one of"),
+        (("mine", 1, (0,), [[Task("F", 0, -1)]]), "position 0: microbatch: -1 is not an integer"),
+        (("mine", 1, (0,), [[Task("F", 0.5, 0)]]), "position 0: stage: 0.5 is not an integer"),
+        (("mine", 1, (0,), [[Task("F", True, 0)]]), "position 0: stage: True is not an integer"),
         (("mine", 1, (0,), [[("F", -1, 0)]]), "stage: -1 is not an integer of at least 0"),
         (("mine", 1, (0,), [[("F", 0, 0.5)]]), "microbatch: 0.5 is not an integer of at least 0"),
         (("mine", 1, (0,), [[("F", 0, 0)]], [{0}]), "position 0 cannot be overlapped"),

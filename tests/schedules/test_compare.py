@@ -177,3 +177,16 @@ def test_comparing_starts_no_backend():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout == "False\n", done.stderr
+
+
+@pytest.mark.parametrize("also", [3, "1f1b", ["1f1b"], None])
+def test_what_is_no_schedule_is_not_compared(also):
+    with pytest.raises(mw.errors.ScheduleError, match="is not a list of Schedules") as caught:
+        mw.schedules.compare_schedules(2, 4, also=also)
+    assert caught.value.option == "also"
+
+
+def test_one_schedule_is_no_list_of_them():
+    own = mw.schedules.schedule("1f1b", groups=2, microbatches=4)
+    with pytest.raises(mw.errors.ScheduleError, match=r"is not a list.*Pass \[schedule"):
+        mw.schedules.compare_schedules(2, 4, also=own)

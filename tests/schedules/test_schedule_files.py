@@ -195,3 +195,12 @@ def test_links_and_devices_are_written_not_replaced(tmp_path):
     assert (tmp_path / "real.csv").read_text() == "new"
     write_text("/dev/null", "gone")
     assert os.stat("/dev/null").st_rdev  # noqa: PTH116
+
+
+@pytest.mark.parametrize("path", [3, None, ["a.csv"]])
+def test_what_is_no_path_is_named(path):
+    with pytest.raises(mw.errors.ScheduleError, match="is not the path of a file") as caught:
+        mw.schedules.read_schedule(path)
+    assert caught.value.option == "path"
+    with pytest.raises(mw.errors.ScheduleError, match="is not the path of a file"):
+        mw.schedules.write_schedule(mw.schedules.schedule("1f1b", groups=2, microbatches=2), path)

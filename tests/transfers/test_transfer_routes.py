@@ -317,7 +317,8 @@ def test_a_route_moves_nothing_and_takes_arrays_too():
     ("tree", "target", "text"),
     [
         ({"x": "text"}, end((1,)), "'text' is no array or shape. Only arrays travel"),
-        ({}, end((1,)), "no arrays. Pass at least one."),
+        ({}, end((1,)), "holds no arrays. Pass at least one."),
+        (None, None, "None holds no arrays. Pass at least one."),
         ({"x": np.zeros(4)}, end((1,)), "x: does not say where it lies. Pass source="),
         ({"x": shape_of((8,), end((0,)))}, "tp", "target: 'tp' is not a sharding"),
         ({"x": shape_of((8,), end((0,)))}, {"y": end((1,))}, "nor a tree of them like the arrays"),

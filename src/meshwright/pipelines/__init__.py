@@ -2,10 +2,13 @@
 
 In: a function with stage ends (`stage_mark.py`) around a loss that `value_and_grad`
 (`microbatching.py`) differentiates, groups of devices, a schedule. Out: a `PipelineStep`
-(`step.py`) that is called like the function. `api.py` checks the options; `arguments.py` puts the
-arguments of a call in order.
+(`step.py`) that is called like the function. `api.py` and `microbatch_options.py` check the
+options; `arguments.py` puts the arguments of a call in order. While a step is traced, the part that
+runs once per microbatch is a `Region` (`region.py`), whose results are reduced as `reductions.py`
+says.
 
-The first call with arguments of a kind makes a plan. `plan.py` runs seven passes, then compiles:
+The first call with arguments of a kind makes a plan, which `plan_cache.py` keeps. `plan.py` runs
+seven passes, then compiles:
 
 1. `tracing.py`: trace the step, inline `jit` and what else hides stage ends, find the region of
    microbatches.
@@ -24,5 +27,6 @@ The first call with arguments of a kind makes a plan. `plan.py` runs seven passe
 Passes 6 and 7 write into a `StepBuilder` (`step_graph.py`), which holds slots, operations and where
 values lie. A call then binds its arguments to slots and executes the operations of this process
 (`runtime.py`). In several processes the plans are compared before the first step
-(`consistency.py`). `explanation.py` and `profiling.py` are `step.explain()` and `step.timeline()`.
+(`consistency.py`). `explanation.py`, `profiling.py` and `lowered.py` are `step.explain()`,
+`step.timeline()` and `step.lower()`.
 """

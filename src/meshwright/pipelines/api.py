@@ -9,10 +9,10 @@ from typing import Any, Unpack
 from jax.sharding import AxisType
 
 from meshwright._checks import check_integer, check_seconds
-from meshwright.errors import PipelineError, ScheduleError, near, short
+from meshwright.errors import PipelineError, ScheduleError, short
 from meshwright.mpmd.groups import Groups, as_groups
 from meshwright.pipelines.arguments import takes_positional
-from meshwright.pipelines.microbatching import MicrobatchOptions
+from meshwright.pipelines.microbatch_options import MicrobatchOptions, check_options
 from meshwright.pipelines.plan import Planner
 from meshwright.pipelines.stage_mark import stage_end
 from meshwright.pipelines.step import PipelineStep
@@ -40,11 +40,11 @@ def pipeline(
     `value_and_grad`), a whole training step that calls `value_and_grad`, or a list of stage
     functions `f(params[i], x)`. `groups` is an `MpmdMesh`, a `MeshGroups` or a list of meshes.
     `schedule` is a name, a `Schedule` or an `Auto`; "forward" has no gradients, and `outputs` then
-    says how results are reduced, as `aux` does. Arguments but the first are cut along dim 0 into
-    `microbatches`. `rules` say how parameters are split inside their groups, and `unused` whether
-    all must be obeyed, as in `partition`; by default shapes decide. Arguments that
-    `donate_argnums` numbers are given up, as in `jax.jit`. The first call with arguments of a kind
-    traces, cuts and compiles.
+    says how results are reduced, as `aux` does. Arguments but the first (or those of `argnums`) are
+    cut along dim 0 into `microbatches`. `rules` say how parameters are split inside their groups,
+    and `unused` whether all must be obeyed, as in `partition`; by default shapes decide. Arguments
+    that `donate_argnums` numbers are given up, as in `jax.jit`. The first call with arguments of a
+    kind traces, cuts and compiles.
 
     In several processes all call it, best as `with pipeline(...) as step`. When one of them
     fails, or makes no progress for `timeout` seconds, all end with a line that says why.
@@ -66,36 +66,28 @@ def pipeline(
     # touched, and every process comes to the same verdict.
     if not callable(fn):
         fn = chain_stages(fn)
-    check_integer("pipeline: microbatches", microbatches, error=ScheduleError)
+    check_integer(
+        "pipeline: microbatches", microbatches, error=ScheduleError, option="microbatches"
+    )
     donated = _argument_numbers(donate_argnums)
-    _check_options(options)
     _check_schedule(schedule)
+    checked = check_options(options, gradient=not _is_forward(schedule))
     timeout = check_seconds("timeout", timeout, error=PipelineError)
     shardings = GroupShardings(_auto_axes(groups), rules, unused)
-    planner = Planner(
-        takes_positional(fn), shardings, schedule, microbatches, donated, dict(options)
-    )
+    planner = Planner(takes_positional(fn), shardings, schedule, microbatches, donated, checked)
     return PipelineStep(planner, timeout)
 
 
 def _argument_numbers(numbers: Any) -> tuple[int, ...]:
     """Check `donate_argnums`; whether there are such arguments is known at the first call."""
     as_list = numbers if isinstance(numbers, (tuple, list)) else (numbers,)
-    if any(isinstance(n, bool) or not isinstance(n, int) for n in as_list):
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in as_list):
         raise PipelineError(
-            f"donate_argnums: expected an int or a sequence of ints, got {short(numbers)}.",
+            f"donate_argnums: expected an int or a sequence of ints, counted from 0, got "
+            f"{short(numbers)}.",
             option="donate_argnums",
         )
     return tuple(as_list)
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    # Whether an option fits the step (`outputs` or `aux`) is known once it was traced.
-    known = tuple(MicrobatchOptions.__annotations__)
-    for name in options:
-        if name not in known:
-            hint = near(name, (*known, "donate_argnums", "rules", "timeout"))
-            raise PipelineError(f"pipeline has no option {name!r}.{hint}", option=name)
 
 
 def _check_schedule(schedule: Any) -> None:
@@ -105,6 +97,12 @@ def _check_schedule(schedule: Any) -> None:
         raise PipelineError(
             f"schedule: {short(schedule)} is not a name, a Schedule or an Auto.", option="schedule"
         )
+
+
+def _is_forward(schedule: str | Schedule | Auto) -> bool:
+    if isinstance(schedule, Schedule):
+        return schedule.forward_only
+    return isinstance(schedule, str) and schedule.strip().lower() == "forward"
 
 
 def _auto_axes(groups: Any) -> Groups:
@@ -134,7 +132,9 @@ def chain_stages(functions: Any) -> Callable[..., Any]:
     asks for more than `x` gets the end of the batch: `loss(params, x, labels)`.
     """
     if not isinstance(functions, Sequence) or not functions or not all(map(callable, functions)):
-        raise PipelineError(f"{short(functions)} is not a function or a list of stage functions.")
+        raise PipelineError(
+            f"{short(functions)} is not a function or a list of stage functions.", option="fn"
+        )
     first, *later = functions
     # How many arrays from the end of the batch each later function asks for.
     labels = [max(0, _required_after_params(function) - 1) for function in later]

@@ -20,13 +20,21 @@ from meshwright.trees.walk import is_key
 # `Keyword`. Everything behind this line (donation, microbatches, plans) counts arguments by number.
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class Keyword:
     """A keyword-only argument: a pytree node, so that its arrays are traced like any other's."""
 
-    name: str = dataclasses.field(metadata={"static": True})
+    name: str
     value: Any
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], str]:
+        # By its name, not as `value`: paths are in messages, and rules match them.
+        return [(jax.tree_util.GetAttrKey(self.name), self.value)], self.name
+
+    @classmethod
+    def tree_unflatten(cls, name: str, children: Sequence[Any]) -> Keyword:
+        return cls(name, *children)
 
 
 def positional_arguments(
@@ -53,40 +61,61 @@ def positional_arguments(
 def takes_positional(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `fn` so that it is called with the result of `positional_arguments`."""
 
+    # Keywords too: a function may be wrapped twice, as that of a pipeline in `value_and_grad`.
     @functools.wraps(fn)
-    def wrapped(*args: Any) -> Any:
+    def wrapped(*args: Any, **more: Any) -> Any:
         keywords = {arg.name: arg.value for arg in args if isinstance(arg, Keyword)}
-        return fn(*(arg for arg in args if not isinstance(arg, Keyword)), **keywords)
+        return fn(*(arg for arg in args if not isinstance(arg, Keyword)), **keywords, **more)
 
     return wrapped
 
 
-# Arrays of a batch are cut along dim 0 into microbatches. Whether that is what the caller means is
-# checked: a mask of tokens by tokens, cut along its rows, would train on nonsense without an error.
+def argument_label(argument: Any, number: int) -> int | str:
+    """Return how options and messages name an argument: by its number, or by its only name."""
+    return argument.name if isinstance(argument, Keyword) else number
+
+
+# Arrays of a batch are cut along a dim, the first unless the caller says so, into microbatches.
+# Whether that is what the caller means is checked: a mask of tokens by tokens, cut along its rows,
+# would train on nonsense without an error.
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchArray:
-    """An array of the batch: the number of its argument, what messages call it, and its rows."""
+    """An array of the batch: its argument, what messages call it, and the dim that is cut."""
 
-    argument: int
+    argument: int | str
     name: str
-    rows: int
+    shape: tuple[int, ...]
+    dim: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.shape[self.dim]
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows" + (f" (dim {self.dim})" if self.dim else "")
 
 
 def microbatch_shape(shape: Any, microbatches: int, array: BatchArray) -> Any:
     """Return the shape of one microbatch of an array; refuse rows that do not divide."""
+    if array.dim >= len(array.shape):
+        raise PipelineError(
+            f"{array.name}: cut along dim {array.dim}, but its shape is {array.shape}. Name a dim "
+            f"that it has: cut={{{array.argument!r}: {len(array.shape) - 1}}}.",
+            option="cut",
+        )
     if array.rows % microbatches:
         each = array.rows // microbatches
         fitting = [str(n * microbatches) for n in (each, each + 1) if n]
         raise PipelineError(
-            f"{array.name}: {array.rows} rows cannot be cut into {microbatches} microbatches. Take "
+            f"{array.name}: {array} cannot be cut into {microbatches} microbatches. Take "
             f"{' or '.join(fitting)} rows, or another number of microbatches; if every "
-            f"microbatch needs all of it, pass whole={array.argument}."
+            f"microbatch needs all of it, pass whole={array.argument!r}."
         )
-    return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
-        (array.rows // microbatches, *shape.shape[1:]), shape.dtype
-    )
+    rows = list(array.shape)
+    rows[array.dim] //= microbatches
+    return jax.ShapeDtypeStruct(tuple(rows), shape.dtype)  # type: ignore[no-untyped-call]
 
 
 def has_key_per_microbatch(shape: Any, microbatches: int) -> bool:
@@ -96,7 +125,9 @@ def has_key_per_microbatch(shape: Any, microbatches: int) -> bool:
     return holds_keys and bool(shape.shape[0] == microbatches)
 
 
-def check_same_rows(batch: Sequence[BatchArray], cut: Collection[int], microbatches: int) -> None:
+def check_same_rows(
+    batch: Sequence[BatchArray], cut: Collection[int | str], microbatches: int
+) -> None:
     """Refuse arrays of different lengths, of which some may not be meant to be cut: a mask.
 
     The batch has as many rows as most arguments; others are named in `cut`. Where no number of
@@ -111,11 +142,11 @@ def check_same_rows(batch: Sequence[BatchArray], cut: Collection[int], microbatc
     odd = [a for a in batch if a.argument not in cut and (tie or a.rows != usual)]
     if not odd:
         return
-    sizes = listing([f"{array.name} has {array.rows} rows" for array in batch], 6)
+    sizes = listing([f"{array.name} has {array}" for array in batch], 6)
     numbers = list(dict.fromkeys(array.argument for array in odd))
-    wholes = [f"whole={n} if every microbatch needs all of argument {n}" for n in numbers]
-    all_cut = sorted({*numbers, *cut})
-    cuts = str(all_cut[0] if len(all_cut) == 1 else tuple(all_cut))
+    wholes = [f"whole={n!r} if every microbatch needs all of argument {n!r}" for n in numbers]
+    all_cut = sorted({*numbers, *cut}, key=str)
+    cuts = repr(all_cut[0] if len(all_cut) == 1 else tuple(all_cut))
     raise PipelineError(
         f"{sizes}. Arguments are cut along dim 0 into {microbatches} microbatches, and these are "
         f"not one batch. Pass {listing(wholes, 6)}, or cut={cuts} if "

@@ -30,11 +30,13 @@ from meshwright.pipelines.outer_program import (
     fuse_by_group_and_level,
     num_elements,
 )
+from meshwright.pipelines.reductions import Reduction, is_total, join
 from meshwright.pipelines.stages import StageProgram
 from meshwright.pipelines.step_graph import StepBuilder, TaskFunction
 from meshwright.pipelines.task_programs import Program, TaskKey
 from meshwright.pipelines.tracing import Traced
 from meshwright.schedules.validation import Proof
+from meshwright.trees.specs import make_spec
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -229,18 +231,20 @@ def _result_nodes(traced: Traced, tasks: TaskWriter, group_of_var: dict[Var, int
     reductions = tasks.stage_program.region.all_reductions
     nodes = []
     for number, (var, how) in enumerate(zip(traced.results, reductions, strict=True)):
-        if how in ("stack", "carry"):
-            nodes.append(_stack_node(tasks, number, var, how))
-            continue
         # A gradient goes to its parameter, where the optimizer will need it.
         parameter = tasks.accumulators.parameter(number)
         group = None if parameter is None else group_of_var.get(parameter)
-        nodes.append(tasks.accumulators.result_node(number, var, group))
+        if is_total(how):
+            nodes.append(tasks.accumulators.result_node(number, var, group))
+        elif parameter is None:
+            nodes.append(_join_node(tasks, number, var, how))
+        else:
+            nodes.append(_stacked_gradient_node(tasks, number, var, group or 0))
     return nodes
 
 
-def _stack_node(tasks: TaskWriter, number: int, var: Var, how: str) -> Node:
-    """Make the node that stacks the values of all microbatches, or takes the last one (carry)."""
+def _join_node(tasks: TaskWriter, number: int, var: Var, how: Reduction) -> Node:
+    """Make the node that joins the values of all microbatches, or takes the last one (carry)."""
     inner, count = tasks.stage_program.outs[number], tasks.schedule.microbatches
     groups = [tasks.group(key) for key, program in tasks.programs.items() if inner in program.outs]
     if not groups:
@@ -248,15 +252,44 @@ def _stack_node(tasks: TaskWriter, number: int, var: Var, how: str) -> Node:
             "an auxiliary output does not depend on what the stages compute. Compute it outside "
             "of the differentiated function."
         )
-    group = groups[0]
-    parts = []
-    for microbatch in range(count) if how == "stack" else (count - 1,):
-        part = PartialResult(inner.aval)
-        tasks.builder.slot_of[part, group] = tasks.values[inner, microbatch, group]
-        parts.append(part)
+    parts = [
+        _partial_result(tasks, inner, microbatch, groups[0])
+        for microbatch in (range(count) if how != "carry" else (count - 1,))
+    ]
 
-    def stack(values: dict[Var, Any]) -> list[Any]:
-        items = [values[part] for part in parts]
-        return [jnp.stack(items)] if how == "stack" else items
+    def joined(values: dict[Var, Any]) -> list[Any]:
+        return [join(how, [values[part] for part in parts])]
 
-    return Node(tuple(parts), (var,), stack, group)
+    return Node(tuple(parts), (var,), joined, groups[0])
+
+
+def _stacked_gradient_node(tasks: TaskWriter, number: int, var: Var, group: int) -> Node:
+    """Make the node that stacks the gradients of all microbatches, each a sum over its stages."""
+    accumulators, builder = tasks.accumulators, tasks.builder
+    parts = [
+        [
+            _partial_result(tasks, part, microbatch, tasks.schedule.group_of[stage])
+            for (_, stage), part in accumulators.gradient_parts(number)
+        ]
+        for microbatch in range(tasks.schedule.microbatches)
+    ]
+    sharding = accumulators.sharding((number, 0), group)
+    for part in (part for one in parts for part in one):
+        builder.var_shardings[part, group] = sharding
+    builder.var_shardings[var, group] = NamedSharding(
+        sharding.mesh, make_spec([None, *sharding.spec])
+    )
+    constant = accumulators.constant_parts(number)
+
+    def stacked(values: dict[Var, Any]) -> list[Any]:
+        fixed = [accumulators.evaluate(atom, group) for atom in constant]
+        return [jnp.stack([sum([values[part] for part in one] + fixed) for one in parts])]
+
+    return Node(tuple(part for one in parts for part in one), (var,), stacked, group)
+
+
+def _partial_result(tasks: TaskWriter, var: Var, microbatch: int, group: int) -> PartialResult:
+    """Name the value of one microbatch, in the group that made it, for the epilogue."""
+    part = PartialResult(var.aval)
+    tasks.builder.slot_of[part, group] = tasks.values[var, microbatch, group]
+    return part

@@ -24,7 +24,8 @@ from meshwright._compat import Atom, Aval, Var, is_literal
 from meshwright.errors import PipelineError
 from meshwright.pipelines.mesh_rewrite import rewrite_to_group_mesh
 from meshwright.pipelines.outer_program import Node
-from meshwright.pipelines.staged_program import NO_STAGE, variables_read
+from meshwright.pipelines.reductions import Reduction
+from meshwright.pipelines.staged_program import NO_STAGE, StageKey, variables_read
 from meshwright.pipelines.stages import StageProgram
 from meshwright.pipelines.step_graph import StepBuilder, TaskFunction
 from meshwright.pipelines.task_programs import Program, Sum, TaskKey, all_sums, recomputed
@@ -51,9 +52,11 @@ class TaskWriter:
         self.accumulators = accumulators
         self.values: dict[tuple[Var, int, int], int] = {}  # slots by (variable, microbatch, group)
         self.operand = dict(zip(stage_program.invars, traced.operands, strict=True))
-        roles = zip(stage_program.invars, stage_program.region.roles, strict=True)
-        split = {var: self.operand[var] for var, role in roles if role == "split"}
-        self.batch = Microbatches(builder, split, self.schedule.microbatches)
+        region = stage_program.region
+        inputs = zip(stage_program.invars, region.roles, region.dims, strict=True)
+        dims = {var: dim for var, role, dim in inputs if role == "split"}
+        split = {var: self.operand[var] for var in dims}
+        self.batch = Microbatches(builder, split, dims, self.schedule.microbatches)
         self.carried = self._carried()
         self.readers: dict[Var, set[int]] = {}  # a variable, and the groups whose tasks read it
         for key, program in programs.items():
@@ -140,7 +143,7 @@ class TaskWriter:
         program, group = self.programs[key], self.group(key)
         eqns = rewrite_to_group_mesh(program.eqns, self.builder.shardings.groups, group)
         run = equations_as_function(program.ins, [*program.outs, *program.sums.values()], eqns)
-        run = self.batch.with_index(run, program.ins)
+        run = self.batch.with_index(run, program.ins, group)
         combines = [self.accumulators.combine(number) for number in program.sums]
         num_totals, num_outs = len(combines), len(program.outs)
 
@@ -222,7 +225,7 @@ class Accumulators:
             slots = self.builder.add_call(group, function, (), [aval for _, aval in wanted])
             self.slots.update(zip(numbers, slots, strict=True))
 
-    def reduction(self, number: Sum) -> str:
+    def reduction(self, number: Sum) -> Reduction:
         return self.stage_program.region.all_reductions[number[0]]
 
     def combine(self, number: Sum) -> Callable[[Any, Any], Any]:
@@ -256,26 +259,31 @@ class Accumulators:
         for key, part, at in zip(numbers, parts, groups, strict=True):
             self.builder.slot_of[part, at] = self.slots[key]
             self.builder.var_shardings[part, target] = self.sharding(key, target)
-        constant = self._constant_parts(number)
+        constant = self.constant_parts(number)
 
         def finish(values: dict[Var, Any]) -> list[Any]:
             terms = [values[part] for part in parts]
             # What is the same for every microbatch is no part of the totals: added `count` times.
-            fixed = [self._evaluate(part, target) for part in constant]
+            fixed = [self.evaluate(part, target) for part in constant]
             terms += [x if how == "max" else x * count for x in fixed]
             total = functools.reduce(self.combine((number, 0)), terms)
             return [(total / count).astype(var.aval.dtype) if how == "mean" else total]
 
         return Node(tuple(parts), (var,), finish, target)
 
-    def _constant_parts(self, number: int) -> list[Atom]:
+    def gradient_parts(self, number: int) -> list[tuple[StageKey, Var]]:
+        """Return the parts of a gradient that differ between microbatches, and their stages."""
+        index = number - len(self.stage_program.outs)
+        return [part for part in self.stage_program.grads[index] if part[0] != NO_STAGE]
+
+    def constant_parts(self, number: int) -> list[Atom]:
         """Return the parts of a result that are the same for every microbatch."""
         index = self._gradient_index(number)
         if index is not None:
             return [var for key, var in self.stage_program.grads[index] if key == NO_STAGE]
         return [] if (number, 0) in self.vars else [self.stage_program.outs[number]]
 
-    def _evaluate(self, var: Atom, group: int) -> Any:
+    def evaluate(self, var: Atom, group: int) -> Any:
         """Compute what depends on no operand, inside the program that needs it."""
         if is_literal(var):
             return jnp.full(var.aval.shape, var.val, var.aval.dtype)
@@ -290,7 +298,7 @@ class Accumulators:
         return equations_as_function((), (var,), local)()[0]
 
 
-def _initial_values(wanted: Sequence[tuple[str, Aval]]) -> list[Any]:
+def _initial_values(wanted: Sequence[tuple[Reduction, Aval]]) -> list[Any]:
     return [
         jnp.full(aval.shape, _least(aval.dtype), aval.dtype)
         if how == "max"
@@ -309,53 +317,75 @@ class Microbatches:
     """The whole batch in each group that reads it; every task picks the rows of its microbatch.
 
     The index of the microbatch is an operand, so that all microbatches run the same program.
-    `split` maps the variables of one microbatch to the step's variables for the whole batch.
+    `split` maps the variables of one microbatch to the step's variables for the whole batch, `dims`
+    to the dim along which that is cut.
     """
 
-    def __init__(self, builder: StepBuilder, split: Mapping[Var, Var], count: int):
-        self.builder, self.split, self.count = builder, split, count
+    def __init__(
+        self, builder: StepBuilder, split: Mapping[Var, Var], dims: Mapping[Var, int], count: int
+    ):
+        self.builder, self.split, self.dims, self.count = builder, split, dims, count
         self._slots: dict[tuple[Var, int], int] = {}
         self._indices: dict[tuple[int, int], int] = {}  # slots by (microbatch, group)
 
     def place(self, group: int, used: Sequence[Var]) -> None:
         """Place the arguments of the batch that the tasks of a group read."""
         shardings = self.builder.shardings
-        batches = [self.split[var] for var in used]
-        for batch in batches:
-            self.builder.var_shardings[batch, group] = shardings.over_data_axes(
-                group, batch.aval.shape
+        for var in used:
+            self.builder.var_shardings[self.split[var], group] = shardings.over_data_axes(
+                group, self.split[var].aval.shape, self.dims[var]
             )
-        slots = [self.builder.slot_in_group(batch, group) for batch in batches]
-        if used and shardings.meshes[group].size > 1:
-            # Rows are sharded over the devices in order, so that a microbatch, a range of rows,
-            # is on some devices only. Reshaped to (microbatches, rows) and sharded along the
-            # rows, each device holds a part of every microbatch.
+        slots = [self.builder.slot_in_group(self.split[var], group) for var in used]
+        if used and self._is_cut(group):
             avals = [var.aval.update(shape=(self.count, *var.aval.shape)) for var in used]
-            outs = [shardings.over_data_axes(group, aval.shape, 1) for aval in avals]
-            cut = functools.partial(_cut, [aval.shape for aval in avals])
+            outs = [
+                shardings.over_data_axes(group, aval.shape, 1 + self.dims[var])
+                for var, aval in zip(used, avals, strict=True)
+            ]
+            dims = [self.dims[var] for var in used]
+
+            def cut(*batches: Any) -> list[Any]:
+                return [
+                    jnp.moveaxis(_by_microbatch(batch, dim, self.count), dim, 0)
+                    for batch, dim in zip(batches, dims, strict=True)
+                ]
+
             function = TaskFunction(f"group {group}: microbatches", cut, outs)
             slots = self.builder.add_call(group, function, slots, avals)
         self._slots.update(((var, group), slot) for var, slot in zip(used, slots, strict=True))
+
+    def _is_cut(self, group: int) -> bool:
+        """Whether the batch is cut once, before the tasks, in this group.
+
+        Rows are sharded over the devices in order, so that a microbatch, a range of rows, is on
+        some devices only. Reshaped to (microbatches, rows) and sharded along the rows, each device
+        holds a part of every microbatch.
+        """
+        return self.builder.shardings.meshes[group].size > 1
 
     def inputs(self, variables: Sequence[Var], microbatch: int, group: int) -> list[int]:
         """Return the slots of the batches that a task reads, then that of its index."""
         slots = [self._slots[var, group] for var in variables if var in self.split]
         return [*slots, self._index(microbatch, group)] if slots else []
 
-    def with_index(self, run: Run, variables: Sequence[Var]) -> Run:
+    def with_index(self, run: Run, variables: Sequence[Var], group: int) -> Run:
         """Change a function of one microbatch into one of the batches and an index.
 
         Those are its last arguments, as `inputs` gives them: `run(w, x)` becomes
         `indexed(w, batch, index)` where `x` is split.
         """
         places = [n for n, var in enumerate(variables) if var in self.split]
-        shapes = [(self.count, *variables[n].aval.shape) for n in places]
+        is_cut = self._is_cut(group)
 
         def indexed(*values: Any) -> list[Any]:
             operands = list(values[: len(variables) - len(places)])
             *batches, index = values[len(operands) :]
-            for place, rows in zip(places, _cut(shapes, *batches), strict=True):
-                operands.insert(place, jax.lax.dynamic_index_in_dim(rows, index, keepdims=False))
+            for place, batch in zip(places, batches, strict=True):
+                dim = self.dims[variables[place]]
+                rows = batch if is_cut else _by_microbatch(batch, dim, self.count)
+                axis = 0 if is_cut else dim
+                row = jax.lax.dynamic_index_in_dim(rows, index, axis, keepdims=False)
+                operands.insert(place, row)
             return run(*operands)
 
         return indexed if places else run
@@ -366,6 +396,7 @@ class Microbatches:
         return self._indices[microbatch, group]
 
 
-def _cut(shapes: Sequence[tuple[int, ...]], *batches: Any) -> list[Any]:
-    """Reshape batches to (microbatches, rows of one, ...); those that have that shape stay."""
-    return [batch.reshape(shape) for batch, shape in zip(batches, shapes, strict=True)]
+def _by_microbatch(batch: Any, dim: int, count: int) -> Any:
+    """Reshape a batch so that dim `dim` numbers the microbatches and the next one their rows."""
+    shape = batch.shape
+    return batch.reshape((*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]))

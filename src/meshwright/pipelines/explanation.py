@@ -13,7 +13,7 @@ from meshwright._compat import Atom, Var
 from meshwright._show import Table, short_repr
 from meshwright._text import amount, plural
 from meshwright.errors import listing
-from meshwright.pipelines.microbatching import CLOSURE
+from meshwright.pipelines.region import CLOSURE
 from meshwright.pipelines.staged_program import variables
 from meshwright.pipelines.task_programs import Program, TaskKey
 from meshwright.schedules.timeline import Timeline, simulate

@@ -16,7 +16,10 @@ from meshwright._show import short_repr
 from meshwright._text import plural
 from meshwright.errors import PipelineError, ScheduleError
 from meshwright.pipelines.build_step import Assembled, assemble
+from meshwright.pipelines.microbatch_options import CheckedOptions
+from meshwright.pipelines.outer_program import num_elements
 from meshwright.pipelines.runtime import local_operations, place_constants
+from meshwright.pipelines.staged_program import variables
 from meshwright.pipelines.stages import StageProgram, split_into_stages
 from meshwright.pipelines.step_graph import (
     GroupShardings,
@@ -32,7 +35,7 @@ from meshwright.schedules.named import schedule as named_schedule
 from meshwright.schedules.types import Schedule
 from meshwright.schedules.validation import Proof, check
 from meshwright.transfers.links import Link
-from meshwright.trees.split import Split
+from meshwright.trees.split import Split, changed_numbers, split_arrays
 
 # From a lowered program to one with the methods of `jax.stages.Compiled`.
 Compile = Callable[[TaskFunction, Operation, Any], Any]
@@ -46,7 +49,9 @@ class Plan:
 
     `operations` are those of this process; `assembled` has those of all groups. `paths` are the
     paths of the argument arrays ("0/w"), `names` the same inside their argument ("w"); `donated`
-    are their indices.
+    are their indices, `unused_donations` those of more than one number whose memory no program
+    takes over: a step deletes them itself. `numbers` are the positions, among all leaves, of Python
+    numbers that the step returns changed and that were taken for data.
     """
 
     traced: Traced
@@ -58,6 +63,8 @@ class Plan:
     names: Sequence[str]
     paths: Sequence[str]
     donated: frozenset[int]
+    unused_donations: frozenset[int] = frozenset()
+    numbers: frozenset[int] = frozenset()
 
     def __repr__(self) -> str:
         schedule = self.proof.schedule
@@ -84,7 +91,7 @@ class Planner:
     schedule: str | Schedule | Auto
     microbatches: int
     donated: tuple[int, ...]
-    options: dict[str, Any]
+    options: CheckedOptions
 
     def plan(
         self,
@@ -98,7 +105,7 @@ class Planner:
         `parts` are the arguments, arrays or shapes. `link` transfers between processes; None in a
         single one.
         """
-        traced = trace_step(self.fn, parts, self.microbatches, self._is_forward(), self.options)
+        parts, traced, changed = self._trace(parts)
         self._check_gradients(traced)
         stage_program = split_into_stages(traced.region)
         proof = check(self._schedule(stage_program.stages))
@@ -124,6 +131,7 @@ class Planner:
         # Constants are kept as well: they are the same arrays in every step.
         free_after_last_use(operations, kept | set(builder.constants))
         compile_all(builder, operations, compile_one)
+        taken = _taken_over(builder, traced)
         return Plan(
             traced,
             stage_program,
@@ -134,17 +142,30 @@ class Planner:
             names,
             parts.paths,
             donated,
+            frozenset(n for n in donated - taken if num_elements(traced.invars[n]) > 1),
+            changed,
         )
 
-    def _is_forward(self) -> bool:
-        if isinstance(self.schedule, Schedule):
-            return self.schedule.forward_only
-        return isinstance(self.schedule, str) and self.schedule.strip().lower() == "forward"
+    def _trace(self, parts: Split) -> tuple[Split, Traced, frozenset[int]]:
+        """Trace the step, Python numbers that it returns changed being data (`TrainState.step`)."""
+        options = (self.microbatches, self.options)
+        traced = trace_step(self.fn, parts, *options)
+        numbers = changed_numbers(parts, traced.out)
+        if not numbers:
+            return parts, traced, numbers
+        data = split_arrays(parts.rebuild(parts.arrays), 1, numbers.union(parts.positions))
+        try:
+            return data, trace_step(self.fn, data, *options), numbers
+        except Exception:
+            # The step asks for the value, `if state.step % 100 == 0`: it must stay a setting, and
+            # the step is compiled for each. `PlanCache` warns of that.
+            return parts, traced, frozenset()
 
     def _check_gradients(self, traced: Traced) -> None:
         """Refuse a step with gradients on a schedule without a backward, and the reverse."""
-        if self._is_forward() == bool(traced.region.gradient):
-            have = "has no backward" if self._is_forward() else "has one"
+        forward_only = not self.options.gradient
+        if forward_only == bool(traced.region.gradient):
+            have = "has no backward" if forward_only else "has one"
             raise PipelineError(
                 f"the step {'takes gradients' if traced.region.gradient else 'takes none'}, and "
                 f"the schedule {have}. Use 'forward' for steps without gradients only.",
@@ -182,6 +203,18 @@ class Planner:
         return schedule
 
 
+def _taken_over(builder: StepBuilder, traced: Traced) -> frozenset[int]:
+    """Return the arguments that live on: in the memory of a result, or returned as they are."""
+    taken = {
+        operation.ins[n]
+        for operation in builder.operations
+        if operation.function is not None
+        for n in operation.function.donate_argnums
+    }
+    returned = {builder.arguments[v] for v in variables(traced.outvars) if v in builder.arguments}
+    return frozenset(p.number for p in builder.placed if p.slot in taken) | returned
+
+
 def compile_all(
     builder: StepBuilder, operations: Sequence[Operation], compile_one: Compile = compile_here
 ) -> None:
@@ -200,7 +233,7 @@ def compile_all(
         while waiting:
             # Lowering traces Python, under the interpreter lock: threads would not help there.
             ready = [
-                (function, operation, _lower(builder, function, operation))
+                (function, operation, lower_function(builder, function, operation))
                 for function, operation in waiting.values()
                 if all(builder.slot_shardings[slot] is not None for slot in operation.ins)
             ]
@@ -229,7 +262,8 @@ def _thread_pool(count: int) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _lower(builder: StepBuilder, function: TaskFunction, operation: Operation) -> Any:
+def lower_function(builder: StepBuilder, function: TaskFunction, operation: Operation) -> Any:
+    """Lower a function for the shardings of the slots that an operation calls it with."""
     jitted = jax.jit(
         function.fn,
         out_shardings=function.out_shardings,

@@ -22,7 +22,7 @@ from meshwright.mpmd.assign import delete_donated
 from meshwright.mpmd.groups import Groups
 from meshwright.pipelines.step_graph import Operation, StepBuilder
 from meshwright.transfers.links import Link
-from meshwright.transfers.moves import array_without_shards
+from meshwright.transfers.moves import array_without_shards, own_memory
 from meshwright.transfers.routes import Route
 from meshwright.transfers.routes import route as plan_route
 from meshwright.trees.walk import is_key
@@ -178,6 +178,24 @@ def bind_arguments(
     if unused:
         delete_donated(unused, in_use)
     return slots
+
+
+def donated_alone(arrays: Sequence[Any], numbers: frozenset[int]) -> list[jax.Array]:
+    """Return those of these donated arrays that may be deleted once the step was dispatched.
+
+    Not those that another live array shares memory with. Asked before the step: the results that
+    it is about to make need not be looked at then.
+    """
+    if not numbers:
+        return []
+    kept = {id(array) for n, array in enumerate(arrays) if n not in numbers}
+    candidates = {
+        id(arrays[n]): arrays[n]
+        for n in numbers
+        if is_local(arrays[n]) and id(arrays[n]) not in kept and not is_key(arrays[n].dtype)
+    }
+    alone = own_memory(list(candidates.values()))
+    return [array for array, own in zip(candidates.values(), alone, strict=True) if own]
 
 
 def is_local(value: Any) -> bool:

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from meshwright import _compat
-from meshwright.errors import PipelineError
+from meshwright.errors import PipelineError, short
+from meshwright.trees.walk import is_array
 
 # Every call of `stage_end` gets a number. One number may occur several times in a program: JAX
 # caches traces, so a jitted function that is called twice brings the same equation twice.
@@ -35,6 +36,19 @@ def stage_end(values: Any, name: str | None = None) -> Any:
     """
     leaves, treedef = jax.tree.flatten(values)
     where = caller_line(__file__)
+    if name is not None and not isinstance(name, str):
+        raise PipelineError(
+            f"stage_end(...) at {where}: name {short(name)} is not a string. Several arrays go in "
+            "one tuple: stage_end((x, y)).",
+            option="name",
+        )
+    for leaf in leaves:
+        if not is_array(leaf) and not isinstance(leaf, (bool, int, float, complex)):
+            raise PipelineError(
+                f"stage_end(...) at {where}: {short(leaf)} is no array. Pass the arrays that the "
+                "next stage uses; settings go around it.",
+                option="values",
+            )
     if not leaves:
         raise PipelineError(
             f"stage_end(...) at {where}: got an empty tree; pass the arrays the next stage uses."

@@ -156,8 +156,9 @@ def _parts(program: StagedProgram, flow: _Dataflow, atom: Atom) -> Parts:
         return ((NO_STAGE, atom),)
     if atom in program.recomputable or atom in program.roots:
         return _part_of_recomputable(program, atom)
-    if atom not in flow.maker:
-        return (((TaskKind.BACKWARD, 0), atom),)  # the batch itself
+    if atom not in flow.maker:  # the batch itself, copied: a task must make it
+        key = (TaskKind.BACKWARD, 0)
+        return ((key, add_copy(program, atom, key)),)
     n = flow.maker[atom]
     eqn, at = program.eqns[n], program.stage_of_eqn[n]
     if at is None:

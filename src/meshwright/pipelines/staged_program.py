@@ -9,7 +9,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from meshwright._compat import Atom, Eqn, Jaxpr, Var, is_literal
-from meshwright.pipelines.microbatching import Region
+from meshwright.pipelines.reductions import Reduction
+from meshwright.pipelines.region import Region
 from meshwright.pipelines.stage_mark import stage_end_primitive
 from meshwright.pipelines.tracing import is_rematerialized
 from meshwright.schedules.types import TaskKind
@@ -37,7 +38,7 @@ class StagedProgram:
     # Operands that are carried from microbatch to microbatch.
     state: tuple[Var, ...]
     # How the results `outs` leave the microbatches; `grads` are added up.
-    reductions: tuple[str, ...]
+    reductions: tuple[Reduction, ...]
     outs: list[Atom]
     grads: list[Atom]
     # Equations without stage ends, in program order, and their stages: None where one is dropped.

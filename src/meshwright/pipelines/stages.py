@@ -37,7 +37,7 @@ import jax.numpy as jnp
 from meshwright import _compat
 from meshwright._compat import Atom, Eqn, Var
 from meshwright.errors import PipelineError
-from meshwright.pipelines.microbatching import Region
+from meshwright.pipelines.region import Region
 from meshwright.pipelines.stage_mark import stage_end_primitive
 from meshwright.pipelines.stage_outputs import Parts, assign_result_stages, split_gradients_by_stage
 from meshwright.pipelines.staged_program import (

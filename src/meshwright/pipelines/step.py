@@ -17,7 +17,9 @@ from meshwright.errors import PipelineError
 from meshwright.pipelines.arguments import positional_arguments
 from meshwright.pipelines.consistency import PlanConsistency, process_context
 from meshwright.pipelines.explanation import Explanation, explain
+from meshwright.pipelines.lowered import LoweredStep, lowered_step
 from meshwright.pipelines.plan import Plan, Planner
+from meshwright.pipelines.plan_cache import PlanCache, plan_key
 from meshwright.pipelines.profiling import (
     MeasuredTimeline,
     Record,
@@ -25,11 +27,17 @@ from meshwright.pipelines.profiling import (
     merge,
     record,
 )
-from meshwright.pipelines.runtime import bind_arguments, collect_results, is_local, local_groups
+from meshwright.pipelines.runtime import (
+    bind_arguments,
+    collect_results,
+    donated_alone,
+    is_local,
+    local_groups,
+)
 from meshwright.pipelines.step_graph import publish, run_operations, run_watched
 from meshwright.schedules.auto import Auto
 from meshwright.schedules.types import Schedule
-from meshwright.trees.split import Split, split_arrays
+from meshwright.trees.split import Split
 from meshwright.watchdog.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -39,7 +47,8 @@ class PipelineStep:
     """A step that runs as a pipeline; call it like the function it was made from.
 
     The first call with arguments of a kind (shapes, dtypes, settings) makes a `Plan`: it traces,
-    cuts and compiles. Later calls run that plan. `timeout` is in seconds, as for `pipeline`.
+    cuts and compiles. Later calls run that plan; the 16 plans used last are kept. `timeout` is in
+    seconds, as for `pipeline`.
 
     >>> import jax.numpy as jnp, meshwright as mw
     >>> def loss(params, x):
@@ -66,19 +75,28 @@ class PipelineStep:
             else PlanConsistency(self.process_context, self.process_context.register(timeout))
         )
         self.closed = False
-        self._plans: dict[Hashable, Plan] = {}
+        self._cache = PlanCache(self.fn)
+        self._plans = self._cache.plans
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Run one step. Returns what the function does, as arrays that may not be ready yet."""
-        parts = self._check_arguments(positional_arguments(self.fn, args, keywords))
+        positional = positional_arguments(self.fn, args, keywords)
+        parts = self._check_arguments(positional)
         plan = self._begin_step(parts)
+        if len(parts.arrays) != len(plan.paths):  # the first call: which numbers are data is new
+            parts = self._cache.split(positional)
         builder = plan.assembled.builder
+        unused = donated_alone(parts.arrays, plan.unused_donations)
         slots = bind_arguments(builder, parts.arrays, self.local_groups, plan.donated)
         if self.process_context is None:
             run_operations(plan.operations, slots)
         else:
             watchdog = self.process_context.watchdog
             _run_together(watchdog, lambda: run_watched(plan.operations, slots, watchdog))
+        # Programs that are still to read them hold their memory until they have.
+        for array in unused:
+            if not array.is_deleted():
+                array.delete()
         arrays = collect_results(builder, slots, plan.assembled.results, self.local_groups)
         return plan.traced.out.rebuild(arrays)
 
@@ -89,8 +107,44 @@ class PipelineStep:
         Compiles if needed, and runs nothing.
         """
         positional = positional_arguments(self.fn, args, keywords)
-        plan = self.plan_of(*positional) if positional else self._last_plan()
+        plan = self.plan_of(*positional) if positional else self._cache.last()
         return explain(plan)
+
+    def lower(self, *args: Any, **keywords: Any) -> LoweredStep:
+        """Return the programs of a step with these arguments, arrays or shapes; runs nothing.
+
+        They are compiled too, if no call did that before: `lower(...).compile()` only looks at
+        them the other way.
+
+        >>> import jax.numpy as jnp, meshwright as mw
+        >>> def loss(params, x):
+        ...     return jnp.mean(mw.stage_end(x @ params["a"]) @ params["b"])
+        >>> params = {"a": jnp.eye(4), "b": jnp.eye(4)}
+        >>> step = mw.pipeline(loss, mw.MpmdMesh(mw.mesh("pp:2, dp:4"), "pp"), microbatches=2)
+        >>> lowered = step.lower(params, jnp.ones((8, 4)))
+        >>> lowered["F1"], len(lowered.in_shardings[0]["b"].device_set)
+        (<StepProgram F1 of group 1, 2 calls>, 4)
+        >>> "stablehlo.dot_general" in lowered["F1"].lowered.as_text()
+        True
+        """
+        if self.groups.compile_only:
+            raise PipelineError(
+                "the groups are on hardware that is not here. rehearse_pipeline(step, ...) "
+                "compiles every task for it."
+            )
+        positional = positional_arguments(self.fn, args, keywords)
+        if not positional:
+            raise PipelineError("lower() compiles a step: pass its arguments, or their shapes.")
+        plan = self.plan_of(*positional)
+        parts = self._cache.split(positional)
+        return lowered_step(self, plan, plan_key(parts), parts)
+
+    def call_compiled(
+        self, plan: Plan, key: Hashable, args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
+        """Run a plan that `lower(...).compile()` holds; refuse arguments of another kind."""
+        self._cache.restore(plan, key, positional_arguments(self.fn, args, keywords))
+        return self(*args, **keywords)
 
     def timeline(self, *args: Any, **keywords: Any) -> MeasuredTimeline:
         """Run a step and measure when every task ran, beside what its times predict.
@@ -106,7 +160,7 @@ class PipelineStep:
             jax.tree.map(_copy_if_local, arg) if number in self.donated else arg
             for number, arg in enumerate(positional)
         ]
-        arrays = split_arrays(tuple(copies), 1).arrays
+        arrays = self._cache.split(tuple(copies)).arrays
         slots = bind_arguments(plan.assembled.builder, arrays, self.local_groups)
         if self.process_context is None:
             return measured_timeline(plan, record(plan.operations, slots, lambda _: None))
@@ -120,8 +174,8 @@ class PipelineStep:
 
     def plan_of(self, *args: Any) -> Plan:
         """Make everything that is worked out and compiled before a call like this runs."""
-        parts = split_arrays(args, 1)
-        return self._plan(parts, _plan_key(parts))
+        parts = self._cache.split(args)
+        return self._plan(parts, plan_key(parts))
 
     def close(self) -> None:
         """Give up the pipeline; it cannot be called any more.
@@ -176,7 +230,7 @@ class PipelineStep:
                     f"{plural(len(args), 'argument')}.",
                     option="donate_argnums",
                 )
-        parts = split_arrays(args, 1)
+        parts = self._cache.split(args)
         self._refuse_donated_twice(parts)
         for path, value in zip(parts.paths, parts.arrays, strict=True):
             _check_array(path, value)
@@ -201,7 +255,7 @@ class PipelineStep:
 
     def _begin_step(self, parts: Split, why: str = "") -> Plan:
         """Return the plan of a step that all processes begin now."""
-        key = _plan_key(parts)
+        key = plan_key(parts)
         if self.consistency is None:
             return self._plan(parts, key)
         # Announced before it is compiled, so that a process with other arguments is named at once.
@@ -212,19 +266,16 @@ class PipelineStep:
 
     def _plan(self, parts: Split, key: Hashable) -> Plan:
         """Return the plan for arguments like these; made the first time."""
-        if key not in self._plans:
+
+        def make() -> Plan:
             with (
                 contextlib.nullcontext()
                 if self.process_context is None
                 else self.process_context.without_timeout("the compiler")
             ):
-                self._plans[key] = self.planner.plan(parts, self.local_groups, self.link)
-        return self._plans[key]
+                return self.planner.plan(parts, self.local_groups, self.link)
 
-    def _last_plan(self) -> Plan:
-        if not self._plans:
-            raise PipelineError("explain() before the first call: pass the step's arguments.")
-        return next(reversed(self._plans.values()))
+        return self._cache.get(parts, key, make)
 
 
 def _run_together(watchdog: Watchdog, work: Callable[[], T]) -> T:
@@ -259,25 +310,6 @@ def _check_array(path: str, value: Any) -> None:
             f"argument {path}: the array was deleted or donated. Use the one that the "
             "last step returned."
         )
-
-
-def _plan_key(parts: Split) -> Hashable:
-    """Return what distinguishes arguments that need plans of their own."""
-    kinds = tuple(
-        (np.shape(x), getattr(x, "dtype", type(x)), bool(getattr(x, "weak_type", False)))
-        for x in parts.arrays
-    )
-    # With their types: 1 == True, and a function may do other things with a flag.
-    settings = tuple((type(leaf), leaf) for leaf in parts.static)
-    key = (parts.treedef, parts.positions, settings, kinds)
-    try:
-        hash(key)
-    except TypeError as error:
-        raise PipelineError(
-            f"an argument holds a leaf that is neither an array nor hashable: {error}. Pass "
-            "it by closure."
-        ) from error
-    return key
 
 
 def _copy_if_local(value: Any) -> Any:

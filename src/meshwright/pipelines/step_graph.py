@@ -99,7 +99,9 @@ class StepBuilder:
         names: Sequence[str],
     ):
         self.shardings, self.consts = shardings, consts
-        self.arguments, self.given, self.names = arguments, given, names
+        self.arguments, self.names = arguments, names
+        # Not the arrays themselves: a plan would keep those of its first call alive.
+        self.given_shardings = [getattr(array, "sharding", None) for array in given]
         self.groups = len(shardings.meshes)
         self.group_of_var: dict[Var, int] = {}  # of arguments: the group that gets them first
         self.avals: list[Aval] = []
@@ -153,7 +155,12 @@ class StepBuilder:
     def shape(self, slot: int) -> jax.ShapeDtypeStruct:
         """Shape, dtype and sharding of a slot, for lowering and for routes."""
         aval, sharding = self.avals[slot], self.slot_shardings[slot]
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)  # type: ignore[no-untyped-call]
+        # A counter that comes back is weakly typed, as the Python number that went in. Arrays are
+        # not: in processes that hold no part of one its type is not known, and all take the same.
+        weak = aval.weak_type and not aval.shape
+        return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+            aval.shape, aval.dtype, sharding=sharding, weak_type=weak
+        )
 
     def constant(self, value: Any, group: int) -> int:
         """Add a slot with a constant, replicated over the group."""
@@ -171,7 +178,7 @@ class StepBuilder:
         number = self.arguments.get(var)
         if number is None:
             return self.shardings.replicated(group)
-        given = getattr(self.given[number], "sharding", None)
+        given = self.given_shardings[number]
         # An array that already lives in the group stays as the caller has sharded it. Results of a
         # step are passed to the next one, which must not move them.
         if isinstance(given, NamedSharding) and given.mesh == self.shardings.meshes[group]:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from meshwright._compat import Atom, Eqn, Var, is_literal
+from meshwright.pipelines.reductions import is_total
 from meshwright.pipelines.staged_program import NO_STAGE, StageKey, variables_read
 from meshwright.pipelines.stages import StageProgram
 from meshwright.schedules.types import TaskKind
@@ -62,7 +63,7 @@ def programs(stages: StageProgram, tasks: Iterable[TaskKey]) -> dict[TaskKey, Pr
         used = dict.fromkeys([*variables_read(body), *sums[key].values()])
         ins[key] = tuple(var for var in used if var not in defined)
     # Only now: what a task gives is what the inputs of all others ask for.
-    results = _results(stages)
+    results = _results(stages) | _gradients(stages)
     by_task = {}
     for key in keys:
         wanted = results.union(*(ins[other] for other in keys if not _exclusive(key, other)))
@@ -117,10 +118,10 @@ def all_sums(stages: StageProgram) -> dict[Sum, tuple[StageKey, Var]]:
     maker = {var: at for at, eqns in stages.eqns.items() for e in eqns for var in e.outvars}
     sums = {}
     for number, (atom, how) in enumerate(zip(stages.outs, stages.region.reductions, strict=True)):
-        if how in ("mean", "sum", "max") and not is_literal(atom) and atom in maker:
+        if is_total(how) and not is_literal(atom) and atom in maker:
             sums[number, 0] = maker[atom], atom
     first = len(stages.outs)
-    for number, parts in enumerate(stages.grads):
+    for number, parts in enumerate(stages.grads if is_total(stages.region.gradient or "") else ()):
         for part, (at, var) in enumerate(parts):
             if at != NO_STAGE:
                 sums[first + number, part] = at, var
@@ -128,12 +129,19 @@ def all_sums(stages: StageProgram) -> dict[Sum, tuple[StageKey, Var]]:
 
 
 def _results(stages: StageProgram) -> set[Atom]:
-    """Return values of single microbatches that leave the tasks: stacked, or carried on."""
+    """Return values of single microbatches that leave the tasks: joined, or carried on."""
     return {
         atom
         for atom, how in zip(stages.outs, stages.region.reductions, strict=True)
-        if how in ("stack", "carry") and not is_literal(atom)
+        if not is_total(how) and not is_literal(atom)
     }
+
+
+def _gradients(stages: StageProgram) -> set[Atom]:
+    """Return parts of gradients of single microbatches that leave the tasks: those stacked."""
+    if is_total(stages.region.gradient or "mean"):
+        return set()
+    return {part for parts in stages.grads for at, part in parts if at != NO_STAGE}
 
 
 def _exclusive(key: TaskKey, other: TaskKey) -> bool:

@@ -12,13 +12,9 @@ import jax
 from meshwright import _compat
 from meshwright._compat import Atom, Eqn, Jaxpr, Var, is_literal
 from meshwright.errors import MeshwrightError, PipelineError
-from meshwright.pipelines.microbatching import (
-    Region,
-    forward,
-    recording_regions,
-    region_primitive,
-    value_and_grad,
-)
+from meshwright.pipelines.microbatch_options import CheckedOptions
+from meshwright.pipelines.microbatching import in_microbatches
+from meshwright.pipelines.region import Region, recording_regions, region_primitive
 from meshwright.pipelines.stage_mark import stage_end_primitive
 from meshwright.trees.split import Split, as_shape, split_arrays
 
@@ -52,10 +48,10 @@ class Traced:
 
 
 def trace_step(
-    fn: Callable[..., Any], args: Split, microbatches: int, forward_only: bool, options: Any
+    fn: Callable[..., Any], args: Split, microbatches: int, options: CheckedOptions
 ) -> Traced:
     """Trace a step, or a loss function, whose value and gradients are then the step."""
-    wrapped = (forward if forward_only else value_and_grad)(fn, **options)
+    wrapped = in_microbatches(fn, options)
     with recording_regions(microbatches) as trace:
         try:
             closed, out = _trace(fn, args)
@@ -65,11 +61,12 @@ def trace_step(
             # A loss function may only work with the rows of one microbatch: try it as that.
             closed, out = _trace(wrapped, args)
         else:
-            if options and _regions(closed.jaxpr):
+            given = options.given
+            if given and _regions(closed.jaxpr):
                 raise PipelineError(
-                    f"{', '.join(sorted(options))}: the step calls value_and_grad itself. Give "
-                    "these options there.",
-                    option=min(options),
+                    f"{', '.join(given)}: the step calls value_and_grad itself. Give these options "
+                    "there.",
+                    option=given[0],
                 )
     if not _regions(closed.jaxpr):
         _refuse_gradients(closed.jaxpr)
@@ -242,7 +239,10 @@ def _remedy(boundary: str, primitive: str) -> str:
     if primitive == "cond":
         return "Choose in Python, or with jnp.where after stage_end, or move stage_end outside."
     if primitive in ("scan", "while"):
-        return "Write the loop out in Python around stage_end, or move stage_end outside."
+        return (
+            "Write the loop out in Python around stage_end, or move stage_end outside: give "
+            "stacked weights as a list with a stack for each stage, and scan inside of each."
+        )
     return "Move stage_end outside."
 
 

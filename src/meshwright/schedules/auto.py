@@ -12,13 +12,21 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from meshwright._checks import check_integer, check_time
 from meshwright.errors import ScheduleError, short
 from meshwright.schedules.named import NAMED, fits, schedule
 from meshwright.schedules.timeline import Timeline, simulate
-from meshwright.schedules.types import AnyCosts, Costs, Schedule, Task, TaskKind, costs_per_stage
+from meshwright.schedules.types import (
+    AnyCosts,
+    Costs,
+    Schedule,
+    Task,
+    TaskKind,
+    check_costs,
+    costs_per_stage,
+)
 
 Rows = tuple[tuple[Task, ...], ...]
 Offer = tuple[float, int, Task]  # the time its inputs are there, its rank, the task
@@ -51,6 +59,9 @@ class Auto:
     def __post_init__(self) -> None:
         _memory_limit(self.memory)
         check_time(self.latency, "latency")
+        check_costs(self.costs)
+        if not isinstance(self.split, bool):
+            raise ScheduleError(f"split: {short(self.split)} is not True or False.", option="split")
 
     def __repr__(self) -> str:
         return (
@@ -73,12 +84,10 @@ class Auto:
         limit, latency = _memory_limit(self.memory), check_time(self.latency, "latency")
         tried = list(self._named(groups, microbatches, stages, latency))
         fitting = [timeline for timeline in tried if max(timeline.memory) <= limit]
-        for layout, group_of in _layouts(groups, stages).items():
-            problem = self._problem(group_of, microbatches, latency, limit)
-            least = min((timeline.makespan for timeline in fitting), default=math.inf)
-            if rows := _search(problem, least, self.split):
-                greedy_schedule = Schedule(layout, microbatches, group_of, rows)
-                fitting.append(simulate(greedy_schedule, self.costs, latency))
+        fitting += self._greedy(groups, microbatches, stages, latency, limit, fitting)
+        if not fitting:
+            # All policies got stuck with groups full of forwards. One microbatch at a time cannot.
+            fitting += self._greedy(groups, microbatches, stages, latency, 1.0, fitting)
         if not fitting:
             raise ScheduleError(_nothing_fits(tried, limit), option="memory")
         # Sums of the same times in another order differ in their last bits; rounded, such
@@ -96,6 +105,25 @@ class Auto:
                 built = schedule(name, groups=groups, microbatches=microbatches, stages=stages)
                 if self.split or TaskKind.WEIGHT_GRADIENT not in built.counts:
                     yield simulate(built, self.costs, latency)
+
+    def _greedy(
+        self,
+        groups: int,
+        microbatches: int,
+        stages: int | None,
+        latency: float,
+        limit: float,
+        fitting: Sequence[Timeline],
+    ) -> list[Timeline]:
+        """Build a schedule for each layout of stages that is faster than all that fit so far."""
+        built: list[Timeline] = []
+        for layout, group_of in _layouts(groups, stages).items():
+            problem = self._problem(group_of, microbatches, latency, limit)
+            known = [timeline.makespan for timeline in (*fitting, *built)]
+            if rows := _search(problem, min(known, default=math.inf), self.split):
+                greedy_schedule = Schedule(layout, microbatches, group_of, rows)
+                built.append(simulate(greedy_schedule, self.costs, latency))
+        return built
 
     def _problem(
         self, group_of: tuple[int, ...], microbatches: int, latency: float, limit: float
@@ -161,6 +189,12 @@ def _memory_limit(memory: float | None) -> float:
 
 
 def _nothing_fits(tried: list[Timeline], limit: float) -> str:
+    if not tried:
+        return (
+            f"auto: no schedule found that holds at most {limit:g} microbatches per group, and no "
+            "named schedule is defined for these sizes. Raise memory=, or take another number of "
+            "stages."
+        )
     least = min(tried, key=lambda timeline: max(timeline.memory))
     return (
         f"auto: no schedule found that holds at most {limit:g} microbatches per group. The "

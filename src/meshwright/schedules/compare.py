@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from meshwright._checks import check_integer, check_time
@@ -14,7 +14,7 @@ from meshwright.schedules.auto import Auto
 from meshwright.schedules.named import NAMED, schedule
 from meshwright.schedules.text_plot import cost_text
 from meshwright.schedules.timeline import Timeline, simulate
-from meshwright.schedules.types import AnyCosts, Costs, Schedule
+from meshwright.schedules.types import AnyCosts, Costs, Schedule, check_costs
 
 HEADING = ("schedule", "stages", "makespan", "bubble", "idle", "held", "")
 RIGHT = (False, True, True, True, True, True, False)
@@ -106,21 +106,31 @@ def compare_schedules(
         "compare_schedules: microbatches", microbatches, error=ScheduleError
     )
     latency, memory = check_time(latency, "latency"), memory_limit(memory)
+    mine = _own_schedules(also)
+    check_costs(costs)
     if isinstance(costs, (Costs, str, Mapping)):
         costs = Costs.parse(costs)
-    elif not isinstance(costs, Sequence):
-        raise ScheduleError(
-            f"costs are Costs, or a list with one per stage, not {short(costs)}.", option="costs"
-        )
     elif stages is None:
         stages = len(costs)
     rows = [
         _row(name, groups, microbatches, costs, latency, memory, stages)
         for name in ["auto", *(name for name, named in NAMED.items() if named.training)]
     ]
-    rows += [_own_row(own, groups, microbatches, costs, latency, memory) for own in also]
+    rows += [_own_row(own, groups, microbatches, costs, latency, memory) for own in mine]
     rows.sort(key=_rank)
     return Comparison(groups, microbatches, latency, memory, tuple(rows))
+
+
+def _own_schedules(also: Any) -> list[Schedule]:
+    """Return `also` as a list; refuse what holds anything but schedules."""
+    items = list(also) if isinstance(also, Iterable) else None
+    if items is None or not all(isinstance(item, Schedule) for item in items):
+        raise ScheduleError(
+            f"also: {short(also)} is not a list of Schedules. Pass [schedule(...)], or what "
+            "read_schedule returned, in a list.",
+            option="also",
+        )
+    return items
 
 
 def memory_limit(memory: Any) -> float | None:

@@ -122,6 +122,8 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def _format(path: str | os.PathLike[str], notation: str) -> str:
+    if not isinstance(path, (str, os.PathLike)):
+        raise ScheduleError(f"path: {short(path)} is not the path of a file.", option="path")
     kind = Path(path).suffix.lower().removeprefix(".")
     if kind not in ("csv", "json"):
         raise ScheduleError(f"{path}: a schedule's file ends in .csv or .json.")

@@ -212,8 +212,8 @@ def _checked_tasks(row: Iterable[Any], where: str) -> Iterable[Task]:
     if not isinstance(row, Iterable):
         raise ScheduleError(f"{where}: its tasks are a list, not {short(row)}.")
     for position, item in enumerate(row):
-        # The builders make millions of `Task`s of sound numbers, so those are taken as they are.
-        if type(item) is Task and item.kind in KINDS:
+        # The builders make millions of `Task`s: those of sound numbers are taken as they are.
+        if type(item) is Task and item[0] in KINDS and _is_index(item[1]) and _is_index(item[2]):
             yield item
             continue
         if not isinstance(item, Sequence) or isinstance(item, str) or len(item) != 3:
@@ -231,6 +231,10 @@ def _checked_tasks(row: Iterable[Any], where: str) -> Iterable[Task]:
             check_integer(f"{at}: stage", stage, least=0, error=ScheduleError),
             check_integer(f"{at}: microbatch", microbatch, least=0, error=ScheduleError),
         )
+
+
+def _is_index(number: Any) -> bool:
+    return type(number) is int and number >= 0
 
 
 def _check_groups(name: str, group_of: Sequence[int], groups: int) -> None:
@@ -327,15 +331,23 @@ class Costs:
 AnyCosts = Costs | str | Mapping[str, float] | Sequence[Costs | str | Mapping[str, float]]
 
 
-def costs_per_stage(costs: AnyCosts, schedule: Schedule) -> tuple[Costs, ...]:
-    """Return the costs of every stage: as given, or a group's costs cut evenly over its stages."""
-    if isinstance(costs, (Costs, str, Mapping)):
-        group_costs = Costs.parse(costs)
-        return tuple(group_costs.divided(len(schedule.stages_of[g])) for g in schedule.group_of)
-    if not isinstance(costs, Sequence):
+def check_costs(costs: Any) -> None:
+    """Refuse what can be the costs of no schedule, before one is chosen."""
+    alike = isinstance(costs, (Costs, str, Mapping))
+    if not alike and not isinstance(costs, Sequence):
         raise ScheduleError(
             f"costs are Costs, or a list with one per stage, not {short(costs)}.", option="costs"
         )
+    for each in (costs,) if alike else costs:
+        Costs.parse(each)
+
+
+def costs_per_stage(costs: AnyCosts, schedule: Schedule) -> tuple[Costs, ...]:
+    """Return the costs of every stage: as given, or a group's costs cut evenly over its stages."""
+    check_costs(costs)
+    if isinstance(costs, (Costs, str, Mapping)):
+        group_costs = Costs.parse(costs)
+        return tuple(group_costs.divided(len(schedule.stages_of[g])) for g in schedule.group_of)
     if len(costs) != schedule.stages:
         raise ScheduleError(
             f"{schedule.name}: {len(costs)} costs for {schedule.stages} stages. Give one per "

@@ -159,6 +159,10 @@ def route(arrays: Any, target: Any, *, source: Any = None) -> Route:
     (the array)  f32[8,8]  4 of [2,8]  2 of [8,4]       8
     """
     leaves = walk(arrays)
+    if not leaves.leaves:
+        raise TransferError(
+            f"route: {short(arrays)} holds no arrays. Pass at least one.", option="arrays"
+        )
     sources = _shardings("source", source, arrays, leaves)
     targets = _shardings("target", target, arrays, leaves)
     refuse("route", list(_problems(leaves, sources, targets)))
@@ -193,8 +197,6 @@ def _problems(leaves: Walk, sources: Sequence[Any], targets: Sequence[Any]) -> I
         odd = next(value for place, value in enumerate(leaves.leaves) if place not in places)
         yield f"{short(odd)} is no array or shape. Only arrays travel: leave it out."
         return
-    if not leaves.arrays:
-        yield "no arrays. Pass at least one."
     for leaf, source, target in zip(leaves.arrays, sources, targets, strict=True):
         wrong = [*_source_problems(leaf, source), *end_problems(leaf, "target", target)]
         yield from wrong or pair_problems(leaf, source, target)

@@ -7,7 +7,7 @@ part of the program itself: with others in their place it is another program.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -45,11 +45,12 @@ class Split:
         return short_repr(self, f"{plural(len(self.arrays), 'array')} of {len(self.static):,}")
 
 
-def split_arrays(tree: Any, depth: int = 0) -> Split:
+def split_arrays(tree: Any, depth: int = 0, data: Collection[int] = ()) -> Split:
     """Separate the arrays of a tree from functions, flags and other leaves.
 
     A Python number is data where it stands alone, at most `depth` keys into the tree: a learning
-    rate. Deeper inside it is a setting, like a module's rate of dropout.
+    rate. Deeper inside it is a setting, like a module's rate of dropout, unless its position among
+    all leaves is one of `data`.
 
     >>> parts = split_arrays(({"w": jnp.ones(2), "rate": 0.1}, 0.5), depth=1)
     >>> parts.paths, parts.static
@@ -59,7 +60,7 @@ def split_arrays(tree: Any, depth: int = 0) -> Split:
     positions = tuple(
         position
         for position, (path, leaf) in enumerate(flat)
-        if is_array(leaf) or (len(path) <= depth and is_number(leaf))
+        if is_array(leaf) or (is_number(leaf) and (len(path) <= depth or position in data))
     )
     chosen = set(positions)
     return Split(
@@ -72,6 +73,60 @@ def split_arrays(tree: Any, depth: int = 0) -> Split:
 
 
 EMPTY = split_arrays(None)
+
+
+def changed_numbers(before: Split, after: Split) -> frozenset[int]:
+    """Return the positions of Python numbers in `before` that `after` holds changed.
+
+    A node of `before` is compared with the nodes of `after` that have its structure, such as the
+    training state that a step takes and the one that it returns; the largest such node decides.
+
+    >>> old = split_arrays(({"step": 0, "rate": 0.1, "w": jnp.ones(2)}, jnp.ones(3)))
+    >>> new = split_arrays((jnp.ones(()), {"step": 1, "rate": 0.1, "w": jnp.zeros(2)}))
+    >>> before = jax.tree.leaves(({"step": 0, "rate": 0.1, "w": "w"}, "x"))
+    >>> [before[n] for n in changed_numbers(old, new)]
+    [0]
+    """
+    # By their sizes first: comparing every pair of nodes would take long for large trees.
+    nodes: dict[tuple[int, int], list[tuple[int, Any]]] = {}
+    for start, node in _nodes(0, after.treedef):
+        nodes.setdefault((node.num_nodes, node.num_leaves), []).append((start, node))
+    changed: set[int] = set()
+    queue: list[tuple[int, Any]] = [(0, before.treedef)]
+    while queue:
+        start, node = queue.pop()
+        leaves = before.static[start : start + node.num_leaves]
+        if node.num_nodes < 2 or not any(map(is_number, leaves)):
+            continue
+        alike = [
+            at for at, other in nodes.get((node.num_nodes, node.num_leaves), ()) if other == node
+        ]
+        for at in alike:
+            pairs = zip(leaves, after.static[at : at + node.num_leaves], strict=True)
+            # An array, which is None among the static leaves, is another value than a number.
+            changed.update(
+                start + n for n, (old, new) in enumerate(pairs) if is_number(old) and old != new
+            )
+        if not alike:
+            queue += _children(start, node)
+    return frozenset(changed)
+
+
+def _nodes(start: int, treedef: Any) -> Iterator[tuple[int, Any]]:
+    """Yield every node of a structure with the position of its first leaf."""
+    queue = [(start, treedef)]
+    while queue:
+        at, node = queue.pop()
+        yield at, node
+        queue += _children(at, node)
+
+
+def _children(start: int, treedef: Any) -> list[tuple[int, Any]]:
+    children = []
+    for child in treedef.children():
+        children.append((start, child))
+        start += child.num_leaves
+    return children
 
 
 def as_data(tree: Any) -> Any:
