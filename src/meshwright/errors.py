@@ -126,8 +126,8 @@ def option_text(name: str, *values: str) -> str:
     >>> option_text("unmatched", "replicate", "shape")
     "unmatched='replicate' or 'shape'"
     >>> with options_as_flags():
-    ...     option_text("unmatched", "replicate", "shape"), option_text("min_shard_size")
-    ('--unmatched replicate or shape', '--min-shard-size')
+    ...     option_text("unmatched", "replicate", "shape"), option_text("min_shard_bytes")
+    ('--unmatched replicate or shape', '--min-shard-bytes')
     """
     if _FLAGS.get():
         return f"--{name.replace('_', '-')} {' or '.join(values)}".rstrip()

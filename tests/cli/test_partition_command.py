@@ -132,7 +132,7 @@ def test_the_options_of_partition_are_options_here(here, tmp_path):
     code, out, _ = here(UNEVEN, *words, "--uneven", "replicate")
     assert code == 0
     assert "f32[6@tp,64]" in out and "f32[64@(fsdp,tp),64]" in out
-    code, out, _ = here(UNEVEN, "--min-shard-size", "5000")
+    code, out, _ = here(UNEVEN, "--min-shard-bytes", "5000")
     assert code == 0
     assert "f32[6,64]" in out and "f32[64,64]" in out
 
@@ -144,9 +144,9 @@ def test_errors_name_options_as_they_are_written_here(here, tmp_path):
     assert "rule 'gone' matches no leaf. Fix or remove it, or pass --unused allow." in err
     assert 'Add one, e.g. ["**", null], or pass --unmatched replicate or shape.' in err
     assert "Pad to 8, use another axis, or pass --uneven replicate to partition." in err
-    code, _, err = here(UNEVEN, "--min-shard-size", "-1")
+    code, _, err = here(UNEVEN, "--min-shard-bytes", "-1")
     assert code == 2
-    assert "min-shard-size: -1 is less than 0" in err
+    assert "min-shard-bytes: -1 is less than 0" in err
 
 
 def test_a_rule_that_is_there_twice_is_refused(here, tmp_path):

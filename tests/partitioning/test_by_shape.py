@@ -70,7 +70,7 @@ def test_both_axes_cut_a_weight():
 @given(shapes, st.sampled_from(["float32", "bfloat16", "int8", "int4"]))
 def test_bytes_per_device_are_the_fewest_there_can_be(shape, dtype):
     sizes = dict(WIDE.shape)
-    spec = mw.partition(sds(*shape, dtype=getattr(jnp, dtype)), WIDE, min_shard_size=0)
+    spec = mw.partition(sds(*shape, dtype=getattr(jnp, dtype)), WIDE, min_shard_bytes=0)
     assert local_size(shape, spec, sizes) == least(shape, [sizes[a] for a in ("fsdp", "ep", "tp")])
     assert len(set(used(spec))) == len(used(spec))
 
@@ -79,7 +79,7 @@ def test_bytes_per_device_are_the_fewest_there_can_be(shape, dtype):
 @given(shapes, st.lists(st.sampled_from(list(WIDE.shape)), unique=True))
 def test_asked_axes_are_used_as_well_as_can_be_and_no_others(shape, axes):
     sizes = dict(WIDE.shape)
-    spec = mw.partition(sds(*shape), WIDE, axes=axes, min_shard_size=0)
+    spec = mw.partition(sds(*shape), WIDE, axes=axes, min_shard_bytes=0)
     assert set(used(spec)) <= set(axes)
     assert local_size(shape, spec, sizes) == least(shape, [sizes[a] for a in axes])
 
@@ -89,17 +89,17 @@ def test_asked_axes_are_used_as_well_as_can_be_and_no_others(shape, axes):
 def test_axes_of_size_one_never_appear(shape):
     mesh = mw.abstract_mesh("dp:1, fsdp:2, ep:1, tp:1, sp:1")
     for axes in (None, ["fsdp", "ep", "tp", "sp", "dp"]):
-        spec = mw.partition(sds(*shape), mesh, axes=axes, min_shard_size=0)
+        spec = mw.partition(sds(*shape), mesh, axes=axes, min_shard_bytes=0)
         assert set(used(spec)) <= {"fsdp"}
 
 
 @steady
 @given(shapes)
 def test_data_and_sequence_axes_never_cut_weights_unasked(shape):
-    spec = mw.partition(sds(*shape), WIDE, min_shard_size=0)
+    spec = mw.partition(sds(*shape), WIDE, min_shard_bytes=0)
     assert set(used(spec)) <= {"fsdp", "ep", "tp"}
     mesh = mw.abstract_mesh("dp:4, sp:2, cp:2, pp:2")
-    assert mw.partition(sds(*shape), mesh, min_shard_size=0) == P()
+    assert mw.partition(sds(*shape), mesh, min_shard_bytes=0) == P()
 
 
 def test_a_sequence_axis_cuts_weights_when_asked():
@@ -132,15 +132,15 @@ def test_experts_are_cut_along_the_first_dim():
 
 def test_small_arrays_stay_whole_by_their_count_of_elements():
     # 4096 elements though no dim is as large as the limit, and the other way round.
-    assert mw.partition(sds(64, 64), MESH, min_shard_size=4096) != P()
-    assert mw.partition(sds(64, 64), MESH, min_shard_size=4097) == P()
+    assert mw.partition(sds(64, 64), MESH, min_shard_bytes=4096) != P()
+    assert mw.partition(sds(64, 64), MESH, min_shard_bytes=4097) == P()
     assert mw.partition(sds(1023), MESH) == P()
     assert mw.partition(sds(1024), MESH) == P(("fsdp", "tp"))
 
 
 def test_scalars_and_empty_arrays_stay_whole():
     for array in (sds(), sds(0), sds(0, 4096), sds(1, 1)):
-        assert mw.partition(array, MESH, min_shard_size=0) == P()
+        assert mw.partition(array, MESH, min_shard_bytes=0) == P()
 
 
 def test_the_same_shape_and_kind_of_path_get_the_same_spec():
@@ -180,11 +180,11 @@ def test_arrays_and_their_shapes_get_the_same_spec():
         ({"axes": "fsdp"}, r"^axes: 'fsdp' is not a list of mesh axes"),
         ({"axes": 3}, r"^axes: 3 is not a list of mesh axes"),
         ({"axes": ["tp", "tp"]}, r"^axes: 'tp' appears twice\. Name it once\.$"),
-        ({"min_shard_size": "1k"}, r"^min_shard_size: '1k' is not a count of elements\.$"),
-        ({"min_shard_size": None}, r"^min_shard_size: None is not a count"),
+        ({"min_shard_bytes": "1k"}, r"^min_shard_bytes: '1k' is not a count of elements\.$"),
+        ({"min_shard_bytes": None}, r"^min_shard_bytes: None is not a count"),
         (
-            {"min_shard_size": -1},
-            r"^min_shard_size: -1 is less than 0\. Use 0 to cut all arrays\.$",
+            {"min_shard_bytes": -1},
+            r"^min_shard_bytes: -1 is less than 0\. Use 0 to cut all arrays\.$",
         ),
     ],
 )

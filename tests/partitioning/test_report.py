@@ -122,8 +122,8 @@ def test_the_notation_is_that_of_jax(spec, dtype):
 
 @pytest.mark.parametrize("shape", [(), (8,), (4, 2, 8), (2, 4, 2, 2)])
 def test_the_notation_is_that_of_jax_for_any_rank(shape):
-    array = mw.shard(np.ones(shape, np.float32), EXPLICIT, min_shard_size=0)
-    spec = mw.partition(array, EXPLICIT, min_shard_size=0)
+    array = mw.shard(np.ones(shape, np.float32), EXPLICIT, min_shard_bytes=0)
+    spec = mw.partition(array, EXPLICIT, min_shard_bytes=0)
     assert array_type(shape, "float32", spec).replace("f32", "float32") == str(jax.typeof(array))
 
 
@@ -156,8 +156,8 @@ def test_bytes_per_device_are_those_that_devices_hold():
         "key": jax.random.split(jax.random.key(0), 1024),
         "empty": np.ones((0, 4), np.float32),
     }
-    report = mw.explain(tree, MESH, min_shard_size=16)
-    placed = mw.shard(tree, MESH, min_shard_size=16)
+    report = mw.explain(tree, MESH, min_shard_bytes=16)
+    placed = mw.shard(tree, MESH, min_shard_bytes=16)
     held = dict.fromkeys(MESH.devices.flat, 0)
     for array, row in zip(jax.tree.leaves(placed), report.rows, strict=True):
         for shard in array.addressable_shards:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.partitioning.by_shape import STACKS
+from meshwright.partitioning.stacks import STACKS
 
 MESH = mw.mesh("fsdp:4, tp:2")
 
@@ -146,7 +146,7 @@ def test_a_stack_that_can_only_be_cut_by_layer_stays_whole():
     st.lists(st.sampled_from([2, 4, 8, 24, 96, 1024]), min_size=2, max_size=4),
 )
 def test_no_stack_of_any_shape_is_cut_by_layer(word, shape):
-    spec = mw.partition({word: {"w": sds(*shape)}}, MESH, min_shard_size=0)[word]["w"]
+    spec = mw.partition({word: {"w": sds(*shape)}}, MESH, min_shard_bytes=0)[word]["w"]
     assert len(spec) == 0 or spec[0] is None
 
 

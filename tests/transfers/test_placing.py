@@ -121,7 +121,7 @@ def test_the_source_stays_usable():
 )
 def test_any_small_tree_comes_back_the_same(shape, dtype):
     values = (np.arange(np.prod(shape)).reshape(shape) % 2).astype(getattr(jnp, dtype))
-    same(mw.shard({"w": values}, MESH, min_shard_size=0)["w"], values)
+    same(mw.shard({"w": values}, MESH, min_shard_bytes=0)["w"], values)
 
 
 def test_ten_thousand_leaves_are_no_trouble():

@@ -77,7 +77,7 @@ def test_a_tree_without_arrays_stays_as_it_is():
 
 def test_a_single_array_is_a_tree():
     assert mw.partition(np.ones((1024, 4096)), MESH) == P("fsdp", "tp")
-    assert mw.partition(np.float32(1), MESH, min_shard_size=0) == P()
+    assert mw.partition(np.float32(1), MESH, min_shard_bytes=0) == P()
 
 
 def test_the_result_has_the_containers_of_the_tree():

@@ -39,8 +39,8 @@ class PartitionCommand:
     """What to do with a rule that matches nothing."""
     uneven: Literal["error", "replicate"] = "error"
     """What to do with an axis that does not divide its dim: replicate drops it."""
-    min_shard_size: int | None = None
-    """By shape, arrays of fewer elements stay whole. Default: 1024."""
+    min_shard_bytes: int | None = None
+    """By shape, smaller arrays stay whole. Default: 65536."""
     json: bool = False
     """Print JSON."""
     html: Path | None = None
@@ -76,8 +76,8 @@ class PartitionCommand:
         options: dict[str, Any] = {name: word for name, word in words.items() if word != "error"}
         if self.rules is not None:
             options["rules"] = _read_rules(self.rules)
-        if self.min_shard_size is not None:
-            options["min_shard_size"] = self.min_shard_size
+        if self.min_shard_bytes is not None:
+            options["min_shard_bytes"] = self.min_shard_bytes
         return options
 
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshwright._show import short_repr
 from meshwright.errors import PartitionError, listing, near, short
 from meshwright.partitioning.by_shape import Axis, axis_group, choose_spec
-from meshwright.partitioning.decide import Options
+from meshwright.partitioning.decide import check_shard_limit
 from meshwright.transfers.device_put import Narrow, check_narrow, check_values, put
 from meshwright.trees.specs import AnyMesh, make_spec, mesh_axes, spec_problems, specs_on_mesh
 from meshwright.trees.walk import is_shape, refuse, tie_problems, walk
@@ -70,7 +70,7 @@ class MeshPartitionHelper:
         """
         shape = _read_shape(array_shape)
         axes = self._axes(methods)
-        Options(min_shard_size=min_shard_size)  # checks it
+        check_shard_limit("min_shard_size", min_shard_size, "elements")
         if not shape or math.prod(shape) < min_shard_size:
             return make_spec()
         return choose_spec(shape, 32, axes, 0)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright._show import short_repr
 from meshwright.errors import PartitionError, listing, literal_text, near, option_text, short
-from meshwright.partitioning.by_shape import choose_spec, find_stacks, weight_axes
+from meshwright.partitioning.by_shape import choose_spec, weight_axes
 from meshwright.partitioning.logical import (
     Table,
     count_problem,
@@ -22,6 +22,7 @@ from meshwright.partitioning.logical import (
     unknown_problems,
 )
 from meshwright.partitioning.rules import Rules, Unmatched, Unused, match_rules, read_rules
+from meshwright.partitioning.stacks import find_stacks, holds_experts
 from meshwright.trees.metadata import read_metadata
 from meshwright.trees.specs import (
     AnyMesh,
@@ -37,7 +38,10 @@ from meshwright.trees.specs import (
 )
 from meshwright.trees.walk import Leaf, Walk, bits, refuse, walk
 
-MIN_SHARD_SIZE = 1024
+# Gathering an array of less takes as long as gathering nothing: a collective starts in 1 to 30 us,
+# in which a link moves so much and more. Of the models in `benchmarks/partitioning.py` a ResNet
+# gains most, 50 gathers become 31; at four times as much a ViT grows and nothing is gained.
+MIN_SHARD_BYTES = 64 * 1024
 
 # The option that a problem is about, and its text.
 Problem = tuple[str, str]
@@ -53,7 +57,7 @@ def partition(
     logical: Table | None = None,
     names: Any = None,
     axes: Sequence[str] | None = None,
-    min_shard_size: int = MIN_SHARD_SIZE,
+    min_shard_bytes: int = MIN_SHARD_BYTES,
     uneven: Uneven = "error",
     unmatched: Unmatched = "error",
     unused: Unused = "error",
@@ -65,8 +69,8 @@ def partition(
     table from logical names to mesh axes; the names come from `names`, a tree of tuples, or from
     the metadata of Flax or penzai in the tree. A name that is a mesh axis needs no entry, so
     `logical={}` reads metadata that names mesh axes. By shape when neither is given: `axes`
-    (default: those meant for weights) are used so that bytes per device are least; arrays below
-    `min_shard_size` elements stay whole. `stacked` names the leaves whose first dim counts layers
+    (default: those meant for weights) are used so that bytes per device are least; arrays of less
+    than `min_shard_bytes` stay whole. `stacked` names the leaves whose first dim counts layers
     and stays whole; without it they are recognised by the structure of the tree, as the page on
     partitioning says.
 
@@ -89,7 +93,7 @@ def partition(
     {'w': P('fsdp',)}
     """
     options = Options(
-        rules, logical, names, axes, min_shard_size, uneven, unmatched, unused, stacked
+        rules, logical, names, axes, min_shard_bytes, uneven, unmatched, unused, stacked
     )
     walked = walk(tree)
     return walked.rebuild(decide(walked, tree, mesh, options))
@@ -116,7 +120,7 @@ class PartitionOptions(TypedDict, total=False):
     logical: Table | None
     names: Any
     axes: Sequence[str] | None
-    min_shard_size: int
+    min_shard_bytes: int
     uneven: Uneven
     unmatched: Unmatched
     unused: Unused
@@ -131,7 +135,7 @@ class Options:
     logical: Any = None
     names: Any = None
     axes: Sequence[str] | None = None
-    min_shard_size: int = MIN_SHARD_SIZE
+    min_shard_bytes: int = MIN_SHARD_BYTES
     uneven: str = "error"
     unmatched: str = "error"
     unused: str = "error"
@@ -146,17 +150,7 @@ class Options:
         if self.names is not None and self.logical is None:
             raise PartitionError("names go with logical={name: mesh axes}.", option="names")
         self._check_by_shape()
-        size = self.min_shard_size
-        if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
-            raise PartitionError(
-                f"min_shard_size: {short(size)} is not a count of elements.",
-                option="min_shard_size",
-            )
-        if size < 0:
-            raise PartitionError(
-                f"{option_text('min_shard_size')}: {size} is less than 0. Use 0 to cut all arrays.",
-                option="min_shard_size",
-            )
+        check_shard_limit("min_shard_bytes", self.min_shard_bytes, "bytes")
 
     @property
     def by_shape(self) -> bool:
@@ -202,6 +196,16 @@ class Options:
             if (value := getattr(self, field.name)) is not field.default
         ]
         return short_repr(self, ", ".join(changed) or "by shape")
+
+
+def check_shard_limit(option: str, size: object, unit: str) -> None:
+    """Refuse a limit below which arrays stay whole that is no count, or less than 0."""
+    if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
+        raise PartitionError(f"{option}: {short(size)} is not a count of {unit}.", option=option)
+    if size < 0:
+        raise PartitionError(
+            f"{option_text(option)}: {size} is less than 0. Use 0 to cut all arrays.", option=option
+        )
 
 
 def read_options(options: Mapping[str, Any]) -> Options:
@@ -346,10 +350,11 @@ def _by_shape(
     stacks, unused = find_stacks(leaves, options.stacked)
     result = list(specs)
     for place, leaf in enumerate(leaves):
-        if result[place] is None and leaf.size >= options.min_shard_size:
+        if result[place] is None and leaf.bytes >= options.min_shard_bytes:
             # A stack of scalars, one per layer, has only its first dim to cut.
             first_dim = 1 if len(leaf.shape) > 1 and leaf.path in stacks else 0
-            result[place] = choose_spec(leaf.shape, bits(leaf.dtype), usable, first_dim)
+            experts = holds_experts(leaf.path)
+            result[place] = choose_spec(leaf.shape, bits(leaf.dtype), usable, first_dim, experts)
     problems = [("stacked", text) for text in unused] if options.unused == "error" else []
     return result, problems
 

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.errors import PartitionError, short
-from meshwright.partitioning.decide import MIN_SHARD_SIZE
+from meshwright.partitioning.decide import MIN_SHARD_BYTES
 from meshwright.trees.specs import make_spec, match_specs
 from meshwright.trees.walk import Leaf, refuse, walk
 
@@ -108,7 +108,7 @@ def _suspicious(rest: Sequence[Leaf], params: Sequence[Leaf]) -> Iterator[str]:
                 f"{leaf.where}: has a parameter's shape {leaf.shape} but no parameter's path. Pass "
                 "the parameters that the state was made from, or unmatched='replicate'."
             )
-        elif leaf.size >= max(all_elements, MIN_SHARD_SIZE):
+        elif leaf.size >= all_elements and leaf.bytes >= MIN_SHARD_BYTES:
             yield (
                 f"{leaf.where}: {leaf.shape} holds as many elements as all parameters together "
                 f"({all_elements:,}) but follows none, so every device would hold it whole. Keep "

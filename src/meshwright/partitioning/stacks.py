@@ -1,0 +1,157 @@
+"""Stacked layers: arrays whose first dim counts the layers of a `lax.scan`, and stays whole.
+
+It stays whole because every device needs its part of each layer in turn. Nothing in an array says
+what its first dim counts, so it is inferred from the tree. A subtree is a stack if all its arrays
+have the same first dim, and
+
+- its name is a word for it (`layers`, `blocks`, ...) and its children are not the layers
+  themselves (`0`, `_0`, `layer_0`, `block0`, `h_3`); or
+- whatever its name, all have two dims or more, not all the same number of them, as a scan over
+  weights and biases gives, and each holds more per layer than there are layers. Experts are
+  stacked in the same way, and are recognised by their name.
+
+Where no subtree holds the layers and nothing else, they are recognised by their number: most arrays
+of two dims and more, of several ranks, share a first dim of at most `MOST_LAYERS`.
+
+Paths that differ in numbers alone are decided together, so that all layers of a list are cut the
+same way.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from meshwright.errors import PartitionError, option_text, short
+from meshwright.partitioning.rules import compile_pattern
+from meshwright.trees.walk import Leaf
+
+STACKS = frozenset({"layers", "blocks", "stack", "stacked", "scan", "scanned", "repeats"})
+_NUMBER = re.compile(r"\d+")
+_ONE_LAYER = re.compile(r"(\w*(layer|block|stage|cell|group)s?|blk|h|l)?[_-]?\d+", re.IGNORECASE)
+_EXPERTS = re.compile("expert|moe", re.IGNORECASE)
+
+MOST_LAYERS = 256
+# Fewer arrays than these may share a first dim by chance; a layer of a transformer has more.
+_FEWEST_ARRAYS = 4
+
+
+def holds_experts(path: str) -> bool:
+    """Whether a path says that the first dim of its array counts experts."""
+    return _EXPERTS.search(path) is not None
+
+
+def find_stacks(leaves: Sequence[Leaf], stacked: Any = None) -> tuple[set[str], list[str]]:
+    """Return the paths of leaves whose first dim counts layers; and patterns that match no leaf.
+
+    `None` or `True` infers it from the tree, patterns say it by hand, `False` switches it off.
+    """
+    if not isinstance(stacked, (str, list, tuple, bool, type(None))):
+        raise PartitionError(
+            f"stacked: {short(stacked)} is not a pattern or a list of patterns.", option="stacked"
+        )
+    if stacked is False:
+        return set(), []
+    if stacked is None or stacked is True:
+        return _infer_stacks(leaves), []
+    stacks: set[str] = set()
+    unused = []
+    for pattern in [stacked] if isinstance(stacked, str) else stacked:
+        matches = compile_pattern(pattern, option="stacked")
+        matched = {leaf.path for leaf in leaves if matches(leaf.path)}
+        stacks |= matched
+        if not matched:
+            unused.append(
+                f"stacked: {short(pattern)} matches no leaf. Fix or remove it, or pass "
+                f"{option_text('unused', 'allow')}."
+            )
+    return stacks, unused
+
+
+class _SubtreeShapes(NamedTuple):
+    """The shapes of all arrays of a subtree, as far as they matter.
+
+    `large_layers`: whether each array holds more elements per layer than there are layers.
+    """
+
+    first_sizes: frozenset[int]
+    ranks: frozenset[int]
+    large_layers: bool
+
+    def merge(self, other: _SubtreeShapes) -> _SubtreeShapes:
+        return _SubtreeShapes(
+            self.first_sizes | other.first_sizes,
+            self.ranks | other.ranks,
+            self.large_layers and other.large_layers,
+        )
+
+
+def _infer_stacks(leaves: Sequence[Leaf]) -> set[str]:
+    # The kind of a path: all its numbers are 0. A list of 100 layers is looked at once.
+    kinds = [_NUMBER.sub("0", leaf.path) for leaf in leaves]
+    shapes: dict[str, _SubtreeShapes] = {}
+    shapes_by_kind = {(kind, leaf.shape) for kind, leaf in zip(kinds, leaves, strict=True)}
+    for kind, shape in shapes_by_kind:
+        if shape:
+            own = _SubtreeShapes(
+                frozenset(shape[:1]), frozenset({len(shape)}), math.prod(shape[1:]) > shape[0]
+            )
+            for subtree, _ in _subtrees(kind):
+                shapes[subtree] = own.merge(shapes.get(subtree, own))
+    stacks = {
+        kind
+        for kind in set(kinds)
+        if any(
+            subtree in shapes and _is_stack(subtree, child, shapes[subtree])
+            for subtree, child in _subtrees(kind)
+        )
+    }
+    if not stacks:
+        stacks = _most_common_first_dim(shapes_by_kind)
+    return {leaf.path for kind, leaf in zip(kinds, leaves, strict=True) if kind in stacks}
+
+
+def _most_common_first_dim(shapes_by_kind: Iterable[tuple[str, tuple[int, ...]]]) -> set[str]:
+    """Return the kinds whose first dim is that of most arrays, if it can only count layers."""
+    arrays = [
+        (kind, shape)
+        for kind, shape in shapes_by_kind
+        if len(shape) > 1 and not holds_experts(kind)
+    ]
+    layers = collections.Counter(
+        shape[0] for _, shape in arrays if math.prod(shape[1:]) > shape[0] > 1
+    )
+    for count, number in layers.most_common(1):
+        members = [(kind, shape) for kind, shape in arrays if shape[0] == count]
+        ranks = {len(shape) for _, shape in members}
+        if (
+            count <= MOST_LAYERS
+            and number == len(members) >= _FEWEST_ARRAYS
+            and 2 * number > len(arrays)
+            and len(ranks) > 1
+        ):
+            return {kind for kind, _ in members}
+    return set()
+
+
+def _subtrees(path: str) -> Iterator[tuple[str, str]]:
+    """Yield the subtrees around a leaf, each with its child towards the leaf; last the leaf itself.
+
+    >>> list(_subtrees("a/b"))
+    [('a', 'b'), ('a/b', '')]
+    """
+    words = path.split("/")
+    for count in range(1, len(words) + 1):
+        yield "/".join(words[:count]), words[count] if count < len(words) else ""
+
+
+def _is_stack(subtree: str, child: str, shapes: _SubtreeShapes) -> bool:
+    if len(shapes.first_sizes) > 1:
+        return False
+    if subtree.rpartition("/")[2].lower() in STACKS and not _ONE_LAYER.fullmatch(child):
+        return True
+    several_ranks = len(shapes.ranks) > 1 and min(shapes.ranks) > 1
+    return several_ranks and shapes.large_layers and not holds_experts(subtree)

@@ -1,0 +1,433 @@
+"""`verify`: does a sharded step compute what one device computes?
+
+Compilers have faults, too: some programs come out wrong when they are partitioned, without a word.
+`verify` runs a step twice, on one device and sharded, and compares all that it returns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from meshwright._checks import check_seconds
+from meshwright._progress import Bar
+from meshwright._show import Sheet, Shown, Table
+from meshwright._text import plural
+from meshwright.errors import RehearsalError, short
+from meshwright.meshes.build import abstract_mesh
+from meshwright.meshes.devices import live_devices
+from meshwright.partitioning.decide import PartitionOptions, resolve_specs
+from meshwright.rehearsal.compiler import environment
+from meshwright.rehearsal.request import TIMEOUT, make_request
+from meshwright.rehearsal.step_arguments import argument_names, decide_specs
+from meshwright.spec.mesh_spec import MeshSpec, SpecLike
+from meshwright.trees.walk import Leaf, is_key, walk
+
+# How far apart two results may be, as part of the largest value of an array, by the bytes of its
+# elements: sums in another order differ by some hundred roundings. Other types must be equal.
+_TOLERANCES = {8: 1e-9, 4: 1e-3, 2: 5e-2, 1: 0.2}
+# An array whose values are this much smaller than the largest of the tree is held against that
+# instead: a gradient that is zero but for rounding (of a key's bias, say) has no digits to compare.
+_NOISE = 1e-3
+_MOST_ROWS = 12
+
+
+def verify(
+    function: Callable[..., Any],
+    *args: Any,
+    mesh: SpecLike | Mesh | AbstractMesh,
+    in_shardings: Sequence[Any] | None = None,
+    data: int | Sequence[int] | None = None,
+    gradients: bool | None = None,
+    tolerance: float | None = None,
+    timeout: float = TIMEOUT,
+    **options: Unpack[PartitionOptions],
+) -> Verification:
+    """Run a step on one device and sharded over a mesh, and compare what comes out.
+
+    Take small shapes: the step runs. Where there are fewer devices than the mesh has, it runs on
+    simulated CPU devices in a process of its own. The arguments are not donated or changed.
+
+    Args:
+      function: the step, jitted or not: a train step, or a loss.
+      *args: its arguments, with values.
+      mesh: a spec such as `"fsdp:4, tp:2"`, a `Mesh` or an `AbstractMesh`.
+      in_shardings, data, **options: how the arguments are sharded, as for `rehearse`.
+      gradients: compare the gradient with respect to the first argument too; by default if the
+        step returns one floating-point number.
+      tolerance: how far apart results may be, as part of the largest value of an array; by default
+        1e-3 for float32, 5e-2 for bfloat16 and float16.
+      timeout: seconds after which simulated devices are given up.
+
+    Raises:
+      RehearsalError: for a bad option, arguments without values, or devices of other processes.
+
+    >>> import jax.numpy as jnp, meshwright as mw
+    >>> def loss(params, x):
+    ...     return jnp.mean(jnp.tanh(x @ params["w"]) ** 2)
+    >>> v = mw.verify(loss, {"w": jnp.eye(128)}, jnp.ones((8, 128)), mesh="fsdp:4, tp:2")
+    >>> v.ok, [row.path for row in v.rows]
+    (True, ['value', 'gradient/w'])
+    """
+    request = make_request(
+        function,
+        args,
+        mesh=mesh,
+        data=data,
+        donate_argnums=(),
+        name=None,
+        in_shardings=in_shardings,
+        timeout=check_seconds("timeout", timeout, error=RehearsalError),
+        options=options,
+    )
+    _check_tolerance(tolerance)
+    on = _without_devices(mesh)
+    specs = decide_specs(args, on, in_shardings, request.data, options)
+    step = _FlatStep(function, args, on, gradients)
+    flat_specs = [
+        spec
+        for walked, arg, tree in zip(step.walks, args, specs, strict=True)
+        for spec in resolve_specs("verify", walked, arg, on, tree, {})
+    ]
+    devices = _enough_devices(mesh, on)
+    with Bar(f"verifying {request.name}") as bar:
+        if devices is None:
+            where = f"{on.size} simulated CPU devices"
+            bar.now("simulated devices")
+            one, many = _run_simulated(step, flat_specs, on, request.timeout)
+        else:
+            where = plural(on.size, f"{devices[0].platform.upper()} device")
+            bar.now("one device")
+            one = _run_here(step, [PartitionSpec()] * len(flat_specs), _like(on, devices[:1]))
+            bar.now("sharded")
+            many = _run_here(step, flat_specs, _like(on, devices))
+    sizes = ", ".join(f"{axis}:{n}" for axis, n in zip(on.axis_names, on.axis_sizes, strict=True))
+    return Verification(sizes, where, _compare(step.paths, one, many, tolerance))
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """One array of the results: its largest difference, as part of its largest value.
+
+    `one` and `sharded` are the values where the two differ most.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    one: float
+    sharded: float
+    difference: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        return self.difference <= self.tolerance  # NaN is not
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Verification(Shown):
+    """What `verify` saw. Prints itself; HTML in a notebook; `to_json()`."""
+
+    mesh: str
+    where: str
+    rows: tuple[Compared, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether all results agree."""
+        return all(row.ok for row in self.rows)
+
+    @property
+    def first(self) -> Compared | None:
+        """The first array that differs, or `None`."""
+        return next((row for row in self.rows if not row.ok), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for scripts."""
+        rows = [{**dataclasses.asdict(row), "ok": row.ok} for row in self.rows]
+        return {"mesh": self.mesh, "where": self.where, "ok": self.ok, "arrays": rows}
+
+    def _sheet(self) -> Sheet:
+        count = plural(len(self.rows), "array")
+        if self.first is None:
+            worst = max(self.rows, key=lambda row: row.difference)
+            return Sheet(
+                f"{self.mesh} agrees with one device ({self.where}): {count}, the largest "
+                f"difference {worst.difference:.1e} in {worst.path}"
+            )
+        wrong = [row for row in self.rows if not row.ok]
+        cells = [
+            [
+                row.path,
+                f"{row.dtype}{list(row.shape)}",
+                f"{row.one:.6g}",
+                f"{row.sharded:.6g}",
+                f"{row.difference:.1e}",
+                f"{row.tolerance:.0e}",
+            ]
+            for row in wrong[:_MOST_ROWS]
+        ]
+        heading = ["path", "array", "one device", "sharded", "apart", "allowed"]
+        more = len(wrong) - len(cells)
+        table = Table(
+            heading,
+            cells,
+            [False, False, True, True, True, True],
+            f"... and {more} more" if more else "",
+        )
+        return Sheet(
+            f"{self.mesh} DIFFERS from one device ({self.where}): {len(wrong)} of {count}, the "
+            f"first {self.first.path}",
+            [table, _ADVICE],
+        )
+
+
+_ADVICE = (
+    "If both are right on their own, the partitioner may be at fault: shard the arrays near the "
+    "first difference in another way, and verify again."
+)
+
+
+def _check_tolerance(tolerance: object) -> None:
+    if tolerance is None:
+        return
+    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance > 0:
+        raise RehearsalError(
+            f"tolerance: {short(tolerance)} is not a number above 0, e.g. 1e-3.", option="tolerance"
+        )
+
+
+def _without_devices(mesh: Any) -> AbstractMesh:
+    if isinstance(mesh, AbstractMesh):
+        return mesh
+    if isinstance(mesh, Mesh):
+        return mesh.abstract_mesh
+    spec = MeshSpec.parse(mesh)
+    return abstract_mesh(spec if spec.size is not None else spec.resolve(len(live_devices())))
+
+
+def _enough_devices(mesh: Any, on: AbstractMesh) -> list[Any] | None:
+    """Return the devices to run on, `None` where there are too few."""
+    devices = list(mesh.devices.flat) if isinstance(mesh, Mesh) else list(live_devices())
+    if len(devices) < on.size:
+        return None
+    if any(device.process_index != jax.process_index() for device in devices[: on.size]):
+        raise RehearsalError(
+            "verify: the mesh has devices of other processes. Verify in one process, on a smaller "
+            "mesh of the same axes.",
+            option="mesh",
+        )
+    return devices[: on.size]
+
+
+def _like(on: AbstractMesh, devices: Sequence[Any]) -> Mesh:
+    """Return a mesh with the axes of another one: of its size, or of one device."""
+    shape = on.axis_sizes if len(devices) == on.size else (1,) * len(on.axis_sizes)
+    grid = np.empty(len(devices), object)
+    grid[:] = devices
+    return Mesh(grid.reshape(shape), on.axis_names, axis_types=on.axis_types)
+
+
+class _FlatStep:
+    """A step as a function of a flat list of arrays, which returns a flat list of arrays.
+
+    What is no array (functions and settings of modules) is put back before the step is called. What
+    a step returns, the gradient if it is a loss, and arrays that it replaced within its arguments
+    (Flax NNX updates modules in place) are its results; `paths` names them once it was traced.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        mesh: AbstractMesh,
+        gradients: bool | None,
+    ):
+        self.function = function
+        self.walks = [walk(arg) for arg in args]
+        self.names = argument_names(function, len(args))
+        self.paths: list[str] = []
+        leaves = [
+            (name, leaf)
+            for name, walked in zip(self.names, self.walks, strict=True)
+            for leaf in walked.arrays
+        ]
+        for name, leaf in leaves:
+            _check_value(name, leaf)
+        # Typed keys go as their numbers, which NumPy knows.
+        self.key_impls = [
+            jax.random.key_impl(leaf.value) if is_key(leaf.dtype) else None for _, leaf in leaves
+        ]
+        self.values = [_plain(leaf.value) for _, leaf in leaves]
+        self.with_gradient = False
+        with jax.sharding.use_abstract_mesh(mesh):  # for constraints inside of the step
+            outputs = jax.eval_shape(self, self.values)
+        is_loss = self.paths == ["value"] and _is_float(outputs[0].dtype) and not outputs[0].shape
+        if gradients and not is_loss:
+            raise RehearsalError(
+                "gradients: the step does not return one floating-point number, so it has no "
+                "gradient. Pass a loss, or leave the option out to compare what it returns.",
+                option="gradients",
+            )
+        self.with_gradient = is_loss and gradients is not False
+
+    def __call__(self, flat: Sequence[Any]) -> list[Any]:
+        if not self.with_gradient:
+            return self._results(flat)
+        first = self.walks[0].arrays
+        floats = [i for i, leaf in enumerate(first) if _is_float(leaf.dtype)]
+
+        def loss(changed: Sequence[Any]) -> Any:
+            values = list(flat)
+            for i, value in zip(floats, changed, strict=True):
+                values[i] = value
+            return self._results(values)[0]
+
+        value, gradient = jax.value_and_grad(loss)([flat[i] for i in floats])
+        self.paths = ["value"]
+        self.paths += [f"gradient/{first[i].path}".rstrip("/") for i in floats]
+        return [value, *gradient]
+
+    def _results(self, flat: Sequence[Any]) -> list[Any]:
+        arrays = [
+            value if impl is None else jax.random.wrap_key_data(value, impl=impl)
+            for value, impl in zip(flat, self.key_impls, strict=True)
+        ]
+        args, start = [], 0
+        for walked in self.walks:
+            end = start + len(walked.arrays)
+            args.append(walked.rebuild(arrays[start:end]))
+            start = end
+        returned = walk(self.function(*args)).arrays
+        results = [(leaf.path or "value", leaf.value) for leaf in returned]
+        after = [
+            (name, leaf)
+            for name, arg in zip(self.names, args, strict=True)
+            for leaf in walk(arg).arrays
+        ]
+        if len(after) == len(arrays):  # else the step gave an argument another structure
+            results += [
+                (f"{name}/{leaf.path}", leaf.value)
+                for (name, leaf), before in zip(after, arrays, strict=True)
+                if leaf.value is not before
+            ]
+        self.paths = [path for path, _ in results]
+        return [jnp.asarray(_plain(value)) for _, value in results]
+
+
+def _check_value(name: str, leaf: Leaf) -> None:
+    if isinstance(leaf.value, (jax.ShapeDtypeStruct, jax.core.Tracer)):
+        raise RehearsalError(
+            f"{name}, {leaf.where}: a shape without values. The step is run, so pass arrays, e.g. "
+            "of a smaller model: jax.jit(init)(jax.random.key(0))."
+        )
+    if not getattr(leaf.value, "is_fully_addressable", True):
+        raise RehearsalError(
+            f"{name}, {leaf.where}: lies on devices of other processes. Verify in one process."
+        )
+
+
+def _plain(value: Any) -> Any:
+    return jax.random.key_data(value) if is_key(value.dtype) else value
+
+
+def _is_float(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def _jitted(step: _FlatStep, specs: Sequence[PartitionSpec], mesh: Mesh | AbstractMesh) -> Any:
+    return jax.jit(step, in_shardings=([NamedSharding(mesh, spec) for spec in specs],))
+
+
+def _run_here(step: _FlatStep, specs: Sequence[PartitionSpec], mesh: Mesh) -> list[Any]:
+    # On the host first: what is committed to other devices would clash with the mesh.
+    values = [np.asarray(value) for value in step.values]
+    # Products of float32 in bfloat16 or TF32, as accelerators do by default, would hide much.
+    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
+        return [np.asarray(result) for result in _jitted(step, specs, mesh)(values)]
+
+
+# The child process gets both programs (StableHLO, as `jax.export` writes it) and the arguments in
+# one file, and answers with both lists of results in another. No function is pickled.
+def _run_simulated(
+    step: _FlatStep, specs: Sequence[PartitionSpec], on: AbstractMesh, timeout: float
+) -> tuple[list[Any], list[Any]]:
+    shapes = [
+        jax.ShapeDtypeStruct(value.shape, jnp.asarray(value).dtype)  # type: ignore[no-untyped-call]
+        for value in step.values
+    ]
+    single = AbstractMesh((1,) * len(on.axis_sizes), on.axis_names, axis_types=on.axis_types)
+    programs = []
+    for mesh, per_leaf in ((single, [PartitionSpec()] * len(specs)), (on, specs)):
+        with jax.sharding.use_abstract_mesh(mesh), jax.default_matmul_precision("highest"):
+            exported = jax.export.export(_jitted(step, per_leaf, mesh), platforms=["cpu"])(shapes)
+        programs.append((mesh.axis_sizes, bytes(exported.serialize())))
+    kinds = [kind.name for kind in on.axis_types]
+    task = (on.size, on.axis_names, kinds, programs, [np.asarray(v) for v in step.values])
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        Path(folder, "task").write_bytes(pickle.dumps(task))
+        try:
+            ended = subprocess.run(  # noqa: S603 - our own module
+                [sys.executable, "-P", "-m", f"{__package__}.verify_worker", folder],
+                env=environment(),
+                capture_output=True,
+                timeout=timeout,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise RehearsalError(
+                f"verify: the simulated devices were not done after {timeout:g} s and were ended. "
+                "Pass timeout=... seconds to wait longer, or take smaller shapes.",
+                option="timeout",
+            ) from error
+        answer = Path(folder, "answer")
+        if not answer.exists():
+            last = ended.stderr.decode(errors="replace").strip().splitlines()[-3:]
+            raise RehearsalError("\n  ".join(["verify: the simulated devices failed.", *last]))
+        one, many = pickle.loads(answer.read_bytes())  # noqa: S301 - our child's
+    return one, many
+
+
+def _compare(
+    paths: Sequence[str], one: Sequence[Any], many: Sequence[Any], tolerance: float | None
+) -> tuple[Compared, ...]:
+    largest: dict[str, float] = {}  # of the results, and of the gradient
+    for path, values in zip(paths, one, strict=True):
+        tree = path.partition("/")[0]
+        largest[tree] = max(largest.get(tree, 0.0), _largest(values))
+    return tuple(
+        _compare_one(path, a, b, _NOISE * largest[path.partition("/")[0]], tolerance)
+        for path, a, b in zip(paths, one, many, strict=True)
+    )
+
+
+def _compare_one(path: str, one: Any, many: Any, noise: float, tolerance: float | None) -> Compared:
+    kind = f"{one.dtype}"
+    if not _is_float(one.dtype):
+        allowed = 0.0
+    else:
+        allowed = tolerance or _TOLERANCES[one.dtype.itemsize]
+    if not one.size:
+        return Compared(path, one.shape, kind, 0.0, 0.0, 0.0, allowed)
+    a, b = (np.asarray(values).astype(np.float64).ravel() for values in (one, many))
+    apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
+    worst = int(np.argmax(np.nan_to_num(apart, nan=np.inf)))
+    difference = float(apart[worst] / (max(_largest(one), noise) or 1.0))
+    return Compared(path, one.shape, kind, float(a[worst]), float(b[worst]), difference, allowed)
+
+
+def _largest(values: Any) -> float:
+    finite = np.abs(np.asarray(values).astype(np.float64).ravel())
+    return float(np.max(finite, initial=0.0, where=np.isfinite(finite)))
