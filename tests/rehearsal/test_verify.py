@@ -110,7 +110,7 @@ def test_modules_that_are_updated_in_place_are_compared():
 
     v = mw.verify(step, model, X, mesh=MESH, gradients=False)
     assert v.ok and v.rows[0].path == "value"
-    assert [row.path for row in v.rows[1:]] == ["model/kernel"]
+    assert [row.path for row in v.rows[1:]] == ["model/kernel/value"]
 
 
 def test_keys_go_in_and_come_out():

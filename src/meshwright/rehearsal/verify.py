@@ -32,6 +32,7 @@ from meshwright.rehearsal.compiler import environment
 from meshwright.rehearsal.request import TIMEOUT, make_request
 from meshwright.rehearsal.step_arguments import argument_names, decide_specs
 from meshwright.spec.mesh_spec import MeshSpec, SpecLike
+from meshwright.trees.specs import make_spec
 from meshwright.trees.walk import Leaf, is_key, walk
 
 # How far apart two results may be, as part of the largest value of an array, by the bytes of its
@@ -93,8 +94,8 @@ def verify(
     )
     _check_tolerance(tolerance)
     on = _without_devices(mesh)
-    specs = decide_specs(args, on, in_shardings, request.data, options)
     step = _FlatStep(function, args, on, gradients)
+    specs = decide_specs(args, step.names, on, in_shardings, request.data, options)
     flat_specs = [
         spec
         for walked, arg, tree in zip(step.walks, args, specs, strict=True)
@@ -109,7 +110,7 @@ def verify(
         else:
             where = plural(on.size, f"{devices[0].platform.upper()} device")
             bar.now("one device")
-            one = _run_here(step, [PartitionSpec()] * len(flat_specs), _like(on, devices[:1]))
+            one = _run_here(step, [make_spec()] * len(flat_specs), _like(on, devices[:1]))
             bar.now("sharded")
             many = _run_here(step, flat_specs, _like(on, devices))
     sizes = ", ".join(f"{axis}:{n}" for axis, n in zip(on.axis_names, on.axis_sizes, strict=True))
@@ -213,7 +214,8 @@ def _without_devices(mesh: Any) -> AbstractMesh:
     if isinstance(mesh, AbstractMesh):
         return mesh
     if isinstance(mesh, Mesh):
-        return mesh.abstract_mesh
+        on: AbstractMesh = mesh.abstract_mesh
+        return on
     spec = MeshSpec.parse(mesh)
     return abstract_mesh(spec if spec.size is not None else spec.resolve(len(live_devices())))
 
@@ -370,7 +372,7 @@ def _run_simulated(
     ]
     single = AbstractMesh((1,) * len(on.axis_sizes), on.axis_names, axis_types=on.axis_types)
     programs = []
-    for mesh, per_leaf in ((single, [PartitionSpec()] * len(specs)), (on, specs)):
+    for mesh, per_leaf in ((single, [make_spec()] * len(specs)), (on, specs)):
         with jax.sharding.use_abstract_mesh(mesh), jax.default_matmul_precision("highest"):
             exported = jax.export.export(_jitted(step, per_leaf, mesh), platforms=["cpu"])(shapes)
         programs.append((mesh.axis_sizes, bytes(exported.serialize())))
