@@ -1,6 +1,11 @@
 """Deciding and placing: ours, one bare `jax.device_put`, and eformer's helper when installed.
 
-    python benchmarks/partitioning.py
+    python benchmarks/partitioning.py            # all parts
+    python benchmarks/partitioning.py working    # one: placing, deciding, sizes or working
+
+`working` rehearses a forward and a backward pass of real models, sharded by shape and by rules that
+were written by hand, for 16 TPU chips: with libtpu where it is installed, else with the CPU as a
+stand-in. Models of transformers take part where it is installed (4.50, the last with Flax).
 
 For the comparison with eformer run it where both are installed, from one environment of its own:
 `pip install eformer`, then `PYTHONPATH=src python benchmarks/partitioning.py`.
@@ -11,8 +16,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -31,9 +38,9 @@ Shape = jax.ShapeDtypeStruct
 
 def main() -> None:
     jax.config.update("jax_num_cpu_devices", 256)
-    placing()
-    deciding()
-    sizes()
+    parts = {part.__name__: part for part in (placing, deciding, sizes, working)}
+    for name in sys.argv[1:] or parts:
+        parts[name]()
 
 
 def placing() -> None:
@@ -115,6 +122,112 @@ def sizes() -> None:
                 ]
             )
     print(table(rows, [False, False, True, True, True, True]))
+
+
+def working() -> None:
+    """FLOPs and modelled time of a forward and a backward pass: by shape against by hand."""
+    compiler = "vendor" if importlib.util.find_spec("libtpu") else "cpu"
+    print(f"value_and_grad on v5e:4x4 as fsdp:4, tp:4 ({compiler} compiler)")
+    right = [False, *[True] * 7]
+    rows = [["model", "FLOPs", "by hand", "time", "by hand", "ratio", "bytes / ideal", "by hand"]]
+    for name, (loss, params, batch, rules) in real_models().items():
+        ideal = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)) / 16
+        ours, hand = (
+            mw.rehearse(
+                jax.value_and_grad(loss),
+                params,
+                batch,
+                mesh="fsdp:4, tp:4",
+                on="v5e:4x4",
+                compiler=compiler,
+                **options,
+            )
+            for options in ({}, {"rules": rules})
+        )
+        mesh = mw.abstract_mesh("fsdp:4, tp:4")
+        sizes = [
+            mw.explain(params, mesh, **options).device_bytes for options in ({}, {"rules": rules})
+        ]
+        rows.append(
+            [
+                name,
+                *(f"{r.flops:.3g}" for r in (ours, hand)),
+                *(duration(r.time.total) for r in (ours, hand)),
+                f"{ours.time.total / hand.time.total:.2f}",
+                *(f"{size / ideal:.2f}" for size in sizes),
+            ]
+        )
+    print(table(rows, right), "\n")
+
+
+def real_models() -> dict[str, tuple[Any, Any, Any, Any]]:
+    """Losses, parameters, batches and rules of models in their own library's idiom."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "ecosystem"))
+    from all_models import model
+
+    text = {"width": 512, "rows": 64, "length": 256, "vocab": 32000}
+    image = {"width": 512, "rows": 64, "classes": 1000}
+    sizes = {
+        **dict.fromkeys(("lm1b", "gemma", "bert"), text),
+        "resnet": {**image, "side": 32},
+        "vit": {**image, "side": 64},
+        "unet": {"width": 256, "rows": 64, "side": 32},
+    }
+    chosen = {name: tuple(model(name, abstract=True, **of)) for name, of in sizes.items()}
+    if importlib.util.find_spec("transformers") is not None:
+        chosen |= _transformers()
+    return chosen
+
+
+def _transformers() -> dict[str, tuple[Any, Any, Any, Any]]:
+    """GPT-2 and Llama as transformers has them in Flax, two layers of each."""
+    import optax
+    from transformers import GPT2Config, LlamaConfig
+    from transformers.models.gpt2.modeling_flax_gpt2 import FlaxGPT2LMHeadModel
+    from transformers.models.llama.modeling_flax_llama import FlaxLlamaForCausalLM
+
+    table = (("tp", "fsdp"), None)
+    gpt2 = FlaxGPT2LMHeadModel(
+        GPT2Config(n_layer=2, vocab_size=50304, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
+        _do_init=False,
+    )
+    llama = FlaxLlamaForCausalLM(
+        LlamaConfig(
+            num_hidden_layers=2,
+            hidden_size=512,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            intermediate_size=1376,
+        ),
+        _do_init=False,
+    )
+    rules = {
+        # Its kernels are (out, in).
+        "FlaxGPT2": [
+            ("wte/embedding", table),
+            (r"(c_attn|c_fc)/kernel", ("tp", "fsdp")),
+            ("c_proj/kernel", ("fsdp", "tp")),
+            ("**", None),
+        ],
+        "FlaxLlama": [
+            ("embed_tokens/embedding", table),
+            (r"(q|k|v|gate|up)_proj/kernel|lm_head/kernel", ("fsdp", "tp")),
+            (r"(o|down)_proj/kernel", ("tp", "fsdp")),
+            ("**", None),
+        ],
+    }
+
+    def parts(model: Any, rules: Any) -> tuple[Any, Any, Any, Any]:
+        def loss(params: Any, ids: Any) -> Any:
+            logits = model(ids, params=params, train=False).logits
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], ids[:, 1:])
+            return losses.mean()
+
+        params = jax.eval_shape(lambda: model.init_weights(jax.random.key(0), (1, 8)))
+        return loss, params, Shape((64, 256), "int32"), rules
+
+    both = {"FlaxGPT2": gpt2, "FlaxLlama": llama}
+    return {name: parts(model, rules[name]) for name, model in both.items()}
 
 
 def models() -> dict[str, Any]:

@@ -21,25 +21,34 @@ class Model(NamedTuple):
     hand_rules: list[tuple[str, Any]]
 
 
-def models(width: int = 64, abstract: bool = False, **sizes: Any) -> dict[str, Model]:
-    """Return every model by its name.
+PARTS = {
+    "lm1b": lm1b_parts,
+    "resnet": resnet_parts,
+    "gemma": gemma_parts,
+    "vit": vit_parts,
+    "unet": unet_parts,
+    "bert": bert_parts,
+}
 
-    `width` is the size of a hidden layer; `abstract` makes shapes in place of parameters. Other
-    sizes are those of the functions in `models_linen`, `models_nnx` and `models_equinox`; `rows`
-    goes for all of them.
+
+def model(name: str, abstract: bool = False, **sizes: Any) -> Model:
+    """Return a model by its name; `sizes` are those of its function in `PARTS`.
+
+    `abstract` makes shapes in place of parameters.
     """
     get = jax.eval_shape if abstract else lambda make: jax.jit(make)()
-    built = {}
-    for name, parts in (("lm1b", lm1b_parts), ("resnet", resnet_parts), ("gemma", gemma_parts)):
-        init, loss, batch, rules = parts(width, **sizes)
-        params = get(init)
-        if name == "resnet":
-            params, loss = params["params"], _first(loss)
-        built[name] = Model(loss, params, batch, rules)
-    for name, parts in (("vit", vit_parts), ("unet", unet_parts), ("bert", bert_parts)):
-        make, loss, batch, rules = parts(width, **sizes)
-        built[name] = Model(*_of_arrays(make, loss, get), batch, rules)
-    return built
+    init, loss, batch, rules = PARTS[name](**sizes)
+    if name in ("vit", "unet", "bert"):
+        return Model(*_of_arrays(init, loss, get), batch, rules)
+    params = get(init)
+    if name == "resnet":
+        params, loss = params["params"], _first(loss)
+    return Model(loss, params, batch, rules)
+
+
+def models() -> dict[str, Model]:
+    """Return every model, small, by its name."""
+    return {name: model(name) for name in PARTS}
 
 
 def _first(loss: Callable[..., Any]) -> Callable[..., Any]:

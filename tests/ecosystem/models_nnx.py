@@ -136,8 +136,9 @@ def gemma_parts(width=64, rows=8, length=16, vocab=128, layers=2):
 
     tokens = jax.random.randint(jax.random.key(1), (rows, length), 0, vocab)
     # The paths of a state: with the name of the array inside of a variable, or without.
+    # The rows of the table take both axes: with fsdp on its columns XLA exchanges activations.
     rules = [
-        (r"embedder", ("tp", "fsdp")),
+        (r"embedder", (("tp", "fsdp"), None)),
         (r"(attention/q)($|/)", ("fsdp", "tp", None)),
         (r"(attention/kv)($|/)", (None, "fsdp", None, None)),
         (r"(attention/out)($|/)", ("tp", None, "fsdp")),
