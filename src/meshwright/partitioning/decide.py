@@ -70,7 +70,7 @@ def partition(
     the metadata of Flax or penzai in the tree. A name that is a mesh axis needs no entry, so
     `logical={}` reads metadata that names mesh axes. By shape when neither is given: `axes`
     (default: those meant for weights) are used so that bytes per device are least; arrays of less
-    than `min_shard_bytes` stay whole. `stacked` names the leaves whose first dim counts layers
+    than `min_shard_bytes` (stacks: a layer) stay whole. `stacked` names the leaves whose first dim counts layers
     and stays whole; without it they are recognised by the structure of the tree, as the page on
     partitioning says.
 
@@ -350,11 +350,14 @@ def _by_shape(
     stacks, unused = find_stacks(leaves, options.stacked)
     result = list(specs)
     for place, leaf in enumerate(leaves):
-        if result[place] is None and leaf.bytes >= options.min_shard_bytes:
-            # A stack of scalars, one per layer, has only its first dim to cut.
-            first_dim = 1 if len(leaf.shape) > 1 and leaf.path in stacks else 0
-            experts = holds_experts(leaf.path)
-            result[place] = choose_spec(leaf.shape, bits(leaf.dtype), usable, first_dim, experts)
+        # A stack of scalars, one per layer, has only its first dim to cut.
+        first_dim = 1 if len(leaf.shape) > 1 and leaf.path in stacks else 0
+        # Of a stack one layer at a time is gathered.
+        size = leaf.bytes // max(1, leaf.shape[0]) if first_dim else leaf.bytes
+        if result[place] is None and size >= options.min_shard_bytes:
+            result[place] = choose_spec(
+                leaf.shape, bits(leaf.dtype), usable, first_dim, holds_experts(leaf.path)
+            )
     problems = [("stacked", text) for text in unused] if options.unused == "error" else []
     return result, problems
 
