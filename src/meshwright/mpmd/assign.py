@@ -79,10 +79,11 @@ def to_groups(
 
     >>> import numpy as np, meshwright as mw
     >>> groups = mw.MpmdMesh(mw.mesh("pp:2, fsdp:4"), "pp")
-    >>> params = {"embed": np.ones((64, 64), "float32"), "layers": [np.ones((8, 8), "float32")] * 2}
+    >>> layer = np.ones((8, 8), "float32")
+    >>> params = {"embed": np.ones((256, 64), "float32"), "layers": [layer, layer]}
     >>> placed = mw.to_groups(params, groups, {"embed": {0, 1}, "layers": [0, 1]})
     >>> placed["embed"]
-    MpmdArray(f32[64@fsdp,64] in groups 0, 1 of 2)
+    MpmdArray(f32[256@fsdp,64] in groups 0, 1 of 2)
     >>> [groups.mpmd_idx_for_mesh[layer.sharding.mesh] for layer in placed["layers"]]
     [0, 1]
     """

@@ -70,9 +70,9 @@ def partition(
     the metadata of Flax or penzai in the tree. A name that is a mesh axis needs no entry, so
     `logical={}` reads metadata that names mesh axes. By shape when neither is given: `axes`
     (default: those meant for weights) are used so that bytes per device are least; arrays of less
-    than `min_shard_bytes` (stacks: a layer) stay whole. `stacked` names the leaves whose first dim counts layers
-    and stays whole; without it they are recognised by the structure of the tree, as the page on
-    partitioning says.
+    than `min_shard_bytes` (stacks: a layer of less) stay whole. `stacked` names the leaves whose
+    first dim counts layers and stays whole; without it they are recognised by the structure of the
+    tree, as the page on partitioning says.
 
     Options: `uneven="replicate"` drops axes that do not divide a dim; `unmatched="replicate"` or
     `"shape"` allows leaves that no rule matches, that have no names, or names that are not in the
@@ -105,7 +105,7 @@ def shardings(tree: Any, mesh: AnyMesh, **options: Unpack[PartitionOptions]) -> 
     The specs are those of `partition`, which explains the options and the errors.
 
     >>> import jax, meshwright as mw
-    >>> mw.shardings({"w": jax.numpy.ones((64, 64))}, mw.mesh("fsdp:8"))["w"].spec
+    >>> mw.shardings({"w": jax.numpy.ones((256, 256))}, mw.mesh("fsdp:8"))["w"].spec
     P('fsdp',)
     """
     walked = walk(tree)

@@ -32,7 +32,7 @@ def partition_like(state: Any, params: Any, specs: Any, *, unmatched: str = "err
     more, and those as large as all parameters together.
 
     >>> import jax, optax, meshwright as mw
-    >>> params = {"w": jax.numpy.ones((64, 64))}
+    >>> params = {"w": jax.numpy.ones((256, 256))}
     >>> state = jax.eval_shape(optax.adam(1e-3).init, params)
     >>> specs = mw.partition(params, mw.mesh("fsdp:8"))
     >>> mw.partition_like(state, params, specs)[0].mu
