@@ -5,7 +5,7 @@
 
 `working` rehearses a forward and a backward pass of real models, sharded by shape and by rules that
 were written by hand, for 16 TPU chips: with libtpu where it is installed, else with the CPU as a
-stand-in. Models of transformers take part where it is installed (4.50, the last with Flax).
+stand-in.
 
 For the comparison with eformer run it where both are installed, from one environment of its own:
 `pip install eformer`, then `PYTHONPATH=src python benchmarks/partitioning.py`.
@@ -168,66 +168,13 @@ def real_models() -> dict[str, tuple[Any, Any, Any, Any]]:
     text = {"width": 512, "rows": 64, "length": 256, "vocab": 32000}
     image = {"width": 512, "rows": 64, "classes": 1000}
     sizes = {
-        **dict.fromkeys(("lm1b", "gemma", "bert"), text),
+        **dict.fromkeys(("lm1b", "gemma", "bert", "gpt2", "llama"), text),
+        "ppo": {"width": 1024, "rows": 512, "length": 64, "observed": 256, "actions": 32},
         "resnet": {**image, "side": 32},
         "vit": {**image, "side": 64},
         "unet": {"width": 256, "rows": 64, "side": 32},
     }
-    chosen = {name: tuple(model(name, abstract=True, **of)) for name, of in sizes.items()}
-    if importlib.util.find_spec("transformers") is not None:
-        chosen |= _transformers()
-    return chosen
-
-
-def _transformers() -> dict[str, tuple[Any, Any, Any, Any]]:
-    """GPT-2 and Llama as transformers has them in Flax, two layers of each."""
-    import optax
-    from transformers import GPT2Config, LlamaConfig
-    from transformers.models.gpt2.modeling_flax_gpt2 import FlaxGPT2LMHeadModel
-    from transformers.models.llama.modeling_flax_llama import FlaxLlamaForCausalLM
-
-    table = (("tp", "fsdp"), None)
-    gpt2 = FlaxGPT2LMHeadModel(
-        GPT2Config(n_layer=2, vocab_size=50304, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
-        _do_init=False,
-    )
-    llama = FlaxLlamaForCausalLM(
-        LlamaConfig(
-            num_hidden_layers=2,
-            hidden_size=512,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            intermediate_size=1376,
-        ),
-        _do_init=False,
-    )
-    rules = {
-        # Its kernels are (out, in).
-        "FlaxGPT2": [
-            ("wte/embedding", table),
-            (r"(c_attn|c_fc)/kernel", ("tp", "fsdp")),
-            ("c_proj/kernel", ("fsdp", "tp")),
-            ("**", None),
-        ],
-        "FlaxLlama": [
-            ("embed_tokens/embedding", table),
-            (r"(q|k|v|gate|up)_proj/kernel|lm_head/kernel", ("fsdp", "tp")),
-            (r"(o|down)_proj/kernel", ("tp", "fsdp")),
-            ("**", None),
-        ],
-    }
-
-    def parts(model: Any, rules: Any) -> tuple[Any, Any, Any, Any]:
-        def loss(params: Any, ids: Any) -> Any:
-            logits = model(ids, params=params, train=False).logits
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], ids[:, 1:])
-            return losses.mean()
-
-        params = jax.eval_shape(lambda: model.init_weights(jax.random.key(0), (1, 8)))
-        return loss, params, Shape((64, 256), "int32"), rules
-
-    both = {"FlaxGPT2": gpt2, "FlaxLlama": llama}
-    return {name: parts(model, rules[name]) for name, model in both.items()}
+    return {name: tuple(model(name, abstract=True, **of)) for name, of in sizes.items()}
 
 
 def models() -> dict[str, Any]:

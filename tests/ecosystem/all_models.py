@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+from models_brax import ppo_parts
 from models_equinox import bert_parts, unet_parts, vit_parts
 from models_linen import lm1b_parts, resnet_parts
 from models_nnx import gemma_parts
+from models_transformers import gpt2_parts, llama_parts
 
 
 class Model(NamedTuple):
@@ -28,6 +30,9 @@ PARTS = {
     "vit": vit_parts,
     "unet": unet_parts,
     "bert": bert_parts,
+    "gpt2": gpt2_parts,
+    "llama": llama_parts,
+    "ppo": ppo_parts,
 }
 
 

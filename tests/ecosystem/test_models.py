@@ -1,4 +1,4 @@
-"""Models of Flax and Equinox: sharded they compute what one device does, and they are rehearsed."""
+"""Models of Flax, Equinox and penzai: sharded they compute what one device does; rehearsals."""
 
 import all_models
 import equinox as eqx
@@ -9,16 +9,20 @@ import models_equinox
 import models_linen
 import models_nnx
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from penzai import pz
+from penzai.models.transformer.variants import gpt_neox
 
 import meshwright as mw
 
 pytestmark = pytest.mark.slow
 
 MESH = mw.mesh("fsdp:4, tp:2")
-NAMES = ("lm1b", "resnet", "gemma", "vit", "unet", "bert")
+# The models are small, and so is what stays whole.
+BY_SHAPE = {"min_shard_bytes": 1024}
 STEPS = {
     "lm1b": models_linen.lm1b,
     "resnet": models_linen.resnet,
@@ -55,10 +59,10 @@ def by_rows(batch):
 
 
 @pytest.mark.parametrize("how", ["shape", "rules"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", all_models.PARTS)
 def test_sharded_values_and_gradients_are_those_of_one_device(name, how, models, on_one_device):
     model = models[name]
-    options = {"rules": model.hand_rules} if how == "rules" else {}
+    options = {"rules": model.hand_rules} if how == "rules" else BY_SHAPE
     params = mw.shard(model.params, MESH, **options)
     # Something is cut: a model that stays whole would prove nothing.
     assert mw.explain(params, MESH).device_bytes < 0.5 * mw.explain(params, MESH).bytes
@@ -99,10 +103,10 @@ def options_of(name):
     return {
         "lm1b": {"logical": models_linen.LM1B_TABLE, "unmatched": "replicate"},
         "gemma": {"logical": models_nnx.GEMMA_TABLE},
-    }.get(name, {})
+    }.get(name, BY_SHAPE)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", STEPS)
 def test_the_models_own_step_is_rehearsed(name, tmp_path):
     step, args = STEPS[name]()
     options = {**options_of(name), "cache": tmp_path}
@@ -137,7 +141,7 @@ def place(name, args):
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", STEPS)
 def test_one_step_of_its_own_on_eight_devices_is_that_of_one(name):
     step, args = STEPS[name]()
     placed = place(name, args)
@@ -151,3 +155,52 @@ def test_one_step_of_its_own_on_eight_devices_is_that_of_one(name):
     # Adam divides by the size of a gradient: where that is rounding alone, so is the step.
     pairs = zip(arrays_of(got), arrays_of(expected), strict=True)
     assert all(np.allclose(a, b, atol=2.5e-3) for a, b in pairs)
+
+
+def test_gpt_neox_of_penzai_by_shape_and_by_its_names():
+    config = gpt_neox.GPTNeoXTransformerConfig(
+        num_attention_heads=8,
+        embedding_dim=64,
+        projection_dim=8,
+        mlp_hidden_dim=256,
+        num_decoder_blocks=4,
+        vocab_size=128,
+        activation_fn="gelu_exact",
+        rope_subset_size=4,
+        rope_wavelength=10_000.0,
+        layernorm_epsilon=1e-5,
+        parameter_dtype=jnp.float32,
+        activation_dtype=jnp.float32,
+        use_layer_stack=True,
+    )
+    model = gpt_neox.build_gpt_neox_transformer(config, init_base_rng=jax.random.key(0))
+    rest, params = pz.unbind_params(model, freeze=True)
+    tokens = jax.random.randint(jax.random.key(1), (8, 16), 0, 128)
+
+    def loss(params, tokens):
+        named = pz.nx.wrap(tokens).tag("batch", "seq")
+        logits = pz.bind_variables(rest, params)(named).unwrap("batch", "seq", "vocabulary")
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
+        return losses.mean()
+
+    expected = jax.jit(jax.value_and_grad(loss))(params, tokens)
+    # A list without a word in its paths: what shares the first dim of four is a stack of layers.
+    specs = mw.partition(params, MESH, **BY_SHAPE)
+    arrays = zip(jax.tree.leaves(params), jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
+    stacked = [spec for array, spec in arrays if array.ndim > 1 and array.shape[0] == 4]
+    assert len(stacked) > 8 and all(not spec or spec[0] is None for spec in stacked)
+    for options in (
+        BY_SHAPE,
+        {
+            "logical": {"embedding": "fsdp", "neurons": "tp", "heads": "tp", "vocabulary": None},
+            "unmatched": "replicate",
+        },
+    ):
+        placed = mw.shard(params, MESH, **options)
+        assert mw.explain(placed, MESH).device_bytes < 0.5 * mw.explain(placed, MESH).bytes
+        got = jax.jit(jax.value_and_grad(loss))(placed, by_rows(tokens))
+        assert_close(got, expected)
+
+
+def is_spec(value):
+    return isinstance(value, PartitionSpec)

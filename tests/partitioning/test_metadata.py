@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from penzai import pz
 
 import meshwright as mw
 from meshwright.errors import PartitionError
@@ -48,8 +49,9 @@ def test_names_that_are_not_in_the_table_follow_unmatched():
         choose()
     assert "4 problems" in str(e.value)
     assert nn.unbox(choose(unmatched="replicate"))["query"]["kernel"] == P("fsdp")
-    by_shape = nn.unbox(mw.partition(shapes, MESH))
-    assert nn.unbox(choose(unmatched="shape")) == by_shape
+    by_shape = nn.unbox(mw.partition(shapes, MESH, min_shard_bytes=0))
+    assert by_shape["query"]["kernel"] == P("fsdp", "tp")
+    assert nn.unbox(choose(unmatched="shape", min_shard_bytes=0)) == by_shape
 
 
 @pytest.mark.parametrize("table", [{}, {"embed": "tp"}])
@@ -145,7 +147,6 @@ def test_nnx_states_take_what_nnx_works_out():
 
 
 def test_the_names_of_penzai_are_read():
-    pz = pytest.importorskip("penzai.pz")
     table = {"embed": "fsdp", "mlp": "tp", "layers": None}
     w = pz.nx.wrap(jnp.ones((16, 8, 4))).tag("layers", "embed", "mlp")
     tree = {
