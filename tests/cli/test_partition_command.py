@@ -24,7 +24,7 @@ not_a_function = 5
 GOLDEN = """\
 3 arrays on fsdp:4, tp:4 (16 devices): 1.119 GiB, 71.63 MiB on each device
 path       array                         bytes  on a device  copies
-embed      bf16[32000@tp,4096@fsdp]    250 MiB    15.62 MiB       1
+embed      bf16[32000@(tp,fsdp),4096]  250 MiB    15.62 MiB       1
 layers/up  bf16[8,4096@fsdp,14336@tp]  896 MiB       56 MiB       1
 scale      f32[]                           4 B          4 B      16
 whole on every device: 4 B, the largest scale 4 B
@@ -123,7 +123,7 @@ def here(tmp_path, monkeypatch, capsys):
     return here
 
 
-UNEVEN = "def f(): return {'embed': S((6, 64), 'float32'), 'head': S((64, 64), 'float32')}"
+UNEVEN = "def f(): return {'embed': S((6, 64), 'float32'), 'head': S((128, 128), 'float32')}"
 
 
 def test_the_options_of_partition_are_options_here(here, tmp_path):
@@ -131,10 +131,13 @@ def test_the_options_of_partition_are_options_here(here, tmp_path):
     words = ["--rules", "rules.json", "--unmatched", "shape", "--unused", "allow"]
     code, out, _ = here(UNEVEN, *words, "--uneven", "replicate")
     assert code == 0
-    assert "f32[6@tp,64]" in out and "f32[64@(fsdp,tp),64]" in out
-    code, out, _ = here(UNEVEN, "--min-shard-bytes", "5000")
+    assert "f32[6@tp,64]" in out and "f32[128@fsdp,128@tp]" in out
+    code, out, _ = here(UNEVEN, "--min-shard-bytes", "65537")
     assert code == 0
-    assert "f32[6,64]" in out and "f32[64,64]" in out
+    assert "f32[6,64]" in out and "f32[128,128]" in out
+    code, out, _ = here(UNEVEN, "--min-shard-bytes", "0")
+    assert code == 0
+    assert "f32[6@tp,64@fsdp]" in out and "f32[128@fsdp,128@tp]" in out
 
 
 def test_errors_name_options_as_they_are_written_here(here, tmp_path):
@@ -157,11 +160,11 @@ def test_a_rule_that_is_there_twice_is_refused(here, tmp_path):
 
 
 def test_a_function_may_import_its_neighbours_late(here, tmp_path):
-    (tmp_path / "late_neighbour.py").write_text("SIZE = 64")
+    (tmp_path / "late_neighbour.py").write_text("SIZE = 128")
     text = "def f():\n    import late_neighbour as n\n    return S((n.SIZE, n.SIZE), 'float32')"
     code, out, _ = here(text)
     assert code == 0
-    assert "f32[64@(fsdp,tp),64]" in out
+    assert "f32[128@fsdp,128@tp]" in out
 
 
 def test_prints_of_the_function_do_not_mix_with_the_json(here):

@@ -17,7 +17,7 @@ def steps(tmp_path, monkeypatch):
     """A module of somebody's own steps, in the working directory."""
     (tmp_path / "own_steps.py").write_text(
         "import jax\n"
-        "shape = jax.ShapeDtypeStruct((64, 64), 'float32')\n"
+        "shape = jax.ShapeDtypeStruct((128, 128), 'float32')\n"
         "def plain():\n"
         "    return (lambda w, x: x @ w), shape, shape\n"
         "def full():\n"

@@ -62,8 +62,10 @@ def ppo_parts(width=64, rows=8, length=16, observed=32, actions=8):
         return -surrogate.mean() + 0.25 * jnp.mean(errors**2) - 1e-2 * jnp.log(scale).mean()
 
     rules = [
-        (r"hidden_(0|2)/kernel", (None, "tp")),
+        (r"hidden_(0|2)/kernel", ("fsdp", "tp")),
         ("hidden_1/kernel", ("tp", "fsdp")),
+        ("policy/params/hidden_3/kernel", ("tp", "fsdp")),
+        ("value/params/hidden_3/kernel", ("tp", None)),
         ("**", None),
     ]
     return init, loss, batch, rules

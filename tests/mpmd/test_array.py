@@ -240,10 +240,10 @@ def test_tree_functions_take_it_with_others():
 
 
 def test_partitioning_and_reports_take_it_like_any_array():
-    tree = {"w": make(values=np.zeros((64, 64), np.float32))}
+    tree = {"w": make(values=np.zeros((128, 128), np.float32))}
     whole = mesh(range(8), names=("fsdp",))
     assert mw.partition(tree, whole) == {"w": P("fsdp")}
-    assert mw.explain(tree, whole).bytes == 64 * 64 * 4
+    assert mw.explain(tree, whole).bytes == 128 * 128 * 4
 
 
 def test_a_program_does_not_take_it_by_mistake():

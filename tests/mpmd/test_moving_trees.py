@@ -144,7 +144,7 @@ def test_a_model_is_a_tree():
 
 
 def test_without_specs_each_group_decides_by_shape():
-    big = np.ones((64, 64), np.float32)
+    big = np.ones((128, 128), np.float32)
     placed = mw.to_groups({"w": big, "b": big[0]}, CUT, {0, 2})
     inside = mw.partition({"w": big, "b": big[0]}, CUT.unstack[0])
     assert (

@@ -178,15 +178,22 @@ def test_only_dims_before_the_parameters_shape_are_memories():
 
 
 def test_a_state_that_holds_all_parameters_in_one_vector_is_refused():
-    state = jax.eval_shape(optax.flatten(optax.adam(1e-3)).init, PARAMS)
+    params = {**PARAMS, "embed": np.ones((512, 32), np.float32)}
+    state = jax.eval_shape(optax.flatten(optax.adam(1e-3)).init, params)
     with pytest.raises(
         mw.errors.PartitionError,
-        match=r"0/mu: \(4160,\) holds as many elements as all parameters together \(4,160\) but "
+        match=r"0/mu: \(18496,\) holds as many elements as all parameters together \(18,496\) but "
         r"follows none, .* Keep the state in the parameters' tree \(no optax\.flatten\), give it",
     ):
-        mw.partition_like(state, PARAMS, SPECS)
-    specs = mw.partition_like(state, PARAMS, SPECS, unmatched="replicate")
+        mw.partition_like(state, params, SPECS)
+    specs = mw.partition_like(state, params, SPECS, unmatched="replicate")
     assert specs[0].mu == P()
+
+
+def test_a_small_state_that_follows_no_parameter_stays_whole():
+    # 16,640 bytes: cutting them would gain nothing.
+    state = jax.eval_shape(optax.flatten(optax.adam(1e-3)).init, PARAMS)
+    assert mw.partition_like(state, PARAMS, SPECS)[0].mu == P()
 
 
 def test_parameters_may_be_one_array():

@@ -32,15 +32,15 @@ TREE = {
 }
 
 GOLDEN = """\
-6 arrays on fsdp:4, tp:2 (8 devices): 571.6 MiB, 71.45 MiB on each device
-path         array                         bytes  on a device  copies
-embed        bf16[32000@tp,1024@fsdp]   62.5 MiB    7.812 MiB       1
-head         f32[1024@(fsdp,tp),32003]   125 MiB    15.63 MiB       1
-layers/norm  f32[24,1024@(fsdp,tp)]       96 KiB       12 KiB       1
-layers/up    f32[24,1024@fsdp,4096@tp]   384 MiB       48 MiB       1
-scale        f32[7]                         28 B         28 B       8
-step         i32[]                           4 B          4 B       8
-whole on every device: 32 B, the largest scale 28 B, step 4 B"""
+6 arrays on fsdp:4, tp:2 (8 devices): 571.6 MiB, 71.53 MiB on each device
+path         array                          bytes  on a device  copies
+embed        bf16[32000@(tp,fsdp),1024]  62.5 MiB    7.812 MiB       1
+head         f32[1024@(tp,fsdp),32003]    125 MiB    15.63 MiB       1
+layers/norm  f32[24,1024]                  96 KiB       96 KiB       8
+layers/up    f32[24,1024@fsdp,4096@tp]    384 MiB       48 MiB       1
+scale        f32[7]                          28 B         28 B       8
+step         i32[]                            4 B          4 B       8
+whole on every device: 96.03 KiB, the largest layers/norm 96 KiB, scale 28 B, step 4 B"""
 
 
 def test_the_text_is_as_it_is():
@@ -67,9 +67,9 @@ def test_placed_arrays_are_described_as_they_lie():
 
 
 def test_specs_or_options_say_more_than_where_arrays_lie():
-    placed = mw.shard({"w": np.ones((64, 64), np.float32)}, MESH, P())
-    assert mw.explain(placed, MESH, P("tp")).rows[0].text == "f32[64@tp,64]"
-    assert mw.explain(placed, MESH, axes=["tp"]).rows[0].text == "f32[64@tp,64]"
+    placed = mw.shard({"w": np.ones((128, 128), np.float32)}, MESH, P())
+    assert mw.explain(placed, MESH, P("tp")).rows[0].text == "f32[128@tp,128]"
+    assert mw.explain(placed, MESH, axes=["tp"]).rows[0].text == "f32[128@tp,128]"
 
 
 def test_arrays_that_are_not_on_this_mesh_are_described_as_partition_would_cut_them():
@@ -172,12 +172,12 @@ def test_bytes_per_device_are_those_that_devices_hold():
 
 
 def test_half_bytes_are_counted_as_halves():
-    report = mw.explain({"w": sds(64, 64, dtype=jnp.int4)}, MESH)
-    assert (report.bytes, report.device_bytes) == (2048, 256)
+    report = mw.explain({"w": sds(512, 512, dtype=jnp.int4)}, MESH)
+    assert (report.bytes, report.device_bytes) == (131072, 16384)
 
 
 def test_whole_arrays_are_listed_largest_first():
-    tree = {"a": sds(3), "b": sds(300), "c": sds(64, 64)}
+    tree = {"a": sds(3), "b": sds(300), "c": sds(128, 128)}
     assert [row.path for row in mw.explain(tree, MESH).replicated] == ["b", "a"]
 
 
@@ -219,7 +219,7 @@ def test_the_page_draws_arrays_of_one_to_four_dims():
         "four": sds(4, 8, 64, 64),
         "scalar": sds(),
     }
-    page = Page(mw.explain(tree, MESH)._repr_html_())
+    page = Page(mw.explain(tree, MESH, min_shard_bytes=4096)._repr_html_())
     drawn = [tag for tag, _ in page.tags]
     assert drawn.count("svg") == 4
     captions = " ".join(page.words)
@@ -248,9 +248,9 @@ def test_the_page_escapes_paths():
 
 
 def test_the_page_draws_each_kind_of_array_once_and_few_of_them():
-    same = mw.explain({f"w{place}": sds(64, 64) for place in range(50)}, MESH)._repr_html_()
+    same = mw.explain({f"w{place}": sds(128, 128) for place in range(50)}, MESH)._repr_html_()
     assert same.count("<svg") == 1
-    many = {f"w{place}": sds(64, 8 * place) for place in range(4, 50)}
+    many = {f"w{place}": sds(1024, 8 * place) for place in range(4, 50)}
     assert mw.explain(many, MESH)._repr_html_().count("<svg") == 6
 
 
@@ -317,7 +317,7 @@ def test_json_says_everything_in_plain_values():
 
 def test_json_takes_keys_and_numpy_shapes():
     tree = {"k": jax.random.split(jax.random.key(0), 64), "n": np.ones((4, 4))}
-    found = json.loads(json.dumps(mw.explain(tree, MESH).to_json()))
+    found = json.loads(json.dumps(mw.explain(tree, MESH, min_shard_bytes=0).to_json()))
     assert re.fullmatch(r"key<\w+>\[64.*\]", found["arrays"][0]["array"])
 
 
@@ -337,7 +337,8 @@ def test_reprs_stay_short_however_large_the_value_is():
     for value in (report, report.rows[0], options, Options()):
         assert len(repr(value)) <= 200
     assert repr(report).startswith("<PartitionReport 300 arrays on fsdp:4, tp:2 (8 devices): ")
-    assert repr(mw.explain({"w": sds(64, 64)}, MESH).rows[0]) == "<LeafRow w: f32[64@(fsdp,tp),64]>"
+    row = mw.explain({"w": sds(64, 64)}, MESH, P(("fsdp", "tp"))).rows[0]
+    assert repr(row) == "<LeafRow w: f32[64@(fsdp,tp),64]>"
     assert repr(Options(uneven="replicate")) == "<Options uneven='replicate'>"
 
 

@@ -61,15 +61,15 @@ def is_spec(value):
 
 def test_a_word_alone_makes_no_stack_of_arrays_with_other_first_dims():
     tree = {"layers": {"w1": sds(4096, 10), "w2": sds(1024, 4097)}}
-    assert mw.partition(tree, MESH)["layers"] == {"w1": P(("fsdp", "tp")), "w2": P(("fsdp", "tp"))}
+    assert mw.partition(tree, MESH)["layers"] == {"w1": P(("tp", "fsdp")), "w2": P(("tp", "fsdp"))}
     tree = {"layers": {"layer_0": {"w": sds(1024, 1024)}}}
     assert mw.partition(tree, MESH)["layers"]["layer_0"]["w"] == P("fsdp", "tp")
 
 
 def test_a_scan_is_a_stack_whatever_its_name():
     tree = {"params": {"blk": {"bias": sds(8, 256), "kernel": sds(8, 256, 256)}}}
-    specs = mw.partition(tree, MESH)["params"]["blk"]
-    assert specs == {"bias": P(None, ("fsdp", "tp")), "kernel": P(None, "fsdp", "tp")}
+    specs = mw.partition(tree, MESH, min_shard_bytes=4096)["params"]["blk"]
+    assert specs == {"bias": P(None, ("tp", "fsdp")), "kernel": P(None, "fsdp", "tp")}
 
 
 def test_a_linen_scan_is_a_stack_whatever_its_name():
@@ -84,7 +84,7 @@ def test_a_linen_scan_is_a_stack_whatever_its_name():
     shapes = jax.eval_shape(
         scan(name="blk").init, jax.random.key(0), jax.numpy.ones((2, 256)), None
     )
-    specs = mw.partition({"model": shapes}, MESH)
+    specs = mw.partition({"model": shapes}, MESH, min_shard_bytes=0)
     for spec in jax.tree.leaves(specs, is_leaf=is_spec):
         assert spec[0] is None and len(spec) > 1
 
@@ -100,8 +100,110 @@ def test_a_linen_scan_is_a_stack_whatever_its_name():
     ids=str,
 )
 def test_arrays_that_share_a_first_dim_by_chance_are_no_stack(tree):
-    alone = {name: mw.partition(leaf, MESH, stacked=False) for name, leaf in tree.items()}
-    assert mw.partition({"block": tree}, MESH)["block"] == alone
+    def specs(tree, **options):
+        return mw.partition(tree, MESH, min_shard_bytes=0, **options)
+
+    alone = {name: specs(leaf, stacked=False) for name, leaf in tree.items()}
+    assert specs({"block": tree})["block"] == alone
+    assert all(spec[0] is not None for spec in alone.values())
+
+
+STACKED = {
+    "a.q": sds(16, 512, 8, 64),
+    "a.b": sds(16, 512),
+    "m.w": sds(16, 512, 2048),
+    "m.b": sds(16, 2048),
+    "emb": sds(32000, 512),
+}
+
+
+@pytest.mark.parametrize("mesh", ["fsdp:4, tp:2", "fsdp:16", "tp:16", "fsdp:8, ep:2, tp:8"])
+@pytest.mark.parametrize("limit", [0, 65536])
+def test_layers_without_a_subtree_of_their_own_are_recognised_by_their_number(mesh, limit):
+    specs = mw.partition(STACKED, mw.abstract_mesh(mesh), min_shard_bytes=limit)
+    assert specs["emb"][0] is not None
+    for name in ("a.q", "m.w"):
+        assert specs[name][0] is None and len(specs[name]) > 1
+    for name in ("a.b", "m.b"):  # small layers
+        assert specs[name] == P() if limit else specs[name][0] is None and len(specs[name]) > 1
+
+
+def test_flat_layers_are_cut_like_those_of_a_subtree():
+    layers = {name: leaf for name, leaf in STACKED.items() if name != "emb"}
+    tree = {"layers": layers, "emb": STACKED["emb"]}
+    nested, specs = mw.partition(tree, MESH), mw.partition(STACKED, MESH)
+    assert specs == {**nested["layers"], "emb": P(("tp", "fsdp"))}
+    assert specs["a.q"] == P(None, "fsdp", "tp") and specs["m.w"] == P(None, "fsdp", "tp")
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        # Three arrays; as many others; of one rank; more than can be layers; fewer elements.
+        {"a": sds(16, 512, 512), "b": sds(16, 512), "c": sds(16, 2048)},
+        {
+            **{name: leaf for name, leaf in STACKED.items() if name != "emb"},
+            **{f"other{word}": sds(512, 512) for word in "wxyz"},
+        },
+        {word: sds(16, 4096) for word in "abcde"},
+        {**{word: sds(512, 4096) for word in "abc"}, "d": sds(512, 8, 512)},
+        {**{word: sds(16, 8, 64) for word in "abc"}, "d": sds(16, 8)},
+    ],
+    ids=["few", "half", "one rank", "many layers", "small layers"],
+)
+def test_what_may_share_its_first_dim_by_chance_is_cut_as_if_alone(tree):
+    together = mw.partition(tree, MESH, min_shard_bytes=0)
+    alone = mw.partition(tree, MESH, min_shard_bytes=0, stacked=False)
+    assert together == alone
+    assert alone[next(iter(tree))][0] is not None
+
+
+def test_experts_are_not_counted_as_layers():
+    mesh = mw.abstract_mesh("ep:4, tp:2")
+    tree = {f"expert.{name}": leaf for name, leaf in STACKED.items() if name != "emb"}
+    specs = mw.partition(tree, mesh)
+    assert specs["expert.m.w"] == P("ep", None, "tp")
+    assert specs["expert.a.q"][0] == "ep"
+
+
+def attention(heads=8):
+    """The arrays of Linen's `MultiHeadDotProductAttention`."""
+    projection = {"kernel": sds(512, heads, 64), "bias": sds(heads, 64)}
+    names = ("query", "key", "value")
+    return {
+        **dict.fromkeys(names, projection),
+        "out": {"kernel": sds(heads, 64, 512), "bias": sds(512)},
+    }
+
+
+DENSE = {"kernel": sds(512, 2048), "bias": sds(2048)}
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"attention": attention(), "mlp": DENSE, "out": DENSE},
+        {f"block_{place}": {"attention": attention(), "mlp": DENSE} for place in range(4)},
+        pytest.param(
+            {"attention": attention()},
+            marks=pytest.mark.xfail(
+                strict=True, reason="four of seven arrays begin with the number of heads"
+            ),
+        ),
+    ],
+    ids=["one block", "blocks", "attention alone"],
+)
+def test_heads_are_not_taken_for_layers(tree):
+    specs = mw.partition(tree, MESH)
+    attentions = (
+        [specs["attention"]]
+        if "attention" in specs
+        else [block["attention"] for block in specs.values()]
+    )
+    for found in attentions:
+        for name in ("query", "key", "value"):
+            assert found[name]["kernel"] == P("fsdp", "tp")
+        assert found["out"]["kernel"] == P("tp", None, "fsdp")
 
 
 def test_experts_are_no_stack():
@@ -120,10 +222,20 @@ def test_all_layers_of_a_list_are_judged_together():
 
 
 def test_the_layer_dim_stays_whole():
-    tree = {"layers": {"up": sds(8, 1024, 4096), "norm": sds(8, 4096)}}
+    tree = {"layers": {"up": sds(8, 1024, 4096), "norm": sds(8, 16384)}}
     specs = mw.partition(tree, MESH)
     assert specs["layers"]["up"] == P(None, "fsdp", "tp")
-    assert specs["layers"]["norm"] == P(None, ("fsdp", "tp"))
+    assert specs["layers"]["norm"] == P(None, ("tp", "fsdp"))
+
+
+def test_the_bytes_of_a_layer_decide_whether_a_stack_stays_whole():
+    tree = {"layers": {"w": sds(48, 128, 128), "small": sds(48, 128, 64), "norm": sds(48, 1024)}}
+    specs = mw.partition(tree, MESH)["layers"]
+    assert specs == {"w": P(None, "fsdp", "tp"), "small": P(), "norm": P()}
+    one_less = mw.partition(tree, MESH, min_shard_bytes=128 * 128 * 4 + 1)["layers"]
+    assert one_less["w"] == P()
+    # All 48 layers at once would be large enough.
+    assert mw.partition(tree, MESH, stacked=False)["layers"]["small"] != P()
 
 
 def test_a_layer_in_a_stack_is_cut_like_one_by_itself():
@@ -133,7 +245,7 @@ def test_a_layer_in_a_stack_is_cut_like_one_by_itself():
 
 
 def test_a_vector_has_no_layer_dim_to_spare():
-    assert mw.partition({"layers": {"scale": sds(4096)}}, MESH)["layers"]["scale"] != P()
+    assert mw.partition({"layers": {"scale": sds(16384)}}, MESH)["layers"]["scale"] != P()
 
 
 def test_a_stack_that_can_only_be_cut_by_layer_stays_whole():
@@ -160,14 +272,14 @@ def test_patterns_name_the_stacks_by_hand():
 
 def test_false_switches_the_words_off():
     tree = {"layers": {"w": sds(4096, 3, 5)}}
-    assert mw.partition(tree, MESH, stacked=False)["layers"]["w"] == P(("fsdp", "tp"))
+    assert mw.partition(tree, MESH, stacked=False)["layers"]["w"] == P(("tp", "fsdp"))
     assert mw.partition(tree, MESH, stacked=True)["layers"]["w"] == P()
 
 
 def test_patterns_replace_the_words():
     tree = {"layers": {"w": sds(4096, 3, 5)}}
     tree = {**tree, "tower": sds(8, 8, 8)}
-    assert mw.partition(tree, MESH, stacked="tower")["layers"]["w"] == P(("fsdp", "tp"))
+    assert mw.partition(tree, MESH, stacked="tower")["layers"]["w"] == P(("tp", "fsdp"))
 
 
 def test_a_pattern_that_matches_no_leaf_is_reported_unless_allowed():

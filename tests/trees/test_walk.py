@@ -59,7 +59,7 @@ class Model(eqx.Module):
 def test_every_kind_of_array_gets_a_spec(leaf, mesh):
     spec = mw.partition({"w": leaf}, mesh, rules={"w": ("fsdp", "tp")})["w"]
     assert spec == P("fsdp", "tp")
-    by_shape = mw.partition({"w": leaf}, mesh)["w"]
+    by_shape = mw.partition({"w": leaf}, mesh, min_shard_bytes=0)["w"]
     assert isinstance(by_shape, P) and len(by_shape) > 0
 
 
@@ -202,7 +202,7 @@ class Measured:
 
 
 def test_a_node_that_refuses_specs_is_named():
-    tree = {"a": [Measured(np.ones((64, 64), "float32"))], "b": np.ones(8, "float32")}
+    tree = {"a": [Measured(np.ones((128, 128), "float32"))], "b": np.ones(8, "float32")}
     with pytest.raises(
         mw.errors.PartitionError,
         match=r"^tree: a node of type Measured refuses leaves of type 'P\w*' "
@@ -210,7 +210,7 @@ def test_a_node_that_refuses_specs_is_named():
     ):
         mw.partition(tree, MESH)
     placed = mw.shard(tree, MESH)
-    assert placed["a"][0].shape_was == (64, 64)
+    assert placed["a"][0].shape_was == (128, 128)
 
 
 def test_keys_that_do_not_print_are_written_out():
@@ -267,7 +267,7 @@ from jax.sharding import PartitionSpec as P
 import meshwright as mw
 
 mesh = mw.mesh("fsdp:4, tp:2")
-tree = {"w": np.ones((64, 64), "float32")}
+tree = {"w": np.ones((128, 128), "float32")}
 old = mw.shard(tree, mesh)
 helper = mw.MeshPartitionHelper(mesh)
 path = tempfile.mkdtemp() + "/"

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright._show import short_repr
 from meshwright.errors import PartitionError, listing, literal_text, near, option_text, short
-from meshwright.partitioning.by_shape import choose_spec, weight_axes
+from meshwright.partitioning.by_shape import choose_spec, turned_kernels, weight_axes
 from meshwright.partitioning.logical import (
     Table,
     count_problem,
@@ -348,6 +348,7 @@ def _by_shape(
     """Choose specs for leaves that have none yet; report `stacked` patterns that match no leaf."""
     usable = weight_axes(sizes, options.axes)
     stacks, unused = find_stacks(leaves, options.stacked)
+    turned = turned_kernels(leaves)
     result = list(specs)
     for place, leaf in enumerate(leaves):
         # A stack of scalars, one per layer, has only its first dim to cut.
@@ -356,7 +357,12 @@ def _by_shape(
         size = leaf.bytes // max(1, leaf.shape[0]) if first_dim else leaf.bytes
         if result[place] is None and size >= options.min_shard_bytes:
             result[place] = choose_spec(
-                leaf.shape, bits(leaf.dtype), usable, first_dim, holds_experts(leaf.path)
+                leaf.shape,
+                bits(leaf.dtype),
+                usable,
+                first_dim,
+                holds_experts(leaf.path),
+                leaf.path in turned,
             )
     problems = [("stacked", text) for text in unused] if options.unused == "error" else []
     return result, problems
