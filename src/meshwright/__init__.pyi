@@ -38,7 +38,7 @@ from meshwright.partitioning.optimizer_state import partition_like as partition_
 from meshwright.partitioning.report import explain as explain
 from meshwright.pipelines.api import pipeline as pipeline
 from meshwright.pipelines.microbatching import value_and_grad as value_and_grad
-from meshwright.pipelines.stage_mark import stage_end as stage_end
+from meshwright.pipelines.trace_marks import stage_end as stage_end
 from meshwright.placement.placer import place as place
 from meshwright.rehearsal.api import rehearse as rehearse
 from meshwright.rehearsal.api import rehearse_model as rehearse_model

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from pipeline_helpers import assert_close, looped, normal
 
 import meshwright as mw
-from meshwright.pipelines.mesh_rewrite import rewrite_to_group_mesh
+from meshwright.pipelines.task_programs import rewrite_to_group_mesh
 
 WHOLE = mw.mesh("pp:2, dp:2, tp:2")
 AT = mw.MpmdMesh(WHOLE, "pp")

@@ -7,7 +7,7 @@ from pipeline_helpers import batch, chain_loss, layers, normal
 
 import meshwright as mw
 from meshwright import _compat
-from meshwright.pipelines.microbatch_options import CheckedOptions
+from meshwright.pipelines.arguments import CheckedOptions
 from meshwright.pipelines.stages import split_into_stages
 from meshwright.pipelines.task_programs import programs
 from meshwright.pipelines.tracing import trace_step

@@ -31,8 +31,8 @@ _CORES = {"v4": 2, "v5p": 2, "tpu7x": 2}
 _COUNTED = re.compile(r"([a-z][a-z0-9]*)-([0-9]{1,9})", re.ASCII)
 _TIMES = re.compile(r"([0-9]{1,9})x([a-z][a-z0-9]*)", re.ASCII)
 
-# Machine types: the GPUs of one machine, and Gb/s of the adapters that serve them, all together.
-# Nominal, and not yet compared entry by entry with the clouds' pages; `speeds` replaces them.
+# Machine types: the GPUs of one machine, and Gb/s of the adapters that serve them, all together,
+# as the clouds publish them (nominal; `speeds` replaces them).
 _MACHINES: Mapping[str, tuple[str, int, float]] = {
     # Google Cloud
     "a2-ultragpu-1g": ("a100", 1, 24),

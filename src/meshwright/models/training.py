@@ -15,7 +15,7 @@ from meshwright._checks import check_integer
 from meshwright._show import short_repr
 from meshwright.errors import ModelError, near, short
 from meshwright.pipelines.microbatching import value_and_grad
-from meshwright.pipelines.stage_mark import stage_end
+from meshwright.pipelines.trace_marks import stage_end
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)

@@ -32,7 +32,7 @@ from meshwright.models.weights import (
     stack_by_stage,
     stack_layers,
 )
-from meshwright.pipelines.stage_mark import stage_end
+from meshwright.pipelines.trace_marks import stage_end
 from meshwright.trees.specs import AnyMesh
 
 

@@ -1,11 +1,10 @@
 """Run an ordinary function as a pipeline over groups of devices.
 
-In: a function with stage ends (`stage_mark.py`) around a loss that `value_and_grad`
+In: a function with stage ends (`trace_marks.py`) around a loss that `value_and_grad`
 (`microbatching.py`) differentiates, groups of devices, a schedule. Out: a `PipelineStep`
-(`step.py`) that is called like the function. `api.py` and `microbatch_options.py` check the
-options; `arguments.py` puts the arguments of a call in order. While a step is traced, the part that
-runs once per microbatch is a `Region` (`region.py`), whose results are reduced as `reductions.py`
-says.
+(`step.py`) that is called like the function. `api.py` and `arguments.py` check the options;
+`arguments.py` puts the arguments of a call in order. While a step is traced, the part that runs
+once per microbatch is a `Region` (`trace_marks.py`), with how its results are reduced.
 
 The first call with arguments of a kind makes a plan, which `plan_cache.py` keeps. `plan.py` runs
 seven passes, then compiles:
@@ -18,7 +17,7 @@ seven passes, then compiles:
    part per stage.
 4. `task_programs.py`: the equations of each task of the schedule: its inputs, its outputs, and what
    it adds up over microbatches.
-5. `mesh_rewrite.py`: rewrite meshes and shardings in equations to the group that runs them. Passes
+5. `task_programs.py`: rewrite meshes and shardings in equations to the group that runs them. Passes
    6 and 7 call it for every program they make.
 6. `build_tasks.py`: tasks, slices of the batch, accumulators and transfers as operations on slots.
 7. `build_step.py`: what runs before and after the tasks (casts, the optimizer) as operations too;

@@ -11,12 +11,11 @@ from jax.sharding import AxisType
 from meshwright._checks import check_integer, check_seconds
 from meshwright.errors import PipelineError, ScheduleError, short
 from meshwright.mpmd.groups import Groups, as_groups
-from meshwright.pipelines.arguments import takes_positional
-from meshwright.pipelines.microbatch_options import MicrobatchOptions, check_options
+from meshwright.pipelines.arguments import MicrobatchOptions, check_options, takes_positional
 from meshwright.pipelines.plan import Planner
-from meshwright.pipelines.stage_mark import stage_end
 from meshwright.pipelines.step import PipelineStep
 from meshwright.pipelines.step_graph import GroupShardings
+from meshwright.pipelines.trace_marks import stage_end
 from meshwright.schedules.auto import Auto
 from meshwright.schedules.named import check_name
 from meshwright.schedules.types import Schedule

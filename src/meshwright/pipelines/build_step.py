@@ -30,10 +30,10 @@ from meshwright.pipelines.outer_program import (
     fuse_by_group_and_level,
     num_elements,
 )
-from meshwright.pipelines.reductions import Reduction, is_total, join
 from meshwright.pipelines.stages import StageProgram
 from meshwright.pipelines.step_graph import StepBuilder, TaskFunction
 from meshwright.pipelines.task_programs import Program, TaskKey
+from meshwright.pipelines.trace_marks import Reduction, is_total, join
 from meshwright.pipelines.tracing import Traced
 from meshwright.schedules.validation import Proof
 from meshwright.trees.specs import make_spec

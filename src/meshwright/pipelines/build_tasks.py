@@ -22,13 +22,19 @@ from jax.sharding import NamedSharding
 
 from meshwright._compat import Atom, Aval, Var, is_literal
 from meshwright.errors import PipelineError
-from meshwright.pipelines.mesh_rewrite import rewrite_to_group_mesh
 from meshwright.pipelines.outer_program import Node
-from meshwright.pipelines.reductions import Reduction
 from meshwright.pipelines.staged_program import NO_STAGE, StageKey, variables_read
 from meshwright.pipelines.stages import StageProgram
 from meshwright.pipelines.step_graph import StepBuilder, TaskFunction
-from meshwright.pipelines.task_programs import Program, Sum, TaskKey, all_sums, recomputed
+from meshwright.pipelines.task_programs import (
+    Program,
+    Sum,
+    TaskKey,
+    all_sums,
+    recomputed,
+    rewrite_to_group_mesh,
+)
+from meshwright.pipelines.trace_marks import Reduction
 from meshwright.pipelines.tracing import Traced, equations_as_function
 from meshwright.schedules.validation import Proof
 

@@ -13,9 +13,9 @@ from meshwright._compat import Atom, Var
 from meshwright._show import Table, short_repr
 from meshwright._text import amount, plural
 from meshwright.errors import listing
-from meshwright.pipelines.region import CLOSURE
 from meshwright.pipelines.staged_program import variables
 from meshwright.pipelines.task_programs import Program, TaskKey
+from meshwright.pipelines.trace_marks import CLOSURE
 from meshwright.schedules.timeline import Timeline, simulate
 from meshwright.schedules.types import Costs, TaskKind
 from meshwright.trees.walk import bits

@@ -18,30 +18,30 @@ import jax.numpy as jnp
 from meshwright import _compat
 from meshwright.errors import PipelineError, short
 from meshwright.pipelines.arguments import (
+    Argument,
     BatchArray,
+    CheckedOptions,
     argument_label,
+    check_options,
     check_same_rows,
     has_key_per_microbatch,
     microbatch_shape,
     positional_arguments,
+    resolve_names,
     takes_positional,
 )
-from meshwright.pipelines.microbatch_options import (
-    Argument,
-    CheckedOptions,
-    check_options,
-    resolve_names,
-)
-from meshwright.pipelines.reductions import Reduction, check_reduced, reduction_per_leaf
-from meshwright.pipelines.region import (
+from meshwright.pipelines.trace_marks import (
     CLOSURE,
+    Reduction,
     Region,
     RegionTrace,
     Role,
+    caller_line,
+    check_reduced,
+    reduction_per_leaf,
     region_primitive,
     region_trace,
 )
-from meshwright.pipelines.stage_mark import caller_line
 from meshwright.trees.split import (
     EMPTY,
     Split,

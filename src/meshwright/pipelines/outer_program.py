@@ -26,8 +26,8 @@ from typing import Any
 
 from meshwright._compat import Eqn, Var
 from meshwright.mpmd.groups import Groups
-from meshwright.pipelines.mesh_rewrite import rewrite_to_group_mesh
 from meshwright.pipelines.staged_program import variables
+from meshwright.pipelines.task_programs import rewrite_to_group_mesh
 from meshwright.pipelines.tracing import run_equation
 
 EVERYWHERE = -1  # the "group" of scalar work that is repeated in each group that needs it

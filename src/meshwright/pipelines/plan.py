@@ -15,8 +15,8 @@ from meshwright._progress import Bar
 from meshwright._show import short_repr
 from meshwright._text import plural
 from meshwright.errors import PipelineError, ScheduleError
+from meshwright.pipelines.arguments import CheckedOptions
 from meshwright.pipelines.build_step import Assembled, assemble
-from meshwright.pipelines.microbatch_options import CheckedOptions
 from meshwright.pipelines.outer_program import num_elements
 from meshwright.pipelines.runtime import local_operations, place_constants
 from meshwright.pipelines.staged_program import variables

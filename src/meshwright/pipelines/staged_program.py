@@ -9,9 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from meshwright._compat import Atom, Eqn, Jaxpr, Var, is_literal
-from meshwright.pipelines.reductions import Reduction
-from meshwright.pipelines.region import Region
-from meshwright.pipelines.stage_mark import stage_end_primitive
+from meshwright.pipelines.trace_marks import Reduction, Region, stage_end_primitive
 from meshwright.pipelines.tracing import is_rematerialized
 from meshwright.schedules.types import TaskKind
 from meshwright.trees.walk import is_key

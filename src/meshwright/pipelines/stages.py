@@ -37,8 +37,6 @@ import jax.numpy as jnp
 from meshwright import _compat
 from meshwright._compat import Atom, Eqn, Var
 from meshwright.errors import PipelineError
-from meshwright.pipelines.region import Region
-from meshwright.pipelines.stage_mark import stage_end_primitive
 from meshwright.pipelines.stage_outputs import Parts, assign_result_stages, split_gradients_by_stage
 from meshwright.pipelines.staged_program import (
     StagedProgram,
@@ -51,6 +49,7 @@ from meshwright.pipelines.staged_program import (
     variables,
     variables_read,
 )
+from meshwright.pipelines.trace_marks import Region, stage_end_primitive
 from meshwright.pipelines.tracing import inline, is_rematerialized
 from meshwright.schedules.types import TaskKind
 

@@ -12,10 +12,14 @@ import jax
 from meshwright import _compat
 from meshwright._compat import Atom, Eqn, Jaxpr, Var, is_literal
 from meshwright.errors import MeshwrightError, PipelineError
-from meshwright.pipelines.microbatch_options import CheckedOptions
+from meshwright.pipelines.arguments import CheckedOptions
 from meshwright.pipelines.microbatching import in_microbatches
-from meshwright.pipelines.region import Region, recording_regions, region_primitive
-from meshwright.pipelines.stage_mark import stage_end_primitive
+from meshwright.pipelines.trace_marks import (
+    Region,
+    recording_regions,
+    region_primitive,
+    stage_end_primitive,
+)
 from meshwright.trees.split import Split, as_shape, split_arrays
 
 
