@@ -136,7 +136,7 @@ def choose_spec(
 # (256, 1024), (1024, 1024), (1024, 1024), (1024, 64): the largest dims say last and first for the
 # two at the ends, and `hidden_1` is turned. (A policy network on 16 chips: 7.6 ms, turned 5.6.)
 def turned_kernels(leaves: Sequence[Leaf]) -> set[str]:
-    """Find chains of layers (`hidden_0`, `layers/1`), each with one matrix, the first not square."""
+    """Find chains of layers (`hidden_0`, `layers/1`) of one matrix each, the first not square."""
     matrices = [leaf for leaf in leaves if len(leaf.shape) > 1]
     per_layer = collections.Counter(leaf.path.rpartition("/")[0] for leaf in matrices)
     chains: dict[tuple[str, str], list[tuple[int, Leaf]]] = collections.defaultdict(list)
