@@ -11,7 +11,7 @@ from meshwright.errors import RehearsalError
 from meshwright.rehearsal.request import shrunk
 
 MESH = "fsdp:4, tp:2"
-W = jax.ShapeDtypeStruct((64, 64), "float32")
+W = jax.ShapeDtypeStruct((128, 128), "float32")
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,9 @@ def cache(tmp_path_factory):
 
 def placed(*spec):
     mesh = mw.mesh(MESH)
-    return jax.device_put(np.ones((64, 64), np.float32), NamedSharding(mesh, PartitionSpec(*spec)))
+    return jax.device_put(
+        np.ones((128, 128), np.float32), NamedSharding(mesh, PartitionSpec(*spec))
+    )
 
 
 def specs_of(found):
@@ -43,7 +45,7 @@ def test_what_is_placed_stays_beside_what_is_not(cache):
 def test_a_jitted_step_keeps_its_donation(cache):
     step = jax.jit(lambda w, x: w + x.sum(), donate_argnums=0)
     found = mw.rehearse(step, W, W, mesh=MESH, on="cpu:8", cache=cache)
-    assert found.memory.aliased == 64 * 64 * 4 // 8
+    assert found.memory.aliased == 128 * 128 * 4 // 8
     assert "donate what the step replaces" not in {way.what for way in found.remedies()}
 
 
@@ -102,7 +104,7 @@ def test_the_older_language_of_shardings_reaches_the_compiler(cache):
         found = mw.rehearse(lambda w, x: x @ w, W, W, mesh="fsdp:8", on="cpu:8", cache=cache)
     finally:
         jax.config.update("jax_use_shardy_partitioner", before)
-    assert found.memory.arguments == 2 * 64 * 64 * 4 // 8
+    assert found.memory.arguments == 2 * 128 * 128 * 4 // 8
     assert [entry.kind for entry in found.collectives] == ["all-gather"]
 
 

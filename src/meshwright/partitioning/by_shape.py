@@ -5,9 +5,10 @@ size one are never used. The score compares, in this order:
 
 1. bytes per device, the fewest first;
 2. waste, in doublings: padding as the chip stores the shard, in tiles of 8 rows (of 32 bits) by 128
-   lanes (below a half it counts as none), and one for each further group of axes on one dim, since
-   axes that belong together (`fsdp` and `sp`) should share a dim and others have dims of their own.
-   In a table of embeddings (`TABLE_RATIO`) it is the other way round: its rows take all axes;
+   lanes (below a half it counts as none, and so in convolutions and attention), and one for each
+   further group of axes on one dim, since axes that belong together (`fsdp` and `sp`) should share
+   a dim and others have dims of their own. In a table of embeddings (`TABLE_RATIO`) it is the
+   other way round: its rows take all axes;
 3. each axis where it is wanted: tensor axes on what a product makes (`_made_by_product`), else on
    the largest dim, the last of equals (`turned_kernels`: the first), expert axes on the first dim,
    the others on the largest that is left.
@@ -107,14 +108,11 @@ def choose_spec(
     >>> choose_spec((6, 4096), 32, (("fsdp", 4, 0), ("tp", 2, 1)))
     P(None, ('tp', 'fsdp'))
     """
-    score = functools.partial(
-        _score,
-        shape,
-        bits,
-        axes,
-        _dim_ranks(shape, first_dim, experts, turned),
-        _is_table(shape[first_dim:]),
-    )
+    made = None if experts else _made_by_product(shape[first_dim:])
+    ranks = _dim_ranks(shape, None if made is None else first_dim + made, turned)
+    # Kernels of three dims and more the compiler lays out as their products need it.
+    tiled = made is None
+    score = functools.partial(_score, shape, bits, axes, ranks, tiled, _is_table(shape[first_dim:]))
     dims = [dim for dim in range(first_dim, len(shape)) if shape[dim] > 1]
     # An upper bound: axes that divide a dim one by one may not divide it together.
     count = math.prod(1 + sum(not shape[dim] % size for dim in dims) for _, size, _ in axes)
@@ -173,15 +171,9 @@ def _extended(
             yield (*assignment[:axis], dim, *assignment[axis + 1 :])
 
 
-def _dim_ranks(
-    shape: tuple[int, ...], first_dim: int, experts: bool, turned: bool
-) -> tuple[int, ...]:
+def _dim_ranks(shape: tuple[int, ...], made: int | None, turned: bool) -> tuple[int, ...]:
     """Return how much a tensor axis wants each dim, 0 the most; other axes take what is left."""
-    order = sorted(range(len(shape)), key=lambda d: (-shape[d], d if turned else -d))
-    best = None if experts else _made_by_product(shape[first_dim:])
-    if best is not None:
-        order.remove(first_dim + best)
-        order.insert(0, first_dim + best)
+    order = sorted(range(len(shape)), key=lambda d: (d != made, -shape[d], d if turned else -d))
     return tuple(order.index(d) for d in range(len(shape)))
 
 
@@ -226,6 +218,7 @@ def _score(
     bits: int,
     axes: tuple[Axis, ...],
     dim_ranks: tuple[int, ...],
+    tiled: bool,
     is_table: bool,
     assignment: Assignment,
 ) -> tuple[float, ...]:
@@ -245,7 +238,8 @@ def _score(
     )
     # Last the assignment itself: equal scores must not depend on the order of a search.
     order = [-1 if dim is None else dim for dim in assignment]
-    return (math.prod(local), _padding(local, bits) + crowded, crowded, unwanted, *order)
+    waste = crowded + (_padding(local, bits) if tiled else 0)
+    return (math.prod(local), waste, crowded, unwanted, *order)
 
 
 def _weight(name: str) -> int:
