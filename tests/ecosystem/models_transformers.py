@@ -127,7 +127,7 @@ def gpt2_parts(width=64, rows=8, length=16, vocab=128):
     rules = [
         ("wte/embedding", (("tp", "fsdp"), None)),
         (r"(c_attn|c_fc)/kernel", ("tp", "fsdp")),
-        (r"c_proj/kernel", ("fsdp", "tp")),
+        (r"c_proj/kernel$", ("fsdp", "tp")),
         ("**", None),
     ]
     return _parts(Gpt2(vocab, width), rows, length, rules)
