@@ -78,7 +78,7 @@ def test_explicit_axes_are_explicit(cache):
 
     specs = (PartitionSpec(None, "tp"), PartitionSpec("fsdp"))
     found = mw.rehearse(step, W, W, mesh=explicit, in_shardings=specs, cache=cache)
-    assert found.memory.outputs == 64 * 64 * 4 // 8
+    assert found.memory.outputs == 128 * 128 * 4 // 8
     assert len(found.collectives) == 0
 
 
@@ -168,7 +168,7 @@ def test_keys_of_the_old_kind_are_whole_and_rows_that_do_not_divide_are_named(ca
 
 
 def test_the_table_has_the_types_that_are_compiled(cache):
-    wide = np.ones((64, 64))  # float64, which JAX makes float32
+    wide = np.ones((128, 128))  # float64, which JAX makes float32
     found = mw.rehearse(lambda w, x: x @ w, wide, wide, mesh=MESH, cache=cache)
     assert [row.text[:3] for row in found.arguments.rows] == ["f32", "f32"]
     assert found.arguments.device_bytes == found.memory.arguments

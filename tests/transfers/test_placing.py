@@ -62,9 +62,11 @@ def test_keys_are_placed():
 
 def test_without_specs_partition_decides():
     tree = {"a": W, "b": W.T}
-    placed = mw.shard(tree, MESH)
-    specs = mw.partition(tree, MESH)
-    assert {key: array.sharding.spec for key, array in placed.items()} == specs
+    for options in ({}, {"min_shard_bytes": 0}, {"axes": ["tp"], "min_shard_bytes": 0}):
+        placed = mw.shard(tree, MESH, **options)
+        specs = mw.partition(tree, MESH, **options)
+        assert {key: array.sharding.spec for key, array in placed.items()} == specs
+        assert (P() in specs.values()) == (not options)
     ruled = mw.shard(tree, MESH, rules=[("a", "tp"), ("b", None)])
     assert [ruled["a"].sharding.spec, ruled["b"].sharding.spec] == [P("tp"), P()]
 
@@ -76,7 +78,7 @@ def test_one_spec_serves_the_whole_tree():
 
 def test_other_leaves_pass_through():
     tree = {"w": W, "n": 3, "lr": 1e-3, "on": True, "act": jnp.tanh, "s": "x", "none": None}
-    for specs in (None, P(), mw.partition(tree, MESH)):
+    for specs in (None, P(), mw.partition(tree, MESH, min_shard_bytes=0)):
         placed = mw.shard(tree, MESH, specs)
         assert {**placed, "w": None} == {**tree, "w": None}
         assert isinstance(placed["w"], jax.Array)
@@ -109,7 +111,7 @@ def test_empty_arrays_are_placed_from_anywhere(shape):
 
 def test_the_source_stays_usable():
     source = jnp.asarray(W)
-    placed = mw.shard({"w": source}, MESH)["w"]
+    placed = mw.shard({"w": source}, MESH, min_shard_bytes=0)["w"]
     placed.delete()
     np.testing.assert_array_equal(source, W)
 
@@ -184,7 +186,8 @@ def test_a_callback_is_called_for_the_pieces_that_are_needed():
 
 def test_a_callback_may_stand_beside_arrays():
     callback = mw.FromCallback([64, 32], "bfloat16", lambda index: W.astype(jnp.bfloat16)[index])
-    placed = mw.shard({"c": callback, "w": W}, MESH)
+    placed = mw.shard({"c": callback, "w": W}, MESH, min_shard_bytes=0)
+    assert not placed["c"].sharding.is_fully_replicated
     assert placed["c"].dtype == jnp.bfloat16
     same(placed["c"], W.astype(jnp.bfloat16))
     same(placed["w"], W)
@@ -266,7 +269,8 @@ def test_values_that_would_be_narrowed_are_refused(dtype, form):
 def test_values_are_narrowed_when_asked(dtype, form):
     array = W.astype(dtype)
     leaf = array if form == "array" else mw.FromCallback(W.shape, dtype, lambda index: array[index])
-    placed = mw.shard({"w": leaf}, MESH, narrow="convert")["w"]
+    placed = mw.shard({"w": leaf}, MESH, narrow="convert", min_shard_bytes=0)["w"]
+    assert not placed.sharding.is_fully_replicated
     assert placed.dtype == jax.dtypes.canonicalize_dtype(dtype)
     same(placed, W)
     abstract = mw.shard({"w": leaf}, MESH.abstract_mesh, narrow="convert")["w"]
@@ -299,7 +303,7 @@ def test_integers_at_the_edge_are_converted():
 
 def test_with_64_bits_enabled_nothing_is_narrowed():
     with jax.enable_x64(True):
-        placed = mw.shard({"w": W.astype("float64")}, MESH)["w"]
+        placed = mw.shard({"w": W.astype("float64")}, MESH, min_shard_bytes=0)["w"]
         assert placed.dtype == np.float64
 
 
@@ -459,7 +463,8 @@ def test_how_many_more_have_no_spec_is_said():
 
 def test_shardings_of_the_mesh_are_taken_for_specs():
     tree = {"a": W, "b": [W.T], "n": 3}
-    shardings = mw.shardings(tree, MESH)
+    shardings = mw.shardings(tree, MESH, min_shard_bytes=0)
+    assert not shardings["a"].is_fully_replicated
     for placed in (
         mw.shard(tree, MESH, shardings),
         mw.shard(tree, MESH, shardings, local=True),
@@ -698,7 +703,7 @@ def test_axis_types_do_not_matter(kind):
 
 def test_containers_are_kept():
     tree = collections.OrderedDict(b=W, a=(W, [W]))
-    placed = mw.shard(tree, MESH)
+    placed = mw.shard(tree, MESH, min_shard_bytes=0)
     assert jax.tree.structure(placed) == jax.tree.structure(tree)
 
 
