@@ -356,3 +356,28 @@ def test_where_not_every_way_is_tried_the_choice_is_as_good(shape, bits):
         patch.setattr(by_shape, "MOST_SCORED", 0)
         few = choose_spec.__wrapped__(shape, bits, axes, 0)
     assert few == every
+
+
+@pytest.mark.parametrize(
+    ("shape", "outputs"),
+    [((4, 256, 512), 2), ((512, 256, 4), 0), ((1, 4, 256, 512), 3), ((2, 4, 4, 64, 128), 4)],
+)
+def test_a_path_with_conv_in_it_says_what_a_window_of_any_sides_is(shape, outputs):
+    for mesh in (MESH, mw.abstract_mesh("fsdp:2, tp:4")):
+        spec = mw.partition({"conv1": {"weight": sds(*shape)}}, mesh)["conv1"]["weight"]
+        assert axes_of((*spec, *[None] * 5)[outputs]) == ("tp",)
+
+
+@steady
+@given(
+    st.sampled_from([1, 3, 4, 7, 14, 16]),
+    st.sampled_from([3, 64, 128]),
+    st.sampled_from([64, 128, 256, 768]),
+    st.sampled_from(["fsdp:4, tp:2", "fsdp:2, tp:4", "fsdp:8, tp:8", "tp:8"]),
+)
+def test_no_convolution_has_its_window_or_its_inputs_cut_by_a_tensor_axis(side, ins, outs, mesh):
+    # Shardy computes some nets wrongly then: tools/shardy_convolution.py.
+    mesh = mw.abstract_mesh(mesh)
+    hwio = mw.partition(sds(side, side, ins, outs), mesh, min_shard_bytes=0)
+    oihw = mw.partition(sds(outs, ins, side, side), mesh, min_shard_bytes=0)
+    assert all("tp" not in axes_of(entry) for entry in (*hwio[:3], *oihw[1:]))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.partitioning.stacks import STACKS
+from meshwright.partitioning.stacks import MOST_LAYERS, STACKS
 
 MESH = mw.mesh("fsdp:4, tp:2")
 
@@ -184,12 +184,7 @@ DENSE = {"kernel": sds(512, 2048), "bias": sds(2048)}
     [
         {"attention": attention(), "mlp": DENSE, "out": DENSE},
         {f"block_{place}": {"attention": attention(), "mlp": DENSE} for place in range(4)},
-        pytest.param(
-            {"attention": attention()},
-            marks=pytest.mark.xfail(
-                strict=True, reason="four of seven arrays begin with the number of heads"
-            ),
-        ),
+        {"attention": attention()},
     ],
     ids=["one block", "blocks", "attention alone"],
 )
@@ -259,6 +254,8 @@ def test_a_stack_that_can_only_be_cut_by_layer_stays_whole():
     st.lists(st.sampled_from([2, 4, 8, 24, 96, 1024]), min_size=2, max_size=4),
 )
 def test_no_stack_of_any_shape_is_cut_by_layer(word, shape):
+    if len(shape) == 2:  # of matrices with many rows, see below
+        shape = [min(shape[0], MOST_LAYERS), shape[1]]
     spec = mw.partition({word: {"w": sds(*shape)}}, MESH, min_shard_bytes=0)[word]["w"]
     assert len(spec) == 0 or spec[0] is None
 
@@ -317,3 +314,16 @@ def test_rules_are_taken_at_their_word():
     tree = {"layers": {"w": sds(8, 1024)}}
     specs = mw.partition(tree, MESH, rules={"w": "fsdp"})
     assert specs["layers"]["w"] == P("fsdp")
+
+
+def test_matrices_with_many_rows_are_weights_of_one_block():
+    up = sds(4096, 14336)
+    assert mw.partition({"layers": {"up": up, "gate": up}}, MESH)["layers"]["up"] == P("fsdp", "tp")
+    blocks = {"mlp": {"up": up}, "attn": {"q": sds(4096, 4096)}}
+    assert mw.partition({"blocks": blocks}, MESH)["blocks"]["attn"]["q"] == P("fsdp", "tp")
+
+
+def test_a_name_with_scan_in_it_says_that_layers_are_stacked():
+    block = {"d": {"kernel": sds(12, 512, 512)}, "e": {"kernel": sds(12, 512, 512)}}
+    specs = mw.partition({"params": {"ScanBlock_0": block, "emb": sds(1000, 512)}}, MESH)
+    assert specs["params"]["ScanBlock_0"]["d"]["kernel"] == P(None, "fsdp", "tp")

@@ -192,3 +192,49 @@ def test_a_net_that_some_partitioners_get_wrong_is_told_as_it_is():
     # By shape it is never asked for.
     assert mw.partition(kernels, mw.mesh("dp:2, fsdp:2, tp:2")) == [P("tp", "fsdp")] * 2
     assert mw.verify(step, kernels, x, mesh="dp:2, fsdp:2, tp:2").ok
+
+
+def test_masks_counters_and_keys_do_not_hide_what_differs():
+    def step(state, x):
+        return {**state, "w": state["w"] * count_of("fsdp")}
+
+    w = jnp.ones((64, 64))
+    for beside in (
+        {"key": jax.random.key(7)},
+        {"raw": jax.random.PRNGKey(7)},
+        {"step": jnp.int32(10_000_000)},
+        {"mask": jnp.full((4,), -1e9)},
+    ):
+        v = mw.verify(step, {"w": w, **beside}, X, mesh=MESH)
+        assert [row.path for row in v.rows if not row.ok] == ["w"]
+
+
+def test_imaginary_parts_and_large_whole_numbers_are_compared():
+    v = mw.verify(lambda w, x: w + 1j * count_of("fsdp"), jnp.ones((64, 64)), X, mesh=MESH)
+    assert not v.ok
+    v = mw.verify(lambda w, x: jnp.fft.fft(x @ w), params()["up"], X, mesh=MESH)
+    assert v.ok
+    with jax.enable_x64(True):
+        v = mw.verify(lambda x: jnp.int64(2**60) + count_of("fsdp"), np.ones(8), mesh=MESH)
+        assert not v.ok
+        simulated = mw.verify(lambda x: jnp.sum(x), np.ones(16), mesh="dp:16")
+        assert simulated.ok and simulated.rows[0].dtype == "float64"
+
+
+def test_steps_that_name_their_own_mesh_or_return_nothing_are_refused():
+    mesh = mw.mesh(MESH)
+
+    def constrained(w, x):
+        sharding = jax.sharding.NamedSharding(mesh, P("fsdp", "tp"))
+        return jax.lax.with_sharding_constraint(x @ w, sharding)
+
+    def mapped(w, x):
+        return jax.shard_map(lambda x: x, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"))(x)
+
+    for step in (constrained, mapped):
+        with pytest.raises(mw.errors.RehearsalError, match="names a mesh or devices itself"):
+            mw.verify(step, params()["up"], X, mesh=mesh)
+    with pytest.raises(mw.errors.RehearsalError, match=r"^verify: the step returns no arrays"):
+        mw.verify(lambda w, x: None, params()["up"], X, mesh=MESH)
+    with pytest.raises(mw.errors.RehearsalError, match=r"^verify: pass the step's arguments"):
+        mw.verify(loss, mesh=MESH)

@@ -93,13 +93,14 @@ def choose_spec(
     bits: int,
     axes: tuple[Axis, ...],
     first_dim: int = 0,
-    experts: bool = False,
+    kind: str = "",
     turned: bool = False,
 ) -> PartitionSpec:
     """Return the best spec for a shape with elements of `bits`; dims before `first_dim` stay whole.
 
-    `experts` says that the first dim counts experts, which tensor axes leave alone, and `turned`
-    that they want the first of two equal dims, not the last (`turned_kernels`).
+    `kind` is what the path says: "experts", which are counted by the first dim, "convolution", or
+    nothing. `turned`: tensor axes want the first of two equal dims, not the last
+    (`turned_kernels`).
 
     >>> choose_spec((1024, 4096), 32, (("fsdp", 4, 0), ("tp", 2, 1)))
     P('fsdp', 'tp')
@@ -108,11 +109,10 @@ def choose_spec(
     >>> choose_spec((6, 4096), 32, (("fsdp", 4, 0), ("tp", 2, 1)))
     P(None, ('tp', 'fsdp'))
     """
-    made = None if experts else _made_by_product(shape[first_dim:])
-    ranks = _dim_ranks(shape, None if made is None else first_dim + made, turned)
-    # Kernels of three dims and more the compiler lays out as their products need it.
-    tiled = made is None
-    score = functools.partial(_score, shape, bits, axes, ranks, tiled, _is_table(shape[first_dim:]))
+    made = _made_by_product(shape[first_dim:], kind)
+    made = None if made is None else first_dim + made
+    ranks = _dim_ranks(shape, made, turned)
+    score = functools.partial(_score, shape, bits, axes, ranks, made, _is_table(shape[first_dim:]))
     dims = [dim for dim in range(first_dim, len(shape)) if shape[dim] > 1]
     # An upper bound: axes that divide a dim one by one may not divide it together.
     count = math.prod(1 + sum(not shape[dim] % size for dim in dims) for _, size, _ in axes)
@@ -177,7 +177,7 @@ def _dim_ranks(shape: tuple[int, ...], made: int | None, turned: bool) -> tuple[
     return tuple(order.index(d) for d in range(len(shape)))
 
 
-def _made_by_product(kernel: tuple[int, ...]) -> int | None:
+def _made_by_product(kernel: tuple[int, ...], kind: str = "") -> int | None:
     """Return the dim that the product with a kernel of three dims or more makes, or `None`.
 
     A kernel of a convolution has a window and two dims of channels, of which the output's is meant:
@@ -190,8 +190,10 @@ def _made_by_product(kernel: tuple[int, ...]) -> int | None:
     >>> _made_by_product((512, 8, 64)), _made_by_product((8, 64, 512)), _made_by_product((512, 64))
     (1, 0, None)
     """
-    if len(kernel) < 3:
+    if len(kernel) < 3 or kind == "experts":
         return None
+    if kind == "convolution":  # whatever its window
+        return len(kernel) - 1 if math.prod(kernel[:-2]) <= math.prod(kernel[2:]) else 0
     if _is_window(kernel[:-2]):
         return len(kernel) - 1
     if _is_window(kernel[2:]):
@@ -218,7 +220,7 @@ def _score(
     bits: int,
     axes: tuple[Axis, ...],
     dim_ranks: tuple[int, ...],
-    tiled: bool,
+    made: int | None,
     is_table: bool,
     assignment: Assignment,
 ) -> tuple[float, ...]:
@@ -238,8 +240,24 @@ def _score(
     )
     # Last the assignment itself: equal scores must not depend on the order of a search.
     order = [-1 if dim is None else dim for dim in assignment]
-    waste = crowded + (_padding(local, bits) if tiled else 0)
+    if made is None:
+        waste = crowded + _padding(local, bits)
+    else:  # the compiler lays such kernels out as their products need it
+        tensor = [dim for (name, _, _), dim in used if role(name).name == "tensor"]
+        waste = crowded + 2 * sum(dim != made for dim in tensor)
     return (math.prod(local), waste, crowded, unwanted, *order)
+
+
+_EXPERTS = re.compile("expert|moe", re.IGNORECASE)
+_CONVOLUTION = re.compile("conv", re.IGNORECASE)
+
+
+def kind_of(path: str) -> str:
+    """Return what a path says of its array: "experts", "convolution", or nothing."""
+    if _EXPERTS.search(path):
+        return "experts"
+    # Flax and Equinox call the kernels of both so; `Conv1D` of GPT-2 has two dims, and is none.
+    return "convolution" if _CONVOLUTION.search(path) else ""
 
 
 def _weight(name: str) -> int:

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright._show import short_repr
 from meshwright.errors import PartitionError, listing, literal_text, near, option_text, short
-from meshwright.partitioning.by_shape import choose_spec, turned_kernels, weight_axes
+from meshwright.partitioning.by_shape import choose_spec, kind_of, turned_kernels, weight_axes
 from meshwright.partitioning.logical import (
     Table,
     count_problem,
@@ -22,7 +22,7 @@ from meshwright.partitioning.logical import (
     unknown_problems,
 )
 from meshwright.partitioning.rules import Rules, Unmatched, Unused, match_rules, read_rules
-from meshwright.partitioning.stacks import find_stacks, holds_experts
+from meshwright.partitioning.stacks import find_stacks
 from meshwright.trees.metadata import read_metadata
 from meshwright.trees.specs import (
     AnyMesh,
@@ -361,7 +361,7 @@ def _by_shape(
                 bits(leaf.dtype),
                 usable,
                 first_dim,
-                holds_experts(leaf.path),
+                kind_of(leaf.path),
                 leaf.path in turned,
             )
     problems = [("stacked", text) for text in unused] if options.unused == "error" else []

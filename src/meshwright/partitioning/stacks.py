@@ -4,14 +4,16 @@ It stays whole because every device needs its part of each layer in turn. Nothin
 what its first dim counts, so it is inferred from the tree. A subtree is a stack if all its arrays
 have the same first dim, and
 
-- its name is a word for it (`layers`, `blocks`, ...) and its children are not the layers
-  themselves (`0`, `_0`, `layer_0`, `block0`, `h_3`); or
+- its name is a word for it (`layers`, `blocks`, ..., or with `scan` in it) and its children are not
+  the layers themselves (`0`, `_0`, `layer_0`, `block0`, `h_3`), and the arrays are not matrices
+  alone with more than `MOST_LAYERS` rows; or
 - whatever its name, all have two dims or more, not all the same number of them, as a scan over
   weights and biases gives, and each holds more per layer than there are layers. Experts are
   stacked in the same way, and are recognised by their name.
 
-Where no subtree holds the layers and nothing else, they are recognised by their number: most arrays
-of two dims and more, of several ranks, share a first dim of at most `MOST_LAYERS`.
+Where no subtree holds the layers and nothing else, they are recognised by their number: more than
+two thirds of all arrays of two dims and more, of several ranks, share a first dim of at most
+`MOST_LAYERS`.
 
 Paths that differ in numbers alone are decided together, so that all layers of a list are cut the
 same way.
@@ -26,22 +28,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from meshwright.errors import PartitionError, option_text, short
+from meshwright.partitioning.by_shape import kind_of
 from meshwright.partitioning.rules import compile_pattern
 from meshwright.trees.walk import Leaf
 
 STACKS = frozenset({"layers", "blocks", "stack", "stacked", "scan", "scanned", "repeats"})
 _NUMBER = re.compile(r"\d+")
 _ONE_LAYER = re.compile(r"(\w*(layer|block|stage|cell|group)s?|blk|h|l)?[_-]?\d+", re.IGNORECASE)
-_EXPERTS = re.compile("expert|moe", re.IGNORECASE)
 
 MOST_LAYERS = 256
 # Fewer arrays than these may share a first dim by chance; a layer of a transformer has more.
 _FEWEST_ARRAYS = 4
-
-
-def holds_experts(path: str) -> bool:
-    """Whether a path says that the first dim of its array counts experts."""
-    return _EXPERTS.search(path) is not None
 
 
 def find_stacks(leaves: Sequence[Leaf], stacked: Any = None) -> tuple[set[str], list[str]]:
@@ -119,7 +116,7 @@ def _most_common_first_dim(shapes_by_kind: Iterable[tuple[str, tuple[int, ...]]]
     arrays = [
         (kind, shape)
         for kind, shape in shapes_by_kind
-        if len(shape) > 1 and not holds_experts(kind)
+        if len(shape) > 1 and kind_of(kind) != "experts"
     ]
     layers = collections.Counter(
         shape[0] for _, shape in arrays if math.prod(shape[1:]) > shape[0] > 1
@@ -130,7 +127,7 @@ def _most_common_first_dim(shapes_by_kind: Iterable[tuple[str, tuple[int, ...]]]
         if (
             count <= MOST_LAYERS
             and number == len(members) >= _FEWEST_ARRAYS
-            and 2 * number > len(arrays)
+            and 3 * number > 2 * len(arrays)
             and len(ranks) > 1
         ):
             return {kind for kind, _ in members}
@@ -151,7 +148,9 @@ def _subtrees(path: str) -> Iterator[tuple[str, str]]:
 def _is_stack(subtree: str, child: str, shapes: _SubtreeShapes) -> bool:
     if len(shapes.first_sizes) > 1:
         return False
-    if subtree.rpartition("/")[2].lower() in STACKS and not _ONE_LAYER.fullmatch(child):
-        return True
+    word = subtree.rpartition("/")[2].lower()
+    if (word in STACKS or "scan" in word) and not _ONE_LAYER.fullmatch(child):
+        # Matrices alone with many rows are weights of one block, not vectors of that many layers.
+        return max(shapes.ranks) != 2 or max(shapes.first_sizes) <= MOST_LAYERS
     several_ranks = len(shapes.ranks) > 1 and min(shapes.ranks) > 1
-    return several_ranks and shapes.large_layers and not holds_experts(subtree)
+    return several_ranks and shapes.large_layers and kind_of(subtree) != "experts"

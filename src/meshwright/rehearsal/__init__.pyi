@@ -8,5 +8,5 @@ from meshwright.rehearsal.pipelines import PipelineRehearsal as PipelineRehearsa
 from meshwright.rehearsal.pipelines import rehearse_pipeline as rehearse_pipeline
 from meshwright.rehearsal.result import Rehearsal as Rehearsal
 from meshwright.rehearsal.step_time import StepTime as StepTime
-from meshwright.rehearsal.verify import Verification as Verification
+from meshwright.rehearsal.verification import Verification as Verification
 from meshwright.rehearsal.verify import verify as verify

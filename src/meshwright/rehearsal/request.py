@@ -132,26 +132,27 @@ def make_request(
     timeout: float = TIMEOUT,
     cache: bool | str | Path = True,
     options: Mapping[str, Any] | None = None,
+    caller: str = "rehearse",
 ) -> Request:
-    """Check every option of `rehearse`."""
+    """Check every option of `rehearse`, or of `verify`, as messages then call it."""
     if not callable(function):
-        raise RehearsalError(f"rehearse: {short(function)} cannot be called; pass a step function.")
+        raise RehearsalError(f"{caller}: {short(function)} cannot be called; pass a step function.")
     if isinstance(function, PipelineStep):
         raise RehearsalError(
             f"rehearse: {short(function)} is a pipeline, which has its own mesh and a program for "
             "each group. Use rehearse_pipeline(step, *args)."
         )
     if mesh is None:
-        raise RehearsalError("rehearse: say which mesh, e.g. mesh='fsdp:-1, tp:4'.", option="mesh")
+        raise RehearsalError(f"{caller}: say which mesh, e.g. mesh='fsdp:-1, tp:4'.", option="mesh")
     if not args:
-        raise RehearsalError("rehearse: pass the step's arguments, or their shapes.")
+        raise RehearsalError(f"{caller}: pass the step's arguments, or their shapes.")
     known = [field.name for field in dataclasses.fields(Options)]
     for option in options or {}:
         if option not in known:
             shardings = ("in_shardings", "out_shardings", "donate_argnums")
             hint = near(option, (*known, *CompileOptions.__annotations__, *shardings))
             raise RehearsalError(
-                f"rehearse has no option {option!r}.{hint} Arguments of the step go by position; "
+                f"{caller} has no option {option!r}.{hint} Arguments of the step go by position; "
                 "bind others with functools.partial.",
                 option=option,
             )

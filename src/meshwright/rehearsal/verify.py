@@ -6,12 +6,12 @@ Compilers have faults, too: some programs come out wrong when they are partition
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -22,7 +22,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshwright._checks import check_seconds
 from meshwright._progress import Bar
-from meshwright._show import Sheet, Shown, Table
 from meshwright._text import plural
 from meshwright.errors import RehearsalError, short
 from meshwright.meshes.build import abstract_mesh
@@ -31,17 +30,13 @@ from meshwright.partitioning.decide import PartitionOptions, resolve_specs
 from meshwright.rehearsal.compiler import environment
 from meshwright.rehearsal.request import TIMEOUT, make_request
 from meshwright.rehearsal.step_arguments import argument_names, decide_specs
+from meshwright.rehearsal.verification import Verification, compare
 from meshwright.spec.mesh_spec import MeshSpec, SpecLike
 from meshwright.trees.specs import make_spec
 from meshwright.trees.walk import Leaf, is_key, walk
 
-# How far apart two results may be, as part of the largest value of an array, by the bytes of its
-# elements: sums in another order differ by some hundred roundings. Other types must be equal.
-_TOLERANCES = {8: 1e-9, 4: 1e-3, 2: 5e-2, 1: 0.2}
-# An array whose values are this much smaller than the largest of the tree is held against that
-# instead: a gradient that is zero but for rounding (of a key's bias, say) has no digits to compare.
-_NOISE = 1e-3
-_MOST_ROWS = 12
+# What JAX says where a step names the mesh or the devices itself, or cannot do without devices.
+_OWN_MESH = ("incompatible devices", "context mesh", "number of devices", "require devices")
 
 
 def verify(
@@ -91,6 +86,7 @@ def verify(
         in_shardings=in_shardings,
         timeout=check_seconds("timeout", timeout, error=RehearsalError),
         options=options,
+        caller="verify",
     )
     _check_tolerance(tolerance)
     on = _without_devices(mesh)
@@ -114,91 +110,7 @@ def verify(
             bar.now("sharded")
             many = _run_here(step, flat_specs, _like(on, devices))
     sizes = ", ".join(f"{axis}:{n}" for axis, n in zip(on.axis_names, on.axis_sizes, strict=True))
-    return Verification(sizes, where, _compare(step.paths, one, many, tolerance))
-
-
-@dataclasses.dataclass(frozen=True)
-class Compared:
-    """One array of the results: its largest difference, as part of its largest value.
-
-    `one` and `sharded` are the values where the two differ most.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    one: float
-    sharded: float
-    difference: float
-    tolerance: float
-
-    @property
-    def ok(self) -> bool:
-        return self.difference <= self.tolerance  # NaN is not
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Verification(Shown):
-    """What `verify` saw. Prints itself; HTML in a notebook; `to_json()`."""
-
-    mesh: str
-    where: str
-    rows: tuple[Compared, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether all results agree."""
-        return all(row.ok for row in self.rows)
-
-    @property
-    def first(self) -> Compared | None:
-        """The first array that differs, or `None`."""
-        return next((row for row in self.rows if not row.ok), None)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data for scripts."""
-        rows = [{**dataclasses.asdict(row), "ok": row.ok} for row in self.rows]
-        return {"mesh": self.mesh, "where": self.where, "ok": self.ok, "arrays": rows}
-
-    def _sheet(self) -> Sheet:
-        count = plural(len(self.rows), "array")
-        if self.first is None:
-            worst = max(self.rows, key=lambda row: row.difference)
-            return Sheet(
-                f"{self.mesh} agrees with one device ({self.where}): {count}, the largest "
-                f"difference {worst.difference:.1e} in {worst.path}"
-            )
-        wrong = [row for row in self.rows if not row.ok]
-        cells = [
-            [
-                row.path,
-                f"{row.dtype}{list(row.shape)}",
-                f"{row.one:.6g}",
-                f"{row.sharded:.6g}",
-                f"{row.difference:.1e}",
-                f"{row.tolerance:.0e}",
-            ]
-            for row in wrong[:_MOST_ROWS]
-        ]
-        heading = ["path", "array", "one device", "sharded", "apart", "allowed"]
-        more = len(wrong) - len(cells)
-        table = Table(
-            heading,
-            cells,
-            [False, False, True, True, True, True],
-            f"... and {more} more" if more else "",
-        )
-        return Sheet(
-            f"{self.mesh} DIFFERS from one device ({self.where}): {len(wrong)} of {count}, the "
-            f"first {self.first.path}",
-            [table, _ADVICE],
-        )
-
-
-_ADVICE = (
-    "If both are right on their own, the partitioner may be at fault: shard the arrays near the "
-    "first difference in another way, and verify again."
-)
+    return Verification(sizes, where, compare(step.paths, one, many, tolerance))
 
 
 def _check_tolerance(tolerance: object) -> None:
@@ -274,8 +186,13 @@ class _FlatStep:
         ]
         self.values = [_plain(leaf.value) for _, leaf in leaves]
         self.with_gradient = False
-        with jax.sharding.use_abstract_mesh(mesh):  # for constraints inside of the step
+        with _explaining(), jax.sharding.use_abstract_mesh(mesh):  # for constraints in the step
             outputs = jax.eval_shape(self, self.values)
+        if not self.paths:
+            raise RehearsalError(
+                "verify: the step returns no arrays, so there is nothing to compare. Return the "
+                "loss, or the new state."
+            )
         is_loss = self.paths == ["value"] and _is_float(outputs[0].dtype) and not outputs[0].shape
         if gradients and not is_loss:
             raise RehearsalError(
@@ -357,7 +274,7 @@ def _run_here(step: _FlatStep, specs: Sequence[PartitionSpec], mesh: Mesh) -> li
     # On the host first: what is committed to other devices would clash with the mesh.
     values = [np.asarray(value) for value in step.values]
     # Products of float32 in bfloat16 or TF32, as accelerators do by default, would hide much.
-    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
+    with _explaining(), jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
         return [np.asarray(result) for result in _jitted(step, specs, mesh)(values)]
 
 
@@ -373,11 +290,14 @@ def _run_simulated(
     single = AbstractMesh((1,) * len(on.axis_sizes), on.axis_names, axis_types=on.axis_types)
     programs = []
     for mesh, per_leaf in ((single, [make_spec()] * len(specs)), (on, specs)):
-        with jax.sharding.use_abstract_mesh(mesh), jax.default_matmul_precision("highest"):
+        precise = jax.default_matmul_precision("highest")
+        with _explaining(), jax.sharding.use_abstract_mesh(mesh), precise:
             exported = jax.export.export(_jitted(step, per_leaf, mesh), platforms=["cpu"])(shapes)
         programs.append((mesh.axis_sizes, bytes(exported.serialize())))
     kinds = [kind.name for kind in on.axis_types]
-    task = (on.size, on.axis_names, kinds, programs, [np.asarray(v) for v in step.values])
+    values = [np.asarray(value) for value in step.values]
+    wide = bool(jax.config.read("jax_enable_x64"))  # type: ignore[no-untyped-call]
+    task = (on.size, on.axis_names, kinds, wide, programs, values)
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         Path(folder, "task").write_bytes(pickle.dumps(task))
         try:
@@ -402,34 +322,18 @@ def _run_simulated(
     return one, many
 
 
-def _compare(
-    paths: Sequence[str], one: Sequence[Any], many: Sequence[Any], tolerance: float | None
-) -> tuple[Compared, ...]:
-    largest: dict[str, float] = {}  # of the results, and of the gradient
-    for path, values in zip(paths, one, strict=True):
-        tree = path.partition("/")[0]
-        largest[tree] = max(largest.get(tree, 0.0), _largest(values))
-    return tuple(
-        _compare_one(path, a, b, _NOISE * largest[path.partition("/")[0]], tolerance)
-        for path, a, b in zip(paths, one, many, strict=True)
-    )
-
-
-def _compare_one(path: str, one: Any, many: Any, noise: float, tolerance: float | None) -> Compared:
-    kind = f"{one.dtype}"
-    if not _is_float(one.dtype):
-        allowed = 0.0
-    else:
-        allowed = tolerance or _TOLERANCES[one.dtype.itemsize]
-    if not one.size:
-        return Compared(path, one.shape, kind, 0.0, 0.0, 0.0, allowed)
-    a, b = (np.asarray(values).astype(np.float64).ravel() for values in (one, many))
-    apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
-    worst = int(np.argmax(np.nan_to_num(apart, nan=np.inf)))
-    difference = float(apart[worst] / (max(_largest(one), noise) or 1.0))
-    return Compared(path, one.shape, kind, float(a[worst]), float(b[worst]), difference, allowed)
-
-
-def _largest(values: Any) -> float:
-    finite = np.abs(np.asarray(values).astype(np.float64).ravel())
-    return float(np.max(finite, initial=0.0, where=np.isfinite(finite)))
+@contextlib.contextmanager
+def _explaining() -> Iterator[None]:
+    """Say what to do where a step can run on its own devices alone; other errors come through."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        if not any(words in text for words in _OWN_MESH):
+            raise
+        raise RehearsalError(
+            "verify: the step names a mesh or devices itself, or calls back to Python, so it "
+            "cannot run on one device or on simulated ones. Write constraints as PartitionSpec, "
+            "take the mesh of shard_map from jax.sharding.get_abstract_mesh(), and leave "
+            f"in_shardings to verify. ({text.splitlines()[0][:160]})"
+        ) from error

@@ -17,8 +17,9 @@ from jax.sharding import AxisType, Mesh
 
 def main(folder: str) -> None:
     task = Path(folder, "task").read_bytes()
-    count, names, kinds, programs, values = pickle.loads(task)  # noqa: S301 - our parent's
+    count, names, kinds, wide, programs, values = pickle.loads(task)  # noqa: S301 - our parent's
     jax.config.update("jax_num_cpu_devices", count)  # type: ignore[no-untyped-call]
+    jax.config.update("jax_enable_x64", wide)  # type: ignore[no-untyped-call]
     types = tuple(AxisType[kind] for kind in kinds)
     answer = [run(sizes, names, types, code, values) for sizes, code in programs]
     # Renamed when it is whole: an answer that exists has been written to its end.

@@ -1,0 +1,156 @@
+"""`Verification`: the results of one device and of many, array by array, and how far apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from meshwright._show import Sheet, Shown, Table
+from meshwright._text import plural
+
+# How far apart two results may be, as part of the largest value of an array, by the bytes of its
+# elements: sums in another order differ by some hundred roundings. Other types must be equal.
+_TOLERANCES = {8: 1e-9, 4: 1e-3, 2: 5e-2, 1: 0.2}
+# An array whose values are this much smaller than those of the other arrays is held against theirs
+# instead: a gradient that is zero but for rounding (of a key's bias, say) has no digits to compare.
+_NOISE = 1e-3
+_MOST_ROWS = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """One array of the results: its largest difference, as part of its largest value.
+
+    `one` and `sharded` are the values where the two differ most.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    one: float
+    sharded: float
+    difference: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        return self.difference <= self.tolerance  # NaN is not
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Verification(Shown):
+    """What `verify` saw. Prints itself; HTML in a notebook; `to_json()`."""
+
+    mesh: str
+    where: str
+    rows: tuple[Compared, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether all results agree."""
+        return all(row.ok for row in self.rows)
+
+    @property
+    def first(self) -> Compared | None:
+        """The first array that differs, or `None`."""
+        return next((row for row in self.rows if not row.ok), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for scripts."""
+        rows = [{**dataclasses.asdict(row), "ok": row.ok} for row in self.rows]
+        return {"mesh": self.mesh, "where": self.where, "ok": self.ok, "arrays": rows}
+
+    def _sheet(self) -> Sheet:
+        count = plural(len(self.rows), "array")
+        if self.first is None:
+            worst = max(self.rows, key=lambda row: row.difference)
+            return Sheet(
+                f"{self.mesh} agrees with one device ({self.where}): {count}, the largest "
+                f"difference {worst.difference:.1e} in {worst.path}"
+            )
+        wrong = [row for row in self.rows if not row.ok]
+        cells = [
+            [
+                row.path,
+                f"{row.dtype}{list(row.shape)}",
+                f"{row.one:.6g}",
+                f"{row.sharded:.6g}",
+                f"{row.difference:.1e}",
+                f"{row.tolerance:.0e}",
+            ]
+            for row in wrong[:_MOST_ROWS]
+        ]
+        heading = ["path", "array", "one device", "sharded", "apart", "allowed"]
+        more = len(wrong) - len(cells)
+        table = Table(
+            heading,
+            cells,
+            [False, False, True, True, True, True],
+            f"... and {more} more" if more else "",
+        )
+        return Sheet(
+            f"{self.mesh} DIFFERS from one device ({self.where}): {len(wrong)} of {count}, the "
+            f"first {self.first.path}",
+            [table, _ADVICE],
+        )
+
+
+_ADVICE = (
+    "If both are right on their own, the partitioner may be at fault: shard the arrays near the "
+    "first difference in another way, and verify again."
+)
+
+
+def compare(
+    paths: Sequence[str], one: Sequence[Any], many: Sequence[Any], tolerance: float | None
+) -> tuple[Compared, ...]:
+    # Of results the median counts, not the largest: a mask among them would hide all the others.
+    sizes: dict[str, list[float]] = {}  # of the results, and of the gradient
+    for path, values in zip(paths, one, strict=True):
+        if _is_inexact(values.dtype):
+            sizes.setdefault(path.partition("/")[0], []).append(_largest(values))
+    noise = {
+        tree: _NOISE * (max(some) if tree == "gradient" else statistics.median_low(some))
+        for tree, some in sizes.items()
+    }
+    return tuple(
+        _compare_one(path, a, b, noise.get(path.partition("/")[0], 0.0), tolerance)
+        for path, a, b in zip(paths, one, many, strict=True)
+    )
+
+
+def _compare_one(path: str, one: Any, many: Any, noise: float, tolerance: float | None) -> Compared:
+    kind = str(one.dtype)
+    if not _is_inexact(one.dtype):
+        differ = np.flatnonzero(one.ravel() != many.ravel())
+        worst = int(differ[0]) if differ.size else 0
+        a, b = (int(x.ravel()[worst]) if x.size else 0 for x in (one, many))
+        apart = abs(a - b) / max(1, abs(a)) if differ.size else 0.0
+        return Compared(path, one.shape, kind, float(a), float(b), apart, 0.0)
+    is_complex = np.issubdtype(one.dtype, np.complexfloating)
+    allowed = tolerance or _TOLERANCES[one.dtype.itemsize // (2 if is_complex else 1)]
+    if not one.size:
+        return Compared(path, one.shape, kind, 0.0, 0.0, 0.0, allowed)
+    wide = np.complex128 if is_complex else np.float64
+    first, second = (values.astype(wide).ravel() for values in (one, many))
+    same = (first == second) | (np.isnan(first) & np.isnan(second))
+    apart_by = np.where(same, 0.0, np.abs(first - second))
+    worst = int(np.argmax(np.nan_to_num(apart_by, nan=np.inf)))
+    difference = float(apart_by[worst] / (max(_largest(one), noise) or 1.0))
+    a, b = (abs(x[worst]) if is_complex else x[worst] for x in (first, second))
+    return Compared(path, one.shape, kind, float(a), float(b), difference, allowed)
+
+
+def _is_inexact(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def _largest(values: Any) -> float:
+    wide = np.complex128 if np.issubdtype(values.dtype, np.complexfloating) else np.float64
+    sizes = np.abs(values.astype(wide).ravel())
+    return float(np.max(sizes, initial=0.0, where=np.isfinite(sizes)))
