@@ -154,7 +154,9 @@ def refusals(groups, at: Mesh) -> dict[str, str]:
         "one bad": refused(lambda: mw.to_groups({"w": tree["good"]}, groups, 5 if me else 0, P())),
         "other group": refused(lambda: mw.to_groups({"w": tree["good"]}, groups, min(me, 1), P())),
         "missing": refused(
-            lambda: mw.MpmdArray([], mw.MpmdSharding(groups, [0, 1], P()), shape=(8, 4), dtype="f4")
+            lambda: mw.MpmdArray(
+                [], mw.MpmdSharding(groups, [0, 1], P()), shape=(8, 4), dtype="f4"
+            ).on(groups.my_mpmd_axis_index)
         ),
         "unsaid": refused(lambda: mw.MpmdArray([], mw.MpmdSharding(groups, not_mine(groups), P()))),
     }
