@@ -5,8 +5,8 @@
 Plain JAX, no meshwright. Two convolutions, each behind a group norm, with kernels in the order
 (out, in, height, width) on a mesh of 2 x 2 x 2 devices. Kernels cut by `P('fsdp', 'tp')`, so that
 `tp` is on the input channels, give other results than one device does; `P('tp', 'fsdp')` does not,
-and neither does anything with the Shardy partitioner switched off. Seen with jax 0.10.2, where
-they are 5.3 apart; no more with 0.12.0.1. The exit status is 1 where the fault shows.
+and neither does anything with the Shardy partitioner switched off. Seen with jax 0.10.2 and
+0.11.2, where they are 5.3 apart; no more with 0.12.0.1. The exit status is 1 where it shows.
 
 `meshwright` by shape never chooses the first, and `meshwright.verify` finds it in any step.
 """

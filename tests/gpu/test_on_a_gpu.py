@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.mesh import thread_resources
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
@@ -39,7 +40,7 @@ def test_create_cpu_mesh_uses_all_cpu_devices():
 
 def test_cpu_context_computes_on_the_cpu_mesh_under_jit():
     with mw.cpu_context() as mesh:
-        assert jax.sharding.get_abstract_mesh().axis_names == mesh.axis_names
+        assert thread_resources.env.physical_mesh == mesh
 
         @jax.jit
         def double(x):
@@ -49,7 +50,7 @@ def test_cpu_context_computes_on_the_cpu_mesh_under_jit():
         result = double(jnp.arange(4.0 * n))
         assert _platform(result) == {"cpu"}
         np.testing.assert_array_equal(result, 2 * np.arange(4.0 * n))
-    assert jax.sharding.get_abstract_mesh().empty
+    assert thread_resources.env.physical_mesh.empty
     assert _platform(jnp.ones(4)) == {"gpu"}
 
 
