@@ -54,7 +54,8 @@ test: lint ## lint, then the suite but whole trainings and what needs the vendor
 		-m "not compilers and not gpu and not slow" $(PYTEST_ARGS)
 
 test-slow: .venv/.stamp ## the examples, models that train, models of Flax and Equinox
-	$(CPU) .venv/bin/python -m pytest -n 2 -m slow tests/models tests/ecosystem tests/test_examples.py \
+	$(CPU) .venv/bin/python -m pytest -n 2 -m slow tests/models tests/ecosystem tests/rehearsal \
+		tests/test_examples.py \
 		$(PYTEST_ARGS)
 
 test-compilers: .venv-compilers/.stamp ## the tests against libtpu and the CUDA compiler

@@ -12,6 +12,8 @@ from flax.training import train_state
 import meshwright as mw
 from meshwright.errors import RehearsalError
 
+pytestmark = pytest.mark.slow
+
 HERE = {"mesh": "fsdp:4, tp:2", "on": "cpu:8"}
 TPU = {"mesh": "fsdp:8, tp:2", "on": "v5e:4x4", "compiler": "cpu"}
 both = pytest.mark.parametrize("where", [HERE, TPU], ids=["here", "named hardware"])
