@@ -71,7 +71,6 @@ def check_integer(
     least: int = 1,
     most: int = LARGEST,
     error: type[MeshwrightError] = SpecError,
-    option: str | None = None,
 ) -> int:
     """Return a count or an index as an `int`: an integer (no boolean) from `least` to `most`.
 
@@ -82,9 +81,9 @@ def check_integer(
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < least:
         wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
-        raise error(f"{what}: {short(value)} is not {wanted}.", option=option or _option(what))
+        raise error(f"{what}: {short(value)} is not {wanted}.", option=_option(what))
     if int(value) > most:
-        raise error(f"{what}: {short(value)} is more than {most}.", option=option or _option(what))
+        raise error(f"{what}: {short(value)} is more than {most}.", option=_option(what))
     return int(value)
 
 

@@ -253,16 +253,20 @@ def compact_part(topology: Topology, devices: int, slices: int | None = None) ->
         raise TopologyError(
             f"no part of {topology.name} has {devices} devices in {slices} equal slices."
         )
-    # The box at the origin: elsewhere the links are the same, but hosts might be cut in two.
-    where = tuple(slice(0, side) for side in best)
+    return _box_of(topology, best, f"{devices} of {topology.name}")
+
+
+def _box_of(topology: Topology, box: tuple[int, ...], name: str) -> Topology:
+    """Return the box at the origin: elsewhere the links are the same, but hosts might be cut."""
+    where = tuple(slice(0, side) for side in box)
     axes = tuple(
         dataclasses.replace(
             axis,
             size=side,
             wraps=axis.wraps and side == axis.size,
-            twisted=axis.twisted and best == topology.shape,
+            twisted=axis.twisted and box == topology.shape,
         )
-        for axis, side in zip(topology.axes, best, strict=True)
+        for axis, side in zip(topology.axes, box, strict=True)
     )
     # Directions of one chip mean nothing, but a torus keeps its number of dimensions: 1x4 chips
     # are still coordinates of a plane.
@@ -271,7 +275,7 @@ def compact_part(topology: Topology, devices: int, slices: int | None = None) ->
     shape = tuple(axes[d].size for d in keep)
     return dataclasses.replace(
         topology,
-        name=f"{devices} of {topology.name}",
+        name=name,
         axes=tuple(axes[d] for d in keep),
         host=topology.host[where].reshape(shape),
         index=topology.index[where].reshape(shape),

@@ -102,13 +102,13 @@ def create_mesh(
     hardware = target_topology(None, live_devices(backend), 1, sort_slices)
     if use_jax and hardware.num_slices == 1 and hardware.num_hosts == 1:
         resolved, part = resolve_on(spec, hardware, dcn)
-        warn_idle(resolved, part, hardware)
         devices = hardware.devices or ()
         built = _with_jax(resolved, [devices[i] for i in sorted(part.index.flat)])
     else:
         placed = placement_of(spec, hardware, dcn, allow_split=allow_split)
-        warn_idle(placed.spec, placed.topology, hardware)
+        resolved, part = placed.spec, placed.topology
         built = build_mesh(placed)
+    warn_idle(resolved, part, hardware)
     if key is not None and built.size == hardware.num_devices:  # a part warns every time
         if len(_meshes) >= _MOST_MESHES:
             _meshes.clear()

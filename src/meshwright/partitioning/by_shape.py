@@ -54,6 +54,8 @@ _LARGEST_WINDOW = 32
 _LARGEST_HEAD = 512
 # `params/hidden_1` and `layers/1`: the number of a layer among others.
 _LAST_NUMBER = re.compile(r"(.*?)([0-9]+)")
+_EXPERTS = re.compile("expert|moe", re.IGNORECASE)
+_CONVOLUTION = re.compile("conv", re.IGNORECASE)
 
 
 def weight_axes(sizes: Mapping[str, int], asked: Sequence[str] | None = None) -> tuple[Axis, ...]:
@@ -84,6 +86,14 @@ def axis_group(name: str) -> str:
 def _cuts_weights(name: str) -> bool:
     # A pipeline axis cuts weights too, but by stage: no array is cut along it.
     return role(name).shards_weights and role(name).name != "pipeline"
+
+
+def kind_of(path: str) -> str:
+    """Return what a path says of its array: "experts", "convolution", or nothing."""
+    if _EXPERTS.search(path):
+        return "experts"
+    # Flax and Equinox call the kernels of both so; `Conv1D` of GPT-2 has two dims, and is none.
+    return "convolution" if _CONVOLUTION.search(path) else ""
 
 
 # Cached, since a model has few distinct shapes: the layers of a list all ask the same question.
@@ -246,18 +256,6 @@ def _score(
         tensor = [dim for (name, _, _), dim in used if role(name).name == "tensor"]
         waste = crowded + 2 * sum(dim != made for dim in tensor)
     return (math.prod(local), waste, crowded, unwanted, *order)
-
-
-_EXPERTS = re.compile("expert|moe", re.IGNORECASE)
-_CONVOLUTION = re.compile("conv", re.IGNORECASE)
-
-
-def kind_of(path: str) -> str:
-    """Return what a path says of its array: "experts", "convolution", or nothing."""
-    if _EXPERTS.search(path):
-        return "experts"
-    # Flax and Equinox call the kernels of both so; `Conv1D` of GPT-2 has two dims, and is none.
-    return "convolution" if _CONVOLUTION.search(path) else ""
 
 
 def _weight(name: str) -> int:

@@ -65,9 +65,7 @@ def pipeline(
     # touched, and every process comes to the same verdict.
     if not callable(fn):
         fn = chain_stages(fn)
-    check_integer(
-        "pipeline: microbatches", microbatches, error=ScheduleError, option="microbatches"
-    )
+    check_integer("pipeline: microbatches", microbatches, error=ScheduleError)
     donated = _argument_numbers(donate_argnums)
     _check_schedule(schedule)
     checked = check_options(options, gradient=not _is_forward(schedule))

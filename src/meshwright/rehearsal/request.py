@@ -139,23 +139,14 @@ def make_request(
         raise RehearsalError(f"{caller}: {short(function)} cannot be called; pass a step function.")
     if isinstance(function, PipelineStep):
         raise RehearsalError(
-            f"rehearse: {short(function)} is a pipeline, which has its own mesh and a program for "
+            f"{caller}: {short(function)} is a pipeline, which has its own mesh and a program for "
             "each group. Use rehearse_pipeline(step, *args)."
         )
     if mesh is None:
         raise RehearsalError(f"{caller}: say which mesh, e.g. mesh='fsdp:-1, tp:4'.", option="mesh")
     if not args:
         raise RehearsalError(f"{caller}: pass the step's arguments, or their shapes.")
-    known = [field.name for field in dataclasses.fields(Options)]
-    for option in options or {}:
-        if option not in known:
-            shardings = ("in_shardings", "out_shardings", "donate_argnums")
-            hint = near(option, (*known, *CompileOptions.__annotations__, *shardings))
-            raise RehearsalError(
-                f"{caller} has no option {option!r}.{hint} Arguments of the step go by position; "
-                "bind others with functools.partial.",
-                option=option,
-            )
+    _check_option_names(caller, options or {})
     donated = argument_numbers("donate_argnums", donate_argnums, len(args))
     if data is None:
         others = (i for i in range(1, len(args)) if i not in donated)
@@ -183,6 +174,19 @@ def make_request(
         options=options or {},
         name=str(name or getattr(function, "__name__", "step")),
     )
+
+
+def _check_option_names(caller: str, options: Mapping[str, Any]) -> None:
+    known = [field.name for field in dataclasses.fields(Options)]
+    for option in options:
+        if option not in known:
+            shardings = ("in_shardings", "out_shardings", "donate_argnums")
+            hint = near(option, (*known, *CompileOptions.__annotations__, *shardings))
+            raise RehearsalError(
+                f"{caller} has no option {option!r}.{hint} Arguments of the step go by position; "
+                "bind others with functools.partial.",
+                option=option,
+            )
 
 
 def choose_folder(cache: bool | str | Path) -> Path | None:

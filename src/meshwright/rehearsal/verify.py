@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from meshwright._checks import check_seconds
 from meshwright._progress import Bar
 from meshwright._text import plural
 from meshwright.errors import RehearsalError, short
@@ -84,7 +83,7 @@ def verify(
         donate_argnums=(),
         name=None,
         in_shardings=in_shardings,
-        timeout=check_seconds("timeout", timeout, error=RehearsalError),
+        timeout=timeout,
         options=options,
         caller="verify",
     )
@@ -101,13 +100,12 @@ def verify(
     with Bar(f"verifying {request.name}") as bar:
         if devices is None:
             where = f"{on.size} simulated CPU devices"
-            bar.now("simulated devices")
+            bar.now(where)
             one, many = _run_simulated(step, flat_specs, on, request.timeout)
         else:
             where = plural(on.size, f"{devices[0].platform.upper()} device")
-            bar.now("one device")
+            bar.now(where)
             one = _run_here(step, [make_spec()] * len(flat_specs), _like(on, devices[:1]))
-            bar.now("sharded")
             many = _run_here(step, flat_specs, _like(on, devices))
     sizes = ", ".join(f"{axis}:{n}" for axis, n in zip(on.axis_names, on.axis_sizes, strict=True))
     return Verification(sizes, where, compare(step.paths, one, many, tolerance))
