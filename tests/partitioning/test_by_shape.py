@@ -246,8 +246,32 @@ def test_tables_of_embeddings_are_cut_along_their_rows(rows):
     assert stacked == P(None, ("tp", "fsdp"))
 
 
+@pytest.mark.parametrize("path", ["mlp/down", "down_proj", "fc2/weight", "layer/kernel"])
+def test_kernels_that_narrow_much_are_no_tables(path):
+    tree = sds(16384, 2048)
+    for key in reversed(path.split("/")):
+        tree = {key: tree}
+    assert jax.tree.leaves(mw.partition(tree, MESH)) == [P("tp", "fsdp")]
+
+
 def test_less_than_six_times_more_rows_than_columns_are_no_table():
     assert mw.partition(sds(6 * 512 - 8, 512), MESH) == P("tp", "fsdp")
+
+
+@pytest.mark.parametrize(
+    "path", ["embed/table", "wte/embedding", "embed_tokens/weight", "embedder/input_embedding"]
+)
+def test_tables_are_recognised_by_their_name_too(path):
+    tree = sds(1024, 512)
+    for key in reversed(path.split("/")):
+        tree = {key: tree}
+    assert jax.tree.leaves(mw.partition(tree, MESH)) == [P(("tp", "fsdp"))]
+
+
+@pytest.mark.parametrize("path", ["patch_embedding", "tables", "embed_norm"])
+def test_kernels_beside_embeddings_are_no_tables(path):
+    specs = mw.partition({path: {"linear": {"weight": sds(1024, 512)}}}, MESH)
+    assert jax.tree.leaves(specs) == [P("tp", "fsdp")]
 
 
 def test_experts_are_cut_along_the_first_dim():

@@ -40,6 +40,36 @@ def test_fully_sharded_groups_by_rules():
     assert grads["w1"].sharding.is_fully_replicated
 
 
+def stacked_loss(params, x, y):
+    def layer(h, weights):
+        return jnp.tanh(h @ weights["up"] @ weights["down"] + weights["bias"]), None
+
+    h, _ = jax.lax.scan(layer, x, params["first"])
+    h, _ = jax.lax.scan(layer, mw.stage_end(h), params["second"])
+    return jnp.mean((h - y) ** 2)
+
+
+def test_stacked_layers_are_cut_as_shard_cuts_them():
+    stack = {
+        "up": normal(0, 2, 64, 256) / 8,
+        "down": normal(1, 2, 256, 64) / 16,
+        "bias": normal(2, 2, 64),
+    }
+    params = {"first": stack, "second": jax.tree.map(lambda leaf: leaf[::-1], stack)}
+    at = mw.MpmdMesh(mw.mesh("pp:2, fsdp:2, tp:2"), "pp")
+    step = mw.pipeline(stacked_loss, at, microbatches=2)
+    got = step(params, *batch(8, 64))
+    assert_close(got, jax.jit(looped(stacked_loss, 2))(params, *batch(8, 64)))
+    wanted = mw.partition(params, at.meshes[0])
+    assert wanted["first"] == {
+        "up": P(None, "fsdp", "tp"),
+        "down": P(None, "tp", "fsdp"),
+        "bias": P(),
+    }
+    # The first dim, two layers, could be cut by each axis.
+    assert jax.tree.map(lambda leaf: leaf.sharding.spec, got[1]) == wanted
+
+
 def test_groups_of_different_shapes_sizes_and_names():
     devices = jax.devices()
     at = mw.MeshGroups(

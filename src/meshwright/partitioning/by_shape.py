@@ -44,10 +44,19 @@ Assignment = tuple[int | None, ...]
 MOST_SCORED = 4096
 BEAM_WIDTH = 32
 
-# A matrix with so many times more rows than columns is a table of embeddings. Cutting its columns
-# over an axis that cuts the batch too costs most: XLA then exchanges activations in place of
-# gathering the table (FlaxGPT2 on 8 x 8 H100s: 78 ms against 19).
+# A matrix with so many times more rows than columns is a table of embeddings unless its name says
+# that it is a kernel (Gemma's feed-forwards narrow 8 times), and so is any with a table's name.
+# Cutting its columns over an axis that cuts the batch too costs most: XLA then exchanges
+# activations in place of gathering the table (FlaxGPT2 on 8 x 8 H100s: 78 ms against 19).
 TABLE_RATIO = 6
+_TABLE = re.compile(
+    r"(.*[/_])?(embeddings?|embed|embedder|embed_tokens|table|wte|wpe)(/(embedding|table|weight))?",
+    re.IGNORECASE,
+)
+_PRODUCT = re.compile(
+    r"(.*[/_])?(kernel|mlp|ffn?|feed_?forward|dense|linear|down|proj|fc)[0-9]*([/_].*)?",
+    re.IGNORECASE,
+)
 # Sides of a convolution's window: patches of vision transformers are the largest.
 _LARGEST_WINDOW = 32
 # Head sizes in use end at 256; the dims of experts and of feed-forwards are larger than this.
@@ -89,11 +98,19 @@ def _cuts_weights(name: str) -> bool:
 
 
 def kind_of(path: str) -> str:
-    """Return what a path says of its array: "experts", "convolution", or nothing."""
+    """Return what a path says of its array: "experts", "table", "convolution", "product", or "".
+
+    >>> kind_of("params/wte/embedding"), kind_of("patch_embedding/linear/weight"), kind_of("w")
+    ('table', 'product', '')
+    """
     if _EXPERTS.search(path):
         return "experts"
+    if _TABLE.fullmatch(path):
+        return "table"
     # Flax and Equinox call the kernels of both so; `Conv1D` of GPT-2 has two dims, and is none.
-    return "convolution" if _CONVOLUTION.search(path) else ""
+    if _CONVOLUTION.search(path):
+        return "convolution"
+    return "product" if _PRODUCT.fullmatch(path) else ""
 
 
 # Cached, since a model has few distinct shapes: the layers of a list all ask the same question.
@@ -108,9 +125,8 @@ def choose_spec(
 ) -> PartitionSpec:
     """Return the best spec for a shape with elements of `bits`; dims before `first_dim` stay whole.
 
-    `kind` is what the path says: "experts", which are counted by the first dim, "convolution", or
-    nothing. `turned`: tensor axes want the first of two equal dims, not the last
-    (`turned_kernels`).
+    `kind` is what the path says (`kind_of`); experts are counted by the first dim. `turned`: tensor
+    axes want the first of two equal dims, not the last (`turned_kernels`).
 
     >>> choose_spec((1024, 4096), 32, (("fsdp", 4, 0), ("tp", 2, 1)))
     P('fsdp', 'tp')
@@ -122,7 +138,9 @@ def choose_spec(
     made = _made_by_product(shape[first_dim:], kind)
     made = None if made is None else first_dim + made
     ranks = _dim_ranks(shape, made, turned)
-    score = functools.partial(_score, shape, bits, axes, ranks, made, _is_table(shape[first_dim:]))
+    score = functools.partial(
+        _score, shape, bits, axes, ranks, made, _is_table(shape[first_dim:], kind)
+    )
     dims = [dim for dim in range(first_dim, len(shape)) if shape[dim] > 1]
     # An upper bound: axes that divide a dim one by one may not divide it together.
     count = math.prod(1 + sum(not shape[dim] % size for dim in dims) for _, size, _ in axes)
@@ -221,8 +239,10 @@ def _is_window(sides: tuple[int, ...]) -> bool:
     return len(set(sides)) == 1 and sides[0] <= _LARGEST_WINDOW
 
 
-def _is_table(sides: tuple[int, ...]) -> bool:
-    return len(sides) == 2 and sides[0] >= TABLE_RATIO * sides[1]
+def _is_table(sides: tuple[int, ...], kind: str) -> bool:
+    if kind == "product" or len(sides) != 2:
+        return False
+    return kind == "table" or sides[0] >= TABLE_RATIO * sides[1]
 
 
 def _score(

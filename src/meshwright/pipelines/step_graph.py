@@ -7,23 +7,22 @@ before the step runs, so that nothing is looked up while it does.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from meshwright import _compat
 from meshwright._compat import Atom, Aval, Var, is_literal
 from meshwright.axes import role
 from meshwright.errors import PipelineError
 from meshwright.mpmd.groups import Groups
-from meshwright.partitioning.decide import PartitionOptions, partition, read_options
+from meshwright.partitioning.decide import Options, decide, read_options
 from meshwright.partitioning.rules import match_rules, read_rules
 from meshwright.schedules.types import Task
 from meshwright.trees.specs import make_spec
-from meshwright.trees.walk import Leaf, refuse
+from meshwright.trees.walk import Leaf, Walk, refuse
 from meshwright.watchdog.watchdog import Watchdog
 
 Call = Callable[..., Sequence[Any]]
@@ -99,7 +98,11 @@ class StepBuilder:
         names: Sequence[str],
     ):
         self.shardings, self.consts = shardings, consts
-        self.arguments, self.names = arguments, names
+        self.arguments = arguments
+        self.leaves = [
+            Leaf(names[number], number, var.aval.shape, var.aval.dtype, None)
+            for var, number in arguments.items()
+        ]
         # Not the arrays themselves: a plan would keep those of its first call alive.
         self.given_shardings = [getattr(array, "sharding", None) for array in given]
         self.groups = len(shardings.meshes)
@@ -112,6 +115,7 @@ class StepBuilder:
         self.constants: dict[int, Any] = {}  # by slot
         self.slot_of: dict[tuple[Var, int], int] = {}  # by variable and group
         self.var_shardings: dict[tuple[Var, int], NamedSharding] = {}
+        self._by_shape: dict[int, list[NamedSharding]] = {}  # of all arguments, by group
         self._filled_by: dict[int, str] = {}  # a slot, and the name of the operation
 
     def new_slot(self, aval: Aval, sharding: NamedSharding | None, group: int) -> int:
@@ -183,7 +187,12 @@ class StepBuilder:
         # step are passed to the next one, which must not move them.
         if isinstance(given, NamedSharding) and given.mesh == self.shardings.meshes[group]:
             return given
-        return self.shardings.parameter(group, self.names[number], var.aval.shape, var.aval.dtype)
+        by_rules = self.shardings.by_rules(group, self.leaves[number])
+        if by_rules is not None:
+            return by_rules
+        if group not in self._by_shape:
+            self._by_shape[group] = self.shardings.by_shape(group, self.leaves)
+        return self._by_shape[group][number]
 
     def slot_in_group(self, var: Atom, group: int) -> int:
         """The slot of a variable in a group; writes the transfer to it if there is none yet."""
@@ -261,23 +270,23 @@ class GroupShardings:
         entry = tuple(axes) if len(axes) > 1 else axes[0]
         return NamedSharding(self.meshes[group], make_spec([*[None] * dim, entry]))
 
-    def parameter(self, group: int, name: str, shape: tuple[int, ...], dtype: Any) -> NamedSharding:
-        """Shard a parameter by rules where there are any, else by shape."""
+    def by_shape(self, group: int, leaves: Sequence[Leaf]) -> list[NamedSharding]:
+        """Shard the arguments of a step by shape. Together: stacks of layers show in trees only."""
         mesh = self.meshes[group]
-        if math.prod(mesh.shape.values()) == 1 or not shape:
-            return self.replicated(group)
-        # Rules match paths, so the single leaf gets a tree in which it has its own path.
-        tree: Any = jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
-        for key in reversed(name.split("/")):
-            tree = {key: tree}
-        options: PartitionOptions = {}
-        if self.rules is not None:
-            # `check_rules` has seen all leaves; of a single one most rules are unused.
-            options = {"rules": self.rules, "unmatched": "shape", "unused": "allow"}
-        (spec,) = jax.tree.leaves(
-            partition(tree, mesh, **options), is_leaf=lambda x: isinstance(x, PartitionSpec)
-        )
-        return NamedSharding(mesh, spec)
+        specs = decide(Walk((), tuple(leaves), None), None, mesh, Options())
+        return [NamedSharding(mesh, spec) for spec in specs]
+
+    def by_rules(self, group: int, leaf: Leaf) -> NamedSharding | None:
+        """Shard an argument by the rule that matches it, or return None."""
+        if self.rules is None or not leaf.shape:
+            return None
+        (spec,), _ = match_rules([leaf], read_rules(self.rules))
+        if spec is None:
+            return None
+        # `check_rules` has seen all leaves; of a single one most rules are unused.
+        options = Options(rules=self.rules, unused="allow")
+        (spec,) = decide(Walk((), (leaf,), None), None, self.meshes[group], options)
+        return NamedSharding(self.meshes[group], spec)
 
 
 def free_after_last_use(operations: Sequence[Operation], kept: set[int]) -> None:
