@@ -17,6 +17,7 @@ import meshwright
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+SLOW = ("models.md", "rehearsal.md")  # they train and compile
 FLAGS = doctest.ELLIPSIS
 MODULES = sorted(
     module.name
@@ -38,7 +39,13 @@ sys.exit(result.failed)
 """
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] if page.name in SLOW else [], id=page.name)
+        for page in PAGES
+    ],
+)
 def test_the_python_on_a_page_does_what_it_says(page):
     """In a process of its own, as a reader would start it."""
     done = subprocess.run(

@@ -86,11 +86,13 @@ def plural_noun(count: float, noun: str) -> str:
 
     >>> plural_noun(1, "process"), plural_noun(3, "process"), plural_noun(0, "entry")
     ('process', 'processes', 'entries')
-    >>> plural_noun(2, "array")
-    'arrays'
+    >>> plural_noun(2, "array"), plural_noun(2, "axis")
+    ('arrays', 'axes')
     """
     if count == 1:
         return noun
+    if noun.endswith("axis"):
+        return f"{noun[:-2]}es"
     if noun.endswith("y") and noun[-2] not in "aeiou":  # entries, but arrays
         return f"{noun[:-1]}ies"
     return f"{noun}es" if noun.endswith(("h", "s", "x")) else f"{noun}s"

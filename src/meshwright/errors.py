@@ -6,9 +6,12 @@ import contextlib
 import contextvars
 import difflib
 import json
+import sys
+import warnings
 from collections.abc import Iterable, Iterator
 
 LONGEST_MESSAGE = 1500
+_PACKAGE = __name__.partition(".")[0] + "."
 
 
 class MeshwrightError(ValueError):
@@ -93,6 +96,15 @@ class MeshOrderWarning(UserWarning):
 
 class RecompilationWarning(UserWarning):
     """A pipeline is compiled again and again; the text says which argument differs each time."""
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Warn, pointing at the nearest line up the stack that is not of this package."""
+    level = 2
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 __all__ = sorted(

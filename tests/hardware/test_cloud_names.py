@@ -37,6 +37,10 @@ from meshwright.hardware.tpu_shapes import check_shape, shapes_of_count
         ("ironwood-8", "tpu7x:2x2x1"),
         ("8xh100", "h100:8"),
         ("4xA100", "a100:4"),
+        ("16xH100", "h100:8x2"),
+        ("h100x8", "h100:8"),
+        ("h200-64", "h200:8x8"),
+        ("144xgb200", "gb200:72x2"),
         ("72xgb200", "gb200:72"),
         ("h200-8", "h200:8"),
         ("16xv5e", "v5e:4x4"),
@@ -76,6 +80,16 @@ def test_a_machine_type_is_its_gpus_and_its_network(name, meant, network):
     assert four.axes[0].speed == network
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("2xp5.48xlarge", "h100:8x2"), ("4xStandard_ND96isr_H100_v5", "h100:8x4")],
+)
+def test_several_machines(name, meant):
+    machines = mw.topology(name)
+    assert machines.name == meant
+    assert machines.axes[0].speed == 50
+
+
 def test_speeds_of_your_own_replace_those_of_the_machine():
     assert mw.topology("a3-highgpu-8g", speeds={"network": 40}).chip.network == 40
 
@@ -94,7 +108,7 @@ def test_speeds_of_your_own_replace_those_of_the_machine():
         ("v5e-512", "no slice of v5e has so many"),
         ("v5e-0", "no slice of v5e has so many"),
         ("v4-8960", "no slice of v4 has so many"),
-        ("16xh100", r"h100: 16 GPUs in one NVLink domain; it holds 8\. Write h100:8x2 for several"),
+        ("12xh100", r"h100: 12 GPUs in one NVLink domain; it holds 8\. Write h100:6x2 for several"),
         ("a2-highgpu-8g", r"A100s of 40 GB.*'a100:8', speeds={'memory_gb': 40, 'memory_tbps'"),
         ("p4d.24xlarge", "A100s of 40 GB"),
         ("a3-hihgpu-8g", r"not a machine type known here\. Did you mean 'a3-highgpu-8g'\?"),

@@ -194,7 +194,7 @@ def test_a_missing_dcn_is_worked_out() -> None:
     [
         ((2, 1), "'dp:2.1, tp:1.4' spans 2 parts of the slow network, but there is 1"),
         ((3, 1), "axis 'dp': dcn 3 does not divide its size 2. Use one of 1, 2"),
-        ((1,), r"dcn has 1 entries for 2 axes \(dp, tp\)"),
+        ((1,), r"dcn has 1 entry for 2 axes \(dp, tp\)"),
         ((0, 1), "axis 'dp': size 0 is not allowed"),
         ((1.0, 1), "axis 'dp': size 1.0 is a float"),
         ((True, 1), "axis 'dp': size True is a bool"),

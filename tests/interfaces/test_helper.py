@@ -205,7 +205,7 @@ def test_shard_array_places_one_array():
     [
         (np.ones((6, 8), "float32"), P("fsdp"), r"\(the array\): dim 0 has size 6, not divisible"),
         (np.ones(8, "float32"), P("tpp"), r"no mesh axis 'tpp' in .* Did you mean 'tp'\?"),
-        (np.ones(8, "float32"), P("tp", "fsdp"), "has 2 entries for an array with 1 dims"),
+        (np.ones(8, "float32"), P("tp", "fsdp"), "has 2 entries for an array with 1 dim"),
         (np.ones(8, "float32"), ("tp",), r"\('tp',\) is not a PartitionSpec"),
         ([np.ones(8, "float32")], P(), "is not one array"),
         (3, P(), "3 is not one array"),

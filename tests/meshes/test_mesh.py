@@ -213,10 +213,16 @@ def test_an_open_abstract_mesh_asks_for_hardware() -> None:
 def test_a_slip_in_an_axis_name_is_warned_of(build) -> None:
     with pytest.warns(
         mw.errors.AxisNameWarning,
-        match=r"^axis 'fdsp' is taken for one of your own, .* Did you mean 'fsdp' \(model and data",
+        match=r"^axis 'fdsp' is taken for one of your own, not for 'fsdp' \(model and data.* Did",
     ) as caught:
         assert build().axis_names[0] == "fdsp"
     assert caught[0].filename == __file__
+
+
+def test_a_slip_in_a_rehearsal_points_at_its_caller() -> None:
+    with pytest.warns(mw.errors.AxisNameWarning, match="'fdsp'") as caught:
+        mw.rehearse(lambda x: x, 1.0, mesh="fdsp:8", on="cpu:8")
+    assert {warning.filename for warning in caught} == {__file__}
 
 
 def test_too_few_devices_of_one_machine_offer_simulated_ones() -> None:

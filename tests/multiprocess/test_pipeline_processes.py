@@ -14,8 +14,8 @@ TIMES = ("start", "end")
 RUNS = [
     (2, 1, 2, "1f1b", 2),
     (4, 1, 4, "zb-h1", 4),
-    (4, 1, 2, "1f1b", 2),
-    (2, 2, 2, "interleaved-1f1b", 4),
+    pytest.param((4, 1, 2, "1f1b", 2), marks=pytest.mark.slow),
+    pytest.param((2, 2, 2, "interleaved-1f1b", 4), marks=pytest.mark.slow),
 ]
 
 

@@ -9,7 +9,8 @@ WORKER = Path(__file__).with_name("shard_worker.py")
 BATCH, ROW = 64, 4
 SUM = sum(range(BATCH * ROW))
 
-worlds = pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 2)], ids=str)
+WORLDS = [(2, 4), pytest.param(4, 2, marks=pytest.mark.slow)]
+worlds = pytest.mark.parametrize(("processes", "devices"), WORLDS, ids=str)
 
 
 def reports(processes, devices):

@@ -99,8 +99,11 @@ def test_uneven_dims_stay_whole_when_asked():
             {"up": ("embed", "mlp"), "gone": ("mlp",)},
             r"names: gone is not in the tree of arrays\. Fix",
         ),
-        ({"up": "embed"}, r"names: up: 'embed' is not a tuple such as \('embed', 'mlp'\)"),
-        ({"up": 3}, r"names: up: 3 is not a tuple"),
+        (
+            {"up": "embed"},
+            r"names: up: 'embed' is not one name or None per dim, such as \('embed', None",
+        ),
+        ({"up": 3}, r"names: up: 3 is not one name"),
     ],
 )
 def test_bad_names_are_refused(names, message):
@@ -114,7 +117,8 @@ def test_all_that_is_wrong_with_names_comes_at_once():
     with pytest.raises(mw.errors.PartitionError, match="4 problems") as caught:
         mw.partition(tree, MESH, logical=TABLE, names=names)
     assert [line.strip() for line in str(caught.value).splitlines()[1:]] == [
-        "names: a: 'embed' is not a tuple such as ('embed', 'mlp').",
+        "names: a: 'embed' is not one name or None per dim, such as ('embed', None, 'mlp'). "
+        "Let the table map one name to several mesh axes.",
         "names: gone is not in the tree of arrays. Fix its path or remove it.",
         "b: (8, 8) has no logical names. Give them with names=..., create it with metadata "
         "(nnx.with_partitioning, nn.with_logical_partitioning), or pass unmatched='replicate' or "
@@ -149,8 +153,12 @@ def test_nnx_leaves_without_names_go_by_shape_when_asked():
         ([("embed",)], r"^logical: \('embed',\) is not a \(name, mesh axes\) pair"),
         ({3: "tp"}, r"^logical: \(3, 'tp'\) is not a \(name, mesh axes\) pair"),
         ([("a", "tp"), ("a", "fsdp")], r"^logical: 'a' appears twice\. Give it one entry"),
-        ({"a": 3}, r"^logical: 'a': 3 is not an axis name or several"),
-        ({"a": ("tp", 3)}, r"^logical: 'a': \('tp', 3\) is not an axis name or several"),
+        (
+            {"a": P("tp")},
+            r"^logical: 'a': P\('tp',\) is not .* Write e.g. 'fsdp', \('fsdp', 'sp'\)",
+        ),
+        ({"a": 3}, r"^logical: 'a': 3 is not a mesh axis or several"),
+        ({"a": ("tp", 3)}, r"^logical: 'a': \('tp', 3\) is not a mesh axis or several"),
     ],
 )
 def test_bad_tables_are_refused(logical, message):

@@ -72,6 +72,16 @@ def test_a_scan_is_a_stack_whatever_its_name():
     assert specs == {"bias": P(None, ("tp", "fsdp")), "kernel": P(None, "fsdp", "tp")}
 
 
+def test_heads_that_come_first_are_no_stack():
+    heads = {"query": sds(16, 512, 64), "bias": sds(16, 64), "out": sds(16, 64, 512)}
+    layer = {"attention": heads, "mlp": {"up": sds(512, 2048), "down": sds(2048, 512)}}
+    specs = mw.partition([layer] * 2, MESH, min_shard_bytes=0)
+    assert specs[0]["attention"]["query"] == P("tp", "fsdp")
+    stacked = jax.tree.map(lambda leaf: sds(4, *leaf.shape), layer)
+    specs = mw.partition({"tower": stacked}, MESH)["tower"]
+    assert specs["attention"]["query"] == P(None, "tp", "fsdp")
+
+
 def test_a_linen_scan_is_a_stack_whatever_its_name():
     import flax.linen as nn
 

@@ -91,6 +91,8 @@ def test_rows_that_cannot_be_cut():
     refused(chain_loss, match, arguments=(layers(2), *batch(6)))
     few = (layers(2), *batch(2))
     refused(chain_loss, "argument 1: 2 rows cannot be cut.* Take 4 ", arguments=few)
+    none = (layers(2), *batch(0))
+    refused(chain_loss, "argument 1: 0 rows cannot be cut.* Take 4 rows", arguments=none)
 
 
 def test_a_bad_leaf_of_a_batch_is_named():
@@ -222,7 +224,8 @@ def aux_loss(params, x, y):
 
 def test_unknown_words():
     refused(aux_loss, "aux: 'maen' is not one of .*Did you mean 'mean'", has_aux=True, aux="maen")
-    refused(aux_loss, "aux: .* is not like the outputs", has_aux=True, aux={"other": "sum"})
+    match = r"aux: {'other': 'sum'} is not like the outputs, {'value': '\*'}\. Give one word"
+    refused(aux_loss, match, has_aux=True, aux={"other": "sum"})
     refused_at_once("reduce: 'max' is not 'mean', 'sum' or 'stack'", "reduce", reduce="max")
     forward = {"schedule": "forward", "outputs": {"other": "sum"}}
     refused(chain_loss, "^outputs: .* is not like the outputs", **forward)

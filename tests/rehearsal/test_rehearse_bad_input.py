@@ -31,7 +31,7 @@ def other_mesh():
     ("out_shardings", "message"),
     [
         ({"out": P("fsdp", "ttp"), "loss": None}, r"out: dim 1: no mesh axis 'ttp'.*Did you mean"),
-        ({"out": None, "loss": P("fsdp")}, r"loss: P\('fsdp',\) has 1 entries for an array with 0"),
+        ({"out": None, "loss": P("fsdp")}, r"loss: P\('fsdp',\) has 1 entry for an array with 0"),
         (P(None, "tp"), r"loss: P\(None, 'tp'\) has 2 entries"),
         ({"out": P("fsdp", "fsdp"), "loss": None}, r"out: .* uses axis 'fsdp' twice"),
         ({"out": ("fsdp", "tp"), "loss": None}, r"not like the tree of the results"),

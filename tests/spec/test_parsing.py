@@ -283,7 +283,7 @@ def test_types_by_name_leave_the_others_alone() -> None:
         (3, "axis 'dp': type 3 is not an AxisType or one of auto, explicit, manual"),
         (True, "axis 'dp': type True is not an AxisType"),
         (np.array(["auto", "auto"]), "axis 'dp': type array.* is not an AxisType"),
-        (("auto",), r"axis_types has 1 entries for 2 axes \(dp, tp\). Give one per axis"),
+        (("auto",), r"axis_types has 1 entry for 2 axes \(dp, tp\). Give one per axis"),
         (["auto"] * 3, "axis_types has 3 entries for 2 axes"),
         (("auto", "fast"), "axis 'tp': type 'fast' is not"),
         ({"pt": "auto"}, "axis_types: no axis 'pt' in dp, tp. Did you mean"),

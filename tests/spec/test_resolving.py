@@ -146,7 +146,7 @@ def test_with_dcn_keeps_the_types() -> None:
     [
         ((3, 1), None, "axis 'dp': dcn 3 does not divide its size 4. Use one of 1, 2, 4"),
         ((8, 1), None, "axis 'dp': dcn 8 does not divide its size 4"),
-        ((2,), None, r"dcn has 1 entries for 2 axes \(dp, tp\). Give one per axis"),
+        ((2,), None, r"dcn has 1 entry for 2 axes \(dp, tp\). Give one per axis"),
         ((2, 1, 1), None, "dcn has 3 entries for 2 axes"),
         ({"ddp": 2}, None, r"dcn: no axis 'ddp' in dp, tp. Did you mean 'dp'\?"),
         ("fsdp:2", None, "dcn: no axis 'fsdp' in dp, tp"),

@@ -350,7 +350,7 @@ def test_what_cannot_be_routed_is_refused(tree, target, text):
 
 
 def test_a_source_that_does_not_fit_is_refused():
-    with pytest.raises(TransferError, match=r"x: source: .* 2 entries for an array with 1 dims"):
+    with pytest.raises(TransferError, match=r"x: source: .* 2 entries for an array with 1 dim"):
         mw.transfers.route({"x": np.zeros(6)}, end((1,)), source=end(range(2), spec=P("a", None)))
     with pytest.raises(TransferError, match=r"x: source: 3 is not a sharding. Pass"):
         mw.transfers.route({"x": np.zeros(6)}, end((1,)), source=3)

@@ -29,7 +29,7 @@ ALIASES = {
 _CORES = {"v4": 2, "v5p": 2, "tpu7x": 2}
 
 _COUNTED = re.compile(r"([a-z][a-z0-9]*)-([0-9]{1,9})", re.ASCII)
-_TIMES = re.compile(r"([0-9]{1,9})x([a-z][a-z0-9]*)", re.ASCII)
+_TIMES = re.compile(r"([0-9]{1,9})x([a-z][a-z0-9_.-]*)|([a-z][a-z0-9]*?)x([0-9]{1,9})", re.ASCII)
 
 # Machine types: the GPUs of one machine, and Gb/s of the adapters that serve them, all together,
 # as the clouds publish them (nominal; `speeds` replaces them).
@@ -79,13 +79,17 @@ def read_cloud_name(name: str) -> tuple[str, dict[str, float]]:
 
     >>> read_cloud_name("v5litepod-16"), read_cloud_name("v5p-128"), read_cloud_name("8xH100")
     (('v5e:4x4', {}), ('v5p:4x4x4', {}), ('h100:8', {}))
-    >>> read_cloud_name("a3-megagpu-8g")
-    ('h100:8', {'network': 25.0})
+    >>> read_cloud_name("a3-megagpu-8g"), read_cloud_name("16xH100")
+    (('h100:8', {'network': 25.0}), ('h100:8x2', {}))
     """
     word = name.strip().lower().removeprefix("standard_")
-    if word in _MACHINES:
-        gpu, count, gigabits = _MACHINES[word]
-        return f"{gpu}:{count}", {"network": gigabits / 8 / count}
+    times = _TIMES.fullmatch(word)
+    many, kind = (int(times[1] or times[4]), times[2] or times[3]) if times else (1, word)
+    machine = kind.removeprefix("standard_")
+    if machine in _MACHINES and many:
+        gpu, count, gigabits = _MACHINES[machine]
+        several = f"x{many}" if many > 1 else ""
+        return f"{gpu}:{count}{several}", {"network": gigabits / 8 / count}
     if word in _SMALL_A100:
         raise TopologyError(
             f"{short(name)} has A100s of 40 GB, and 'a100' means 80. Write topology("
@@ -96,17 +100,15 @@ def read_cloud_name(name: str) -> tuple[str, dict[str, float]]:
             f"{short(name)} is not a machine type known here.{near(word, _MACHINES)} Write its "
             "GPUs, e.g. 'h100:8' for a machine of 8, 'h100:8x4' for 4 of them."
         )
-    times = _TIMES.fullmatch(word)
-    if times and ALIASES.get(times[2], times[2]) in CHIPS:
-        chip = CHIPS[ALIASES.get(times[2], times[2])]
-        count = int(times[1])
-        return (_slice_name(name, chip, count) if chip.torus else f"{chip.name}:{count}"), {}
+    if times and ALIASES.get(kind, kind) in CHIPS:
+        chip = CHIPS[ALIASES.get(kind, kind)]
+        return (_slice_name(name, chip, many) if chip.torus else _domains_name(chip, many)), {}
     counted = _COUNTED.fullmatch(word)
     chip_word = ALIASES.get(counted[1], counted[1]) if counted else ""
     if counted and chip_word in CHIPS:
         chip, count = CHIPS[chip_word], int(counted[2])
         if not chip.torus:
-            return f"{chip.name}:{count}", {}
+            return _domains_name(chip, count), {}
         cores = _CORES.get(chip.name, 1)
         if count % cores:
             raise TopologyError(
@@ -115,6 +117,13 @@ def read_cloud_name(name: str) -> tuple[str, dict[str, float]]:
             )
         return _slice_name(name, chip, count // cores), {}
     return name, {}
+
+
+def _domains_name(chip: Chip, count: int) -> str:
+    """Return the name of that many GPUs: of full domains, where there are more than one holds."""
+    if chip.domain and count > chip.domain and count % chip.domain == 0:
+        return f"{chip.name}:{chip.domain}x{count // chip.domain}"
+    return f"{chip.name}:{count}"  # a count that fills no domain is refused by `topology`
 
 
 def _slice_name(name: str, chip: Chip, chips: int) -> str:

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import math
 import re
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -31,6 +30,7 @@ from meshwright.errors import (
     listing,
     option_text,
     short,
+    warn,
 )
 from meshwright.hardware.topology import Topology, compact_part
 from meshwright.hardware.topology import topology as read_topology
@@ -229,30 +229,28 @@ def build_mesh(placed: Placement) -> Mesh:
 
 
 def warn_idle(spec: MeshSpec, part: Topology, hardware: Topology) -> None:
-    """Warn about devices that stay idle, pointing at the line that called our caller."""
+    """Warn about devices that stay idle."""
     idle = hardware.num_devices - part.num_devices
     if not idle:
         return
     hosts = hardware.num_hosts - part.num_hosts
     whole = f", {hosts} {plural_noun(hosts, 'whole host')} among them" if hosts else ""
-    warnings.warn(
+    warn(
         f"'{spec}' uses {part.num_devices} of {hardware.num_devices} devices; "
         f"{idle} stay idle{whole}. Put -1 on an axis to use all.",
         IdleDevicesWarning,
-        stacklevel=3,
     )
 
 
 def warn_names(spec: MeshSpec) -> None:
-    """Warn about axis names that look like slips, pointing at the line that called our caller."""
+    """Warn about axis names that look like slips."""
     for name in spec.names:
         meant = meant_name(name)
         if meant is not None:
-            warnings.warn(
-                f"axis {name!r} is taken for one of your own, which shards no parameters by shape. "
-                f"Did you mean {meant!r} ({role(meant).description})?",
+            warn(
+                f"axis {name!r} is taken for one of your own, not for {meant!r} "
+                f"({role(meant).description}). Did you mean {meant!r}?",
                 AxisNameWarning,
-                stacklevel=3,
             )
 
 

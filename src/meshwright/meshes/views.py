@@ -7,7 +7,6 @@ devices under the other. `check_same_order` tells whether two meshes agree in th
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -15,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from meshwright._checks import check_distinct, check_list, check_name
-from meshwright.errors import MeshError, MeshOrderWarning, listing, near, short
+from meshwright.errors import MeshError, MeshOrderWarning, listing, near, short, warn
 from meshwright.meshes.build import AXIS_TYPES
 from meshwright.spec.mesh_spec import MeshSpec, SpecLike
 
@@ -146,7 +145,7 @@ def check_same_order(
     )
     if on_mismatch == "error":
         raise MeshError(message)
-    warnings.warn(message, MeshOrderWarning, stacklevel=2)
+    warn(message, MeshOrderWarning)
     return False
 
 

@@ -138,9 +138,8 @@ def choose_spec(
     made = _made_by_product(shape[first_dim:], kind)
     made = None if made is None else first_dim + made
     ranks = _dim_ranks(shape, made, turned)
-    score = functools.partial(
-        _score, shape, bits, axes, ranks, made, _is_table(shape[first_dim:], kind)
-    )
+    rows = first_dim if _is_table(shape[first_dim:], kind) else None
+    score = functools.partial(_score, shape, bits, axes, ranks, made, rows)
     dims = [dim for dim in range(first_dim, len(shape)) if shape[dim] > 1]
     # An upper bound: axes that divide a dim one by one may not divide it together.
     count = math.prod(1 + sum(not shape[dim] % size for dim in dims) for _, size, _ in axes)
@@ -251,19 +250,24 @@ def _score(
     axes: tuple[Axis, ...],
     dim_ranks: tuple[int, ...],
     made: int | None,
-    is_table: bool,
+    rows: int | None,
     assignment: Assignment,
 ) -> tuple[float, ...]:
-    """Score an assignment, the least is the best; see the module for the order."""
+    """Score an assignment, the least is the best; see the module for the order.
+
+    `made` is the dim that a product makes, `rows` that of a table's rows; None in other arrays.
+    """
     local = list(shape)
     used = [(axis, dim) for axis, dim in zip(axes, assignment, strict=True) if dim is not None]
     for (_, size, _), dim in used:
         local[dim] //= size
     # A group on two dims counts once, and so does a dim with two groups.
     pairs = {(group, dim) for (_, _, group), dim in used}
-    dims = {dim for _, dim in pairs}
     split_groups = len(pairs) - len({group for group, _ in pairs})
-    crowded = split_groups + (len(dims) - 1 if is_table else len(pairs) - len(dims))
+    if rows is None:
+        crowded = split_groups + len(pairs) - len({dim for _, dim in pairs})
+    else:
+        crowded = split_groups + sum(dim != rows for _, dim in pairs)
     unwanted = sum(
         dim if role(name).name == "expert" else dim_ranks[dim] * _weight(name)
         for (name, _, _), dim in used

@@ -334,7 +334,8 @@ def _check_chosen(
         if spec is not None and key not in checked:
             if options.uneven == "replicate":
                 spec = drop_uneven(leaf.shape, spec, sizes)
-            wrong = list(spec_problems(leaf.path, leaf.shape, spec, sizes))
+            otherwise = f"pass {option_text('uneven', 'replicate')} to partition"
+            wrong = list(spec_problems(leaf.path, leaf.shape, spec, sizes, otherwise=otherwise))
             problems += [(source, text) for text in wrong]
             if not wrong:
                 checked[key] = make_spec(spec) if spec and spec[-1] is None else spec

@@ -45,7 +45,8 @@ def read_table(logical: Any) -> dict[str, tuple[str, ...]]:
         axes = () if axes is None else ((axes,) if isinstance(axes, str) else axes)
         if not isinstance(axes, (list, tuple)) or not all(isinstance(a, str) for a in axes):
             raise PartitionError(
-                f"logical: {name!r}: {short(axes)} is not an axis name or several.",
+                f"logical: {name!r}: {short(axes)} is not a mesh axis or several. Write e.g. "
+                "'fsdp', ('fsdp', 'sp'), or None to keep the dim whole.",
                 option="logical",
             )
         table[name] = tuple(axes)
@@ -64,7 +65,10 @@ def read_names(leaves: Sequence[Leaf], names: Any) -> tuple[list[Names | None], 
         if path not in ranks:
             wrong.append(f"names: {where} is not in the tree of arrays. Fix its path or remove it.")
         elif not _is_names(value):
-            wrong.append(f"names: {where}: {short(value)} is not a tuple such as ('embed', 'mlp').")
+            wrong.append(
+                f"names: {where}: {short(value)} is not one name or None per dim, such "
+                "as ('embed', None, 'mlp'). Let the table map one name to several mesh axes."
+            )
             by_path[path] = (None,) * ranks[path]  # fits, so that nothing more is said of it
     return [by_path.get(leaf.path) for leaf in leaves], wrong
 

@@ -8,8 +8,8 @@ have the same first dim, and
   the layers themselves (`0`, `_0`, `layer_0`, `block0`, `h_3`), and the arrays are not matrices
   alone with more than `MOST_LAYERS` rows; or
 - whatever its name, all have two dims or more, not all the same number of them, as a scan over
-  weights and biases gives, and each holds more per layer than there are layers. Experts are
-  stacked in the same way, and are recognised by their name.
+  weights and biases gives, and each holds more per layer than there are layers. Experts, and the
+  heads of an attention, are stacked in the same way, and are recognised by their name.
 
 Where no subtree holds the layers and nothing else, they are recognised by their number: more than
 two thirds of all arrays of two dims and more, of several ranks, share a first dim of at most
@@ -35,6 +35,9 @@ from meshwright.trees.walk import Leaf
 STACKS = frozenset({"layers", "blocks", "stack", "stacked", "scan", "scanned", "repeats"})
 _NUMBER = re.compile(r"\d+")
 _ONE_LAYER = re.compile(r"(\w*(layer|block|stage|cell|group)s?|blk|h|l)?[_-]?\d+", re.IGNORECASE)
+
+# A subtree with such a name alone may have its heads first: not layers, unless more is stacked.
+_HEADS = re.compile("att|head|mha", re.IGNORECASE)
 
 MOST_LAYERS = 256
 # Fewer arrays than these may share a first dim by chance; a layer of a transformer has more.
@@ -152,5 +155,6 @@ def _is_stack(subtree: str, child: str, shapes: _SubtreeShapes) -> bool:
     if (word in STACKS or "scan" in word) and not _ONE_LAYER.fullmatch(child):
         # Matrices alone with many rows are weights of one block, not vectors of that many layers.
         return max(shapes.ranks) != 2 or max(shapes.first_sizes) <= MOST_LAYERS
-    several_ranks = len(shapes.ranks) > 1 and min(shapes.ranks) > 1
-    return several_ranks and shapes.large_layers and kind_of(subtree) != "experts"
+    if _HEADS.search(word) or kind_of(subtree) == "experts":
+        return False
+    return len(shapes.ranks) > 1 and min(shapes.ranks) > 1 and shapes.large_layers

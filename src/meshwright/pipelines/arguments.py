@@ -111,7 +111,7 @@ def microbatch_shape(shape: Any, microbatches: int, array: BatchArray) -> Any:
             f"that it has: cut={{{array.argument!r}: {len(array.shape) - 1}}}.",
             option="cut",
         )
-    if array.rows % microbatches:
+    if array.rows % microbatches or not array.rows:
         each = array.rows // microbatches
         fitting = [str(n * microbatches) for n in (each, each + 1) if n]
         raise PipelineError(

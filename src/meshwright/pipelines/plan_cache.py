@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import sys
-import warnings
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -18,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright._text import plural
-from meshwright.errors import PipelineError, RecompilationWarning, listing, short
+from meshwright.errors import PipelineError, RecompilationWarning, listing, short, warn
 from meshwright.pipelines.plan import Plan
 from meshwright.trees.split import Split, is_number, split_arrays
 from meshwright.trees.walk import path_text
@@ -112,13 +110,12 @@ class PlanCache:
             for name in names
         ]
         what = listing(texts, 3) or "the structure of the arguments (static fields of a node)"
-        warnings.warn(
+        warn(
             f"the pipeline of {getattr(self.fn, '__name__', 'a function')} is compiled for the "
             f"{self.made + 1}th time, since its arguments differ in {what}. Numbers, flags and "
             "functions inside of an argument are settings, compiled into the step: pass what "
             f"changes as an array. {plural(MOST_PLANS, 'plan')} are kept.",
             RecompilationWarning,
-            stacklevel=_outside_of_package(),
         )
 
 
@@ -159,12 +156,3 @@ def _describe(parts: Split) -> dict[str, str]:
 def _array_text(value: Any) -> str:
     shape, dtype, weak = _kind(value)
     return f"{dtype}[{','.join(map(str, shape))}]{' (weakly typed)' if weak else ''}"
-
-
-def _outside_of_package() -> int:
-    """Return how far up the stack the user's line is, as `warnings.warn` counts from its caller."""
-    frame: Any = sys._getframe(1)
-    level = 1
-    while frame.f_back is not None and ".pipelines." in frame.f_globals.get("__name__", ""):
-        frame, level = frame.f_back, level + 1
-    return level

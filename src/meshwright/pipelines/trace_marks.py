@@ -135,13 +135,16 @@ def check_words(option: str, words: Any) -> None:
 
 def reduction_per_leaf(option: str, words: Any, tree: Any) -> Sequence[Reduction]:
     """Spread one reduction, or a tree of them that is a prefix of `tree`, over its leaves."""
+    stars = jax.tree.map(lambda _: "*", tree)
     try:
         return jax.tree.leaves(
             jax.tree.map(lambda word, part: jax.tree.map(lambda _: word, part), words, tree)
         )
     except ValueError as error:
         raise PipelineError(
-            f"{option}: {short(words)} is not like the outputs: {error}", option=option
+            f"{option}: {short(words)} is not like the outputs, {short(stars)}. Give one "
+            "word for all of them, or a tree of words like theirs.",
+            option=option,
         ) from error
 
 

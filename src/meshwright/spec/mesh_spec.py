@@ -25,6 +25,7 @@ from meshwright._checks import (
     check_type,
 )
 from meshwright._show import short_repr
+from meshwright._text import plural
 from meshwright.errors import SpecError, listing, near, short
 
 
@@ -223,8 +224,8 @@ class MeshSpec:
     def _check_count(self, option: str, per_axis: Sequence[Any]) -> None:
         if len(per_axis) != len(self.axes):
             raise SpecError(
-                f"{option} has {len(per_axis)} entries for {len(self.axes)} axes "
-                f"({listing(self.names)}). Give one per axis.",
+                f"{option} has {plural(len(per_axis), 'entry')} for "
+                f"{plural(len(self.axes), 'axis')} ({listing(self.names)}). Give one per axis.",
                 option=option,
             )
 

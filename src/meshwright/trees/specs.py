@@ -12,7 +12,8 @@ from typing import Any, Literal
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from meshwright.errors import MeshError, PartitionError, listing, near, option_text, short
+from meshwright._text import plural
+from meshwright.errors import MeshError, PartitionError, listing, near, short
 from meshwright.meshes.devices import check_current
 from meshwright.trees.metadata import flatten_like_unboxed
 from meshwright.trees.walk import Leaf, Paths, Walk, flatten, path_text, refuse, shown_path
@@ -84,9 +85,16 @@ def shard_shape(
 
 
 def spec_problems(
-    path: str, shape: tuple[int, ...], spec: PartitionSpec, axes: Mapping[str, int]
+    path: str,
+    shape: tuple[int, ...],
+    spec: PartitionSpec,
+    axes: Mapping[str, int],
+    *,
+    otherwise: str = "",
 ) -> Iterator[str]:
     """Yield everything that is wrong with a spec for an array of this shape.
+
+    `otherwise` is what the caller offers for dims that do not divide, besides padding.
 
     >>> list(spec_problems("w", (6, 8), PartitionSpec("fsdp", "ttp"), {"fsdp": 2, "tp": 2}))
     ["w: dim 1: no mesh axis 'ttp' in fsdp, tp. Did you mean 'tp'?"]
@@ -100,8 +108,8 @@ def spec_problems(
         return
     if len(spec) > len(shape):
         yield (
-            f"{where}: {short(spec)} has {len(spec)} entries for an array with {len(shape)} dims "
-            f"{shape}. Drop {len(spec) - len(shape)}."
+            f"{where}: {short(spec)} has {plural(len(spec), 'entry')} for an array with "
+            f"{plural(len(shape), 'dim')} {shape}. Drop {len(spec) - len(shape)}."
         )
     seen: set[str] = set()
     for dim, entry in enumerate(spec):
@@ -117,8 +125,8 @@ def spec_problems(
             yield (
                 f"{where}: dim {dim} has size {shape[dim]}, not divisible by {count} (axes "
                 f"{', '.join(map(str, entry_axes(entry)))}). Pad to "
-                f"{-(-shape[dim] // count) * count}, "
-                f"use another axis, or pass {option_text('uneven', 'replicate')} to partition."
+                f"{-(-shape[dim] // count) * count}"
+                + (f", use another axis, or {otherwise}." if otherwise else " or use another axis.")
             )
 
 
