@@ -148,6 +148,7 @@ def working() -> None:
         sizes = [
             mw.explain(params, mesh, **options).device_bytes for options in ({}, {"rules": rules})
         ]
+        print(f"  {name}: compiled", file=sys.stderr, flush=True)
         rows.append(
             [
                 name,

@@ -370,3 +370,18 @@ def test_explain_names_what_is_missing_or_misspelt():
         mw.errors.MeshError, match=r"no option 'intensty'. Did you mean 'intensity'"
     ):
         mw.explain("dp:8", on="v5e:4x2", intensty={"dp": 3})
+
+
+def test_a_table_whose_rows_cannot_be_cut_is_told():
+    mesh = mw.abstract_mesh("fsdp:8, tp:8")
+    table = jax.ShapeDtypeStruct((50257, 768), "float32")
+    kernel = jax.ShapeDtypeStruct((50257, 768), "float32")
+    tree = {"wte": {"embedding": table}, "opt": {"wte": {"embedding": table}}, "mlp": kernel}
+    lines = str(mw.explain(tree, mesh)).splitlines()
+    assert lines[-1] == (
+        "wte/embedding: its 50,257 rows are not divisible, so its columns are cut, and activations "
+        "are exchanged. Pad it to 50,304 rows."
+    )
+    assert sum("not divisible" in line for line in lines) == 1
+    padded = jax.ShapeDtypeStruct((50304, 768), "float32")
+    assert "Pad it" not in str(mw.explain({"wte": {"embedding": padded}}, mesh))

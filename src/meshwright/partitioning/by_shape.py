@@ -138,7 +138,7 @@ def choose_spec(
     made = _made_by_product(shape[first_dim:], kind)
     made = None if made is None else first_dim + made
     ranks = _dim_ranks(shape, made, turned)
-    rows = first_dim if _is_table(shape[first_dim:], kind) else None
+    rows = first_dim if is_table(shape[first_dim:], kind) else None
     score = functools.partial(_score, shape, bits, axes, ranks, made, rows)
     dims = [dim for dim in range(first_dim, len(shape)) if shape[dim] > 1]
     # An upper bound: axes that divide a dim one by one may not divide it together.
@@ -238,7 +238,8 @@ def _is_window(sides: tuple[int, ...]) -> bool:
     return len(set(sides)) == 1 and sides[0] <= _LARGEST_WINDOW
 
 
-def _is_table(sides: tuple[int, ...], kind: str) -> bool:
+def is_table(sides: tuple[int, ...], kind: str) -> bool:
+    """Whether a matrix is a table of embeddings: by its name, or since it is long and narrow."""
     if kind == "product" or len(sides) != 2:
         return False
     return kind == "table" or sides[0] >= TABLE_RATIO * sides[1]

@@ -19,6 +19,7 @@ from meshwright._text import amount, plural
 from meshwright.errors import MeshError, near
 from meshwright.hardware.topology import Topology
 from meshwright.meshes.build import explain_mesh
+from meshwright.partitioning.by_shape import is_table, kind_of
 from meshwright.partitioning.decide import PartitionOptions, resolve_specs
 from meshwright.placement.placement import Placement
 from meshwright.spec.mesh_spec import MeshSpec, SpecLike
@@ -167,6 +168,7 @@ class PartitionReport(Shown):
         parts: list[str | Table | Html] = [Table(REPORT_HEADING, rows, REPORT_RIGHT, left_out)]
         if self.replicated and self.devices > 1:
             parts.append(_replicated_note(self.replicated))
+        parts += _table_notes(self.rows)
         return Sheet(report_headline(self), [*parts, _drawings(self.rows)])
 
 
@@ -317,6 +319,23 @@ def _replicated_note(rows: Sequence[LeafRow]) -> str:
     largest = ", ".join(f"{row.path} {amount(row.bytes)}" for row in rows[:3])
     more = f" and {len(rows) - 3:,} more" if len(rows) > 3 else ""
     return f"whole on every device: {total}, the largest {largest}{more}"
+
+
+def _table_notes(rows: Sequence[LeafRow]) -> list[str]:
+    """Say where the rows of a table of embeddings cannot be cut, which costs most of the speed."""
+    notes: dict[tuple[int, ...], str] = {}
+    # Its moments have the same shape and longer paths: they are not named again.
+    for row in sorted(rows, key=lambda row: len(row.path)):
+        if is_table(row.shape, kind_of(row.path)) and row.local[0] == row.shape[0]:
+            pieces = row.shape[1] // max(1, row.local[1])
+            if row.shape[0] % pieces:
+                padded = -(-row.shape[0] // pieces) * pieces
+                note = (
+                    f"{row.path}: its {row.shape[0]:,} rows are not divisible, so its columns are "
+                    f"cut, and activations are exchanged. Pad it to {padded:,} rows."
+                )
+                notes.setdefault(row.shape, note)
+    return list(notes.values())
 
 
 def _drawings(rows: Sequence[LeafRow]) -> Html:
