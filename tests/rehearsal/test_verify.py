@@ -238,3 +238,18 @@ def test_steps_that_name_their_own_mesh_or_return_nothing_are_refused():
         mw.verify(lambda w, x: None, params()["up"], X, mesh=MESH)
     with pytest.raises(mw.errors.RehearsalError, match=r"^verify: pass the step's arguments"):
         mw.verify(loss, mesh=MESH)
+
+
+def test_a_variable_that_stands_at_two_places_stays_one():
+    class Tied(nnx.Module):
+        def __init__(self):
+            self.embed = nnx.Embed(64, 32, rngs=nnx.Rngs(0))
+            self.head = self.embed.embedding
+
+    def step(model, tokens):
+        assert model.head is model.embed.embedding
+        model.head[...] = model.head[...] * 2
+        return jnp.sum(model.embed(tokens) @ model.head[...].T)
+
+    verified = mw.verify(step, Tied(), jnp.arange(8), mesh="fsdp:4, tp:2", min_shard_bytes=0)
+    assert verified.ok, str(verified)

@@ -32,7 +32,7 @@ from meshwright.rehearsal.step_arguments import argument_names, decide_specs
 from meshwright.rehearsal.verification import Verification, compare
 from meshwright.spec.mesh_spec import MeshSpec, SpecLike
 from meshwright.trees.specs import make_spec
-from meshwright.trees.walk import Leaf, is_key, walk
+from meshwright.trees.walk import Leaf, is_key, retie, walk
 
 # What JAX says where a step names the mesh or the devices itself, or cannot do without devices.
 _OWN_MESH = ("incompatible devices", "context mesh", "number of devices", "require devices")
@@ -168,6 +168,7 @@ class _FlatStep:
         gradients: bool | None,
     ):
         self.function = function
+        self.args = tuple(args)
         self.walks = [walk(arg) for arg in args]
         self.names = argument_names(function, len(args))
         self.paths: list[str] = []
@@ -222,11 +223,12 @@ class _FlatStep:
             value if impl is None else jax.random.wrap_key_data(value, impl=impl)
             for value, impl in zip(flat, self.key_impls, strict=True)
         ]
-        args, start = [], 0
+        parts, start = [], 0
         for walked in self.walks:
             end = start + len(walked.arrays)
-            args.append(walked.rebuild(arrays[start:end]))
+            parts.append(walked.rebuild(arrays[start:end]))
             start = end
+        args = retie(tuple(parts), self.args)
         returned = walk(self.function(*args)).arrays
         results = [(leaf.path or "value", leaf.value) for leaf in returned]
         after = [
