@@ -165,3 +165,15 @@ def test_the_names_of_penzai_are_read():
         mw.partition(tree, MESH, logical={"embed": "fsdp", "layers": None})
     by_hand = mw.shard(tree, MESH, {name: P("tp") for name in tree})
     assert by_hand["named"].data_array.sharding.spec == P("tp")
+
+
+def test_variables_of_penzai_are_refused_with_the_way_out():
+    from penzai.models import simple_mlp
+
+    model = simple_mlp.MLP.from_config(
+        name="mlp", init_base_rng=jax.random.key(0), feature_sizes=[8, 16, 8]
+    )
+    with pytest.raises(PartitionError, match=r"variables of penzai.* pz\.unbind_params"):
+        mw.shard(model, mw.mesh("fsdp:4, tp:2"))
+    _, values = pz.unbind_params(model, freeze=True)
+    assert len(mw.explain(values, mw.mesh("fsdp:4, tp:2")).rows) == 4

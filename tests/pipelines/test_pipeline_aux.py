@@ -119,3 +119,17 @@ def test_settings_of_a_carried_state_stay_settings_and_numbers_beside_it_are_dat
     assert int(beside["rows"]) == len(batch()[0]) and beside["on"].tolist() == [True, True]
     step(params, after, *batch())
     assert len(step._plans) == 1  # what it hands on is as what it took
+
+
+@pytest.mark.parametrize(("how", "total"), [("mean", [100.0, 200.0]), ("sum", [400, 800])])
+def test_small_integers_do_not_overflow(how, total):
+    def loss(params, x, y):
+        value = chain_loss(params, x, y)
+        late = (value * 0 + 100).astype(jnp.int8)
+        return value, [late, jnp.full((), 200, jnp.uint8)]
+
+    step = mw.pipeline(loss, groups(2), microbatches=4, has_aux=True, aux=how)
+    (_, aux), _ = step(layers(2), *batch(8))
+    assert [float(x) for x in aux] == total
+    kinds = ["float32", "float32"] if how == "mean" else ["int32", "uint32"]
+    assert [str(x.dtype) for x in aux] == kinds

@@ -253,3 +253,37 @@ def test_a_variable_that_stands_at_two_places_stays_one():
 
     verified = mw.verify(step, Tied(), jnp.arange(8), mesh="fsdp:4, tp:2", min_shard_bytes=0)
     assert verified.ok, str(verified)
+
+
+def test_what_rounding_alone_changes_as_much_is_not_judged():
+    class Normed(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.up = nnx.Linear(128, 512, rngs=rngs)
+            self.norm = nnx.BatchNorm(512, rngs=rngs)
+            self.down = nnx.Linear(512, 128, rngs=rngs)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        def loss(model):
+            h = jax.nn.relu(model.norm(model.up(x)))
+            return jnp.mean((model.down(h) - x) ** 2)
+
+        value, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+        return value
+
+    # The gradient of the bias before the norm is zero but for rounding: Adam makes it a step.
+    model = Normed()
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+    v = mw.verify(step, model, optimizer, X[:16], mesh=MESH)
+    assert v.ok, str(v)
+    loose = [row.path for row in v.rows if row.rounding]
+    assert loose and all("up/bias" in path for path in loose)
+    assert "Not judged: " in str(v)
+
+
+def test_nan_and_infinity_are_told():
+    v = mw.verify(lambda p, x: jnp.mean(x @ p) * jnp.inf, jnp.ones((128, 128)), X, mesh=MESH)
+    assert v.ok and not v.rows[0].finite
+    assert "NaN or infinity on one device already, in value" in str(v)

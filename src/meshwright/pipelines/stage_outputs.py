@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from meshwright.pipelines.staged_program import (
     sources,
     variables,
 )
+from meshwright.pipelines.trace_marks import summed_dtype
 from meshwright.schedules.types import TaskKind
 
 # Pass 3a, the stages of results.
@@ -39,18 +41,18 @@ def assign_result_stages(program: StagedProgram) -> None:
     for n, (atom, how) in enumerate(zip(program.outs, program.reductions, strict=True)):
         operand = next(carried) if how == "carry" else None
         stage = first_use.get(operand, 0) if operand is not None else 0
+        wide = summed_dtype(atom.aval.dtype) if how in ("sum", "mean") else atom.aval.dtype
+        widen = functools.partial(jnp.asarray, dtype=wide) if wide != atom.aval.dtype else None
         if is_literal(atom) or atom not in computed:
             # Recomputable, or an operand as it came. No stage has made it: the first in which all
             # that it comes from is at hand copies it.
             roots = [] if is_literal(atom) else sources(program, atom)
             stage = max(stage, *(first_use.get(root, 0) for root in roots), 0)
-            program.outs[n] = add_copy(program, atom, (TaskKind.FORWARD, stage))
+            program.outs[n] = add_copy(program, atom, (TaskKind.FORWARD, stage), widen or jnp.copy)
         elif operand is not None and stage_of[atom] < stage:
             program.outs[n] = add_copy(program, atom, (TaskKind.FORWARD, stage))
-        elif how in ("sum", "mean") and atom.aval.dtype == jnp.bool_:
-            # Accumulators of booleans would saturate: jnp.add of two of them is "or".
-            at = (TaskKind.FORWARD, stage_of[atom])
-            program.outs[n] = add_copy(program, atom, at, lambda x: x.astype(jnp.int32))
+        elif widen is not None:
+            program.outs[n] = add_copy(program, atom, (TaskKind.FORWARD, stage_of[atom]), widen)
 
 
 def first_uses(program: StagedProgram) -> dict[Var, int]:

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from meshwright import _compat
 from meshwright._compat import Jaxpr
 from meshwright.errors import PipelineError, near, short
-from meshwright.trees.walk import is_array
+from meshwright.trees.walk import bits, is_array
 
 # Ends of stages.
 
@@ -183,12 +183,22 @@ def reduced_shape(shape: tuple[int, ...], how: Reduction, microbatches: int) -> 
 
 
 def reduced_dtype(dtype: Any, how: Reduction) -> Any:
-    """Return the dtype as in `jnp`: booleans are summed as int32, means of integers are float32."""
-    if how == "sum" and dtype == jnp.bool_:
-        return jnp.dtype(jnp.int32)
+    """Return the dtype as in `jnp`: small integers are summed as wide ones, their means float32."""
     if how == "mean" and not jnp.issubdtype(dtype, jnp.inexact):
         return jnp.dtype(jnp.float32)
-    return dtype
+    return summed_dtype(dtype) if how == "sum" else dtype
+
+
+def summed_dtype(dtype: Any) -> Any:
+    """Return the dtype in which values are added up: int8 would overflow, booleans saturate.
+
+    >>> [str(summed_dtype(jnp.dtype(name))) for name in ("int8", "uint16", "bool", "bfloat16")]
+    ['int32', 'uint32', 'int32', 'bfloat16']
+    """
+    narrow = jnp.issubdtype(dtype, jnp.integer) and bits(dtype) < 32
+    if dtype == jnp.bool_ or (narrow and jnp.issubdtype(dtype, jnp.signedinteger)):
+        return jnp.dtype(jnp.int32)
+    return jnp.dtype(jnp.uint32) if narrow else dtype
 
 
 def join(how: Reduction, values: Sequence[Any]) -> Any:

@@ -82,12 +82,29 @@ def walk(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Walk:
     ['a', 'b/0']
     """
     flat, treedef = flatten(tree, is_leaf)
+    if "penzai" in sys.modules:
+        _refuse_live_variables(flat)
     arrays = tuple(
         Leaf(path_text(path), position, tuple(value.shape), value.dtype, value)
         for position, (path, value) in enumerate(flat)
         if is_array(value)
     )
     return Walk(tuple(value for _, value in flat), arrays, treedef)
+
+
+def _refuse_live_variables(flat: Sequence[tuple[Any, Any]]) -> None:
+    """Refuse penzai's variables that hold their values by reference: JAX sees no arrays in them."""
+    live = [
+        shown_path(path_text(path))
+        for path, value in flat
+        if any(base.__name__ == "AbstractVariable" for base in type(value).__mro__)
+    ]
+    if live:
+        raise PartitionError(
+            f"{listing(live, 3)}: variables of penzai, in which JAX sees no arrays. Take them out "
+            "of the model: model, values = pz.unbind_params(model, freeze=True), pass the values, "
+            "and bind them again inside of the step with pz.bind_variables(model, values)."
+        )
 
 
 def is_array(value: Any) -> bool:
