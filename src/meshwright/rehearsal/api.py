@@ -174,7 +174,7 @@ def rehearse_model(
     )
     lighter = None
     if chosen.config.remat != "full":
-        lighter = model_with(chosen, remat="full").train_step
+        lighter = model_with(chosen, remat="full", saved=(), offloaded=()).train_step
 
     def layout(on_mesh: AbstractMesh) -> tuple[Any, Any]:
         state = partition(request.args[0], on_mesh, rules=chosen.rules(on_mesh), unused="allow")
@@ -192,7 +192,7 @@ def run(request: Request) -> Rehearsal:
     """Do what a checked request asks for; remedies are tried by changing one and running it."""
     placed, hardware = request.place()
     platform = platform_of(request, hardware, placed.positions.size)
-    mesh = request.abstract(placed)
+    mesh = request.abstract(placed, platform)
     site = _site(platform, placed, hardware)
     # The compiling process takes seconds to load its compiler: it starts before the function is
     # traced, and is ended unused if tracing fails or the cache has the answer.
