@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from meshwright.hlo.instructions import (
     integers,
     read_sources,
 )
+from meshwright.hlo.kernel_work import KernelWork, kernel_work
 
 # Reading a program.
 # Input: `compiled.as_text()` of the CPU, GPU or TPU compiler: a header, perhaps tables of source
@@ -40,8 +41,10 @@ _QUOTED = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.S)
 _DEVICE_COUNT = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 
 
-def read_program(text: str) -> Program:
+def read_program(text: str, constants: Mapping[str, np.ndarray] | None = None) -> Program:
     """Read `compiled.as_text()` of any of the compilers.
+
+    `constants` are values that the text leaves out, by instruction, as `literals` reads them.
 
     Raises `MeshwrightError` if the text has no ENTRY computation, or reads a value that it does not
     define.
@@ -80,7 +83,10 @@ def read_program(text: str) -> Program:
     devices = math.prod(map(int, _DEVICE_COUNT.findall(header)))
     # The header may hold braces of its own; the tables end where the first computation begins.
     tables = text[: text.find("{\n", len(header))]
-    return Program(header, computations, computations[entry], devices, read_sources(tables))
+    sources = read_sources(tables)
+    return Program(
+        header, computations, computations[entry], devices, sources, dict(constants or {})
+    )
 
 
 def _whole_lines(text: str) -> Iterator[tuple[int, str]]:
@@ -170,6 +176,7 @@ class Program:
     entry: Computation
     devices: int
     sources: SourceTable
+    constants: dict[str, np.ndarray]
 
     @functools.cached_property
     def dataflow(self) -> Dataflow:
@@ -200,7 +207,7 @@ class Program:
 
     @functools.cached_property
     def flops(self) -> float:
-        """Floating-point operations of all dots and convolutions on one device."""
+        """Floating-point operations of all dots, convolutions and kernels on one device."""
         return self.flops_of_computation(self.entry.name)
 
     def flops_of_computation(self, computation: str) -> float:
@@ -213,7 +220,9 @@ class Program:
 
     def flops_of(self, instruction: Instruction) -> float:
         """Return the operations of one instruction and of all that it calls."""
-        own = flops(instruction, self.computations[instruction.computation])
+        own: float = flops(instruction, self.computations[instruction.computation])
+        if (work := self.kernel_work(instruction)) is not None:
+            own += work.flops
         return own + sum(
             self.flops_of_computation(name) * runs_per_call(how, instruction, self.dataflow).count
             for how, name in instruction.called
@@ -221,6 +230,21 @@ class Program:
 
     @functools.cached_property
     def _flops(self) -> dict[str, float]:
+        return {}
+
+    def kernel_work(self, instruction: Instruction) -> KernelWork | None:
+        """Return the work of a custom kernel; `None` for any other instruction."""
+        if instruction.opcode != "custom-call":
+            return None
+        if instruction not in self._kernels:
+            computation = self.computations[instruction.computation]
+            self._kernels[instruction] = kernel_work(
+                instruction, computation, self.dataflow, self.constants
+            )
+        return self._kernels[instruction]
+
+    @functools.cached_property
+    def _kernels(self) -> dict[Instruction, KernelWork | None]:
         return {}
 
     @functools.cached_property
@@ -264,7 +288,7 @@ def estimated_cycles(instruction: Instruction) -> int | None:
 def flops(instruction: Instruction, computation: Computation) -> int:
     """Count a multiplication and an addition per product; 0 for what is no dot or convolution.
 
-    Attention kernels and other custom calls are opaque and count nothing.
+    Those of custom kernels are in `Program.kernel_work`.
     """
     opcode, attributes = instruction.opcode, instruction.attributes
     if opcode == "dot":
@@ -276,7 +300,7 @@ def flops(instruction: Instruction, computation: Computation) -> int:
         return 0
     if _LIBRARY_GEMM in attributes:
         match = _GEMM_DIMS.search(attributes)
-        return _dot(instruction, computation, integers(match[1] if match else ""))
+        return _dot(instruction, computation, integers(match[1])) if match else 0
     return _convolution(instruction, computation) if _LIBRARY_CONVOLUTION in attributes else 0
 
 
