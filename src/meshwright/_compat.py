@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import functools
+import importlib
 import importlib.util
 import os
 import warnings
@@ -62,6 +63,15 @@ def client_of(backend: str | None) -> Any:
     from jax.extend import backend as extend_backend
 
     return extend_backend.get_backend(backend)
+
+
+def tpu_attention(name: str) -> Any:
+    """Import JAX's attention kernels for TPUs: `splash_attention` or `flash_attention`.
+
+    They are experimental in 0.10 to 0.12, and there are no others in JAX. Imported when they are
+    called: Pallas takes half a second.
+    """
+    return importlib.import_module(f"jax.experimental.pallas.ops.tpu.{name}")
 
 
 def make_mesh(

@@ -9,7 +9,6 @@ rehearsal), or else of JAX's default backend.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,13 +16,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshwright import _compat
 from meshwright.errors import ModelError, near, short
 from meshwright.models.weights import activation_axes, auto_axes, constrain
 from meshwright.trees.specs import make_spec
 
 # "auto": the platform's flash kernel where it takes these shapes, else "dot". "flash": that kernel,
 # or an error that says why not. The others are implementations by name: the products written out,
-# splash and the older flash kernel of `jax.experimental.pallas.ops.tpu`, and cuDNN's.
+# splash and the older flash kernel that come with JAX, and cuDNN's.
 ATTENTION = ("auto", "flash", "dot", "splash", "pallas", "cudnn")
 _FLASH = {"tpu": "splash", "gpu": "cudnn"}  # by platform
 _LANES = 128  # TPU kernels work on blocks of a multiple of this many positions
@@ -274,7 +274,7 @@ def _splash_kernel(
     length: int, heads: int, seq_shards: int, causal: bool, blocks: Blocks, interpret: bool
 ) -> Any:
     """Make the kernel: it holds which blocks of each device's queries and keys the mask leaves."""
-    splash = importlib.import_module("jax.experimental.pallas.ops.tpu.splash_attention")
+    splash = _compat.tpu_attention("splash_attention")
     kind = splash.CausalMask if causal else splash.FullMask
     fused = blocks.fused_backward
     return splash.make_splash_mha(
@@ -312,7 +312,7 @@ def _run_splash(splash: Any, query: jax.Array, key: jax.Array, value: jax.Array)
 
 
 def _pallas_kernel(causal: bool, blocks: Blocks) -> Callable[..., jax.Array]:
-    flash = importlib.import_module("jax.experimental.pallas.ops.tpu.flash_attention")
+    flash = _compat.tpu_attention("flash_attention")
 
     def run(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         sizes = flash.BlockSizes(
