@@ -1,5 +1,9 @@
 """What steps bring with them: placed arrays, their own jit, constraints, callbacks, settings."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -244,3 +248,21 @@ def test_a_smaller_batch_has_whole_keys():
     smaller = shrunk((W, {"key": key, "x": rows}, 0.5), (1, 2), 2)
     assert (smaller[1]["key"], smaller[1]["x"].shape, smaller[2]) == (key, (4, 3), 0.5)
     assert shrunk((W, jax.ShapeDtypeStruct((7,), "float32")), (1,), 2) is None
+
+
+def test_no_device_is_started_so_jax_platforms_may_name_any():
+    script = """
+import jax, meshwright as mw
+from meshwright import _compat
+w = jax.ShapeDtypeStruct((64, 64), "float32")
+print(mw.rehearse(lambda w: w @ w, w, mesh="fsdp:8", on="cpu:8").fits, _compat.backends_started())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "JAX_PLATFORMS": "banana"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("True False\n", "")

@@ -139,11 +139,25 @@ def compile_or_load(
     with ready or Compiler(job.site) as compiler:
         outcome = compiler.run(job, timeout, tick)
     if outcome.verdict == "failed":
-        lines = [line[:160] for line in outcome.reason.splitlines()[:_MOST_LINES]]
-        raise RehearsalError("\n  ".join([f"{job.name}: the compiler refused it.", *lines]))
+        raise RehearsalError(_refusal(job, outcome.reason))
     if folder is not None:
         save(folder, job, outcome)
     return outcome, False
+
+
+# What the CUDA compiler writes where it misses a tool: part of no toolkit here, nor of a package.
+_NO_TOOLS = re.compile(r"libdevice not found|find a suitable version of (ptxas|nvlink)")
+
+
+def _refusal(job: Job, reason: str) -> str:
+    lines = [line[:160] for line in reason.splitlines()[:_MOST_LINES]]
+    if job.site.platform == "cuda" and _NO_TOOLS.search(reason):
+        lines.insert(
+            0,
+            "It needs libdevice and ptxas, from two packages (and no toolkit): "
+            "pip install nvidia-nvvm nvidia-cuda-nvcc",
+        )
+    return "\n  ".join([f"{job.name}: the compiler refused it.", *lines])
 
 
 # The two processes talk through a folder. The parent writes `site` before it starts the worker,

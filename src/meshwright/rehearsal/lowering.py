@@ -82,7 +82,8 @@ def lower(
                 function, shapes, names, mesh, donate_argnums, out_shardings
             )
         try:
-            lowered = traced.lower(lowering_platforms=(platform,))
+            with _compat.lowering_without_devices():
+                lowered = traced.lower(lowering_platforms=(platform,))
         except Exception as error:
             raise RehearsalError(_refusal(platform, error)) from error
     module = lowered.compiler_ir("stablehlo").operation
