@@ -68,18 +68,20 @@ def _cuda_plugin() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def lowering_without_devices() -> Iterator[None]:
+def lowering_without_devices(device: Any = None) -> Iterator[None]:
     """Lower programs inside of the block without starting JAX's devices.
+
+    `device` is taken for the default device, where programs do depend on it: kernels for GPUs.
 
     Lowering on an abstract mesh asks for the default device, though it does not use it. Where
     `JAX_PLATFORMS` names hardware that is not there this fails, and where it names none the
     vendors' plugins print what they miss. The device given instead is a CPU's, of a client that
     JAX does not know; it has no public constructor (jax 0.10 to 0.12).
     """
-    if backends_started():
+    if device is None and backends_started():
         yield
         return
-    with jax.default_device(_unregistered_cpu()):
+    with jax.default_device(device or _unregistered_cpu()):
         yield
 
 

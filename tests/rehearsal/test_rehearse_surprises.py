@@ -1,4 +1,4 @@
-"""What steps bring with them: placed arrays, their own jit, constraints, callbacks, settings."""
+"""What steps bring with them: placed arrays, their own jit, constraints, settings."""
 
 import os
 import subprocess
@@ -84,14 +84,6 @@ def test_explicit_axes_are_explicit(cache):
     found = mw.rehearse(step, W, W, mesh=explicit, in_shardings=specs, cache=cache)
     assert found.memory.outputs == 128 * 128 * 4 // 8
     assert len(found.collectives) == 0
-
-
-def test_callbacks_are_refused_with_a_word(cache):
-    def step(w):
-        return jax.pure_callback(np.sin, w, w)
-
-    with pytest.raises(RehearsalError, match=r"take jax\.debug\.print, pure_callback"):
-        mw.rehearse(step, W, mesh="fsdp:16", on="v5e:4x4", compiler="cpu", cache=cache)
 
 
 def test_more_simulated_devices_than_the_compiler_takes():

@@ -60,7 +60,9 @@ class Job:
     `free_outputs` says which results the compiler may shard as it likes, `shardy` whether the
     program's shardings are written for Shardy or for GSPMD, `options` are its `jit`'s compiler
     options. `identity`, if given, is hashed in place of `code`: bytecode has the line of every
-    caller in it, and would miss the cache when a call moves.
+    caller in it, and would miss the cache when a call moves. `partitioners` cut the functions with
+    `custom_partitioning`, as `_compat_lowering.restore_partitioners` reads them; their modules are
+    in the folders of `module_path`.
     """
 
     name: str
@@ -70,6 +72,8 @@ class Job:
     shardy: bool = True
     identity: str = ""
     options: tuple[tuple[str, Any], ...] = ()
+    partitioners: bytes = b""
+    module_path: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -87,6 +91,7 @@ class Job:
             sorted((name, repr(value)) for name, value in self.options),
             versions(),
             tuple(os.environ.get(flag, "") for flag in FLAGS),
+            self.partitioners,
         )
         return hashlib.sha256(pickle.dumps(parts, protocol=4)).hexdigest()
 
