@@ -9,6 +9,7 @@ the optimised HLO (`memory`, `collectives`, `step_time`).
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -204,7 +205,14 @@ def run(request: Request) -> Rehearsal:
         shapes = as_shapes(request.args, in_specs, mesh)
         bar.now("tracing")
         lowered = lower(
-            request.function, shapes, names, mesh, platform, request.donate_argnums, out_specs
+            request.function,
+            shapes,
+            names,
+            mesh,
+            platform,
+            hardware,
+            request.donate_argnums,
+            out_specs,
         )
         arguments = sharding_table(names, with_jit_shardings(shapes, lowered.inputs, mesh), mesh)
         job = Job(
@@ -215,6 +223,8 @@ def run(request: Request) -> Rehearsal:
             _compat.uses_shardy(),
             lowered.identity,
             lowered.options,
+            lowered.partitioners,
+            tuple(sys.path) if lowered.partitioners else (),
         )
         outcome, from_cache = compile_or_load(
             job,
@@ -238,6 +248,7 @@ def run(request: Request) -> Rehearsal:
         from_cache=from_cache,
         text=outcome.text,
         results=lowered.results,
+        callbacks=lowered.callbacks,
     )
 
 

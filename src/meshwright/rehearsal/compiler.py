@@ -60,7 +60,9 @@ class Job:
     `free_outputs` says which results the compiler may shard as it likes, `shardy` whether the
     program's shardings are written for Shardy or for GSPMD, `options` are its `jit`'s compiler
     options. `identity`, if given, is hashed in place of `code`: bytecode has the line of every
-    caller in it, and would miss the cache when a call moves.
+    caller in it, and would miss the cache when a call moves. `partitioners` cut the functions with
+    `custom_partitioning`, as `_compat_lowering.restore_partitioners` reads them; their modules are
+    in the folders of `module_path`.
     """
 
     name: str
@@ -70,6 +72,8 @@ class Job:
     shardy: bool = True
     identity: str = ""
     options: tuple[tuple[str, Any], ...] = ()
+    partitioners: bytes = b""
+    module_path: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -87,6 +91,7 @@ class Job:
             sorted((name, repr(value)) for name, value in self.options),
             versions(),
             tuple(os.environ.get(flag, "") for flag in FLAGS),
+            self.partitioners,
         )
         return hashlib.sha256(pickle.dumps(parts, protocol=4)).hexdigest()
 
@@ -141,11 +146,25 @@ def compile_or_load(
     with ready or Compiler(job.site) as compiler:
         outcome = compiler.run(job, timeout, tick)
     if outcome.verdict == "failed":
-        lines = [line[:160] for line in outcome.reason.splitlines()[:_MOST_LINES]]
-        raise RehearsalError("\n  ".join([f"{job.name}: the compiler refused it.", *lines]))
+        raise RehearsalError(_refusal(job, outcome.reason))
     if folder is not None:
         save(folder, job, outcome)
     return outcome, False
+
+
+# What the CUDA compiler writes where it misses a tool: part of no toolkit here, nor of a package.
+_NO_TOOLS = re.compile(r"libdevice not found|find a suitable version of (ptxas|nvlink)")
+
+
+def _refusal(job: Job, reason: str) -> str:
+    lines = [line[:160] for line in reason.splitlines()[:_MOST_LINES]]
+    if job.site.platform == "cuda" and _NO_TOOLS.search(reason):
+        lines.insert(
+            0,
+            "It needs libdevice and ptxas, from two packages (and no toolkit): "
+            "pip install nvidia-nvvm nvidia-cuda-nvcc",
+        )
+    return "\n  ".join([f"{job.name}: the compiler refused it.", *lines])
 
 
 # The two processes talk through a folder. The parent writes `site` before it starts the worker,

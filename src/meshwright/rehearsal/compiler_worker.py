@@ -60,6 +60,12 @@ def compile_job(job: Job, devices: list[Any] | Exception) -> Outcome:
         if isinstance(devices, Exception):
             raise devices
         free = list(job.free_outputs)
+        if job.partitioners:
+            # In the function: few programs have any. They must live until it is compiled.
+            from meshwright._compat_lowering import restore_partitioners
+
+            sys.path += [folder for folder in job.module_path if folder not in sys.path]
+            kept = restore_partitioners(job.partitioners, devices, job.site.platform)  # noqa: F841
         executable = _compat.compile_bytecode(job.code, devices, free, dict(job.options))
     except Exception as error:  # whatever a compiler raises is its verdict
         reason = str(error).strip()

@@ -32,7 +32,7 @@ CompilerChoice = Literal["vendor", "cpu"]
 
 TIMEOUT = 900.0  # seconds; a train step of llama3-8b for 64 TPU chips takes 40
 _MOST_CPU_DEVICES = 2048  # that XLA's CPU client makes in one process
-EXTRAS = {"tpu": "tpu", "gpu": "cuda13"}  # of pip install meshwright[...], by chip family
+EXTRAS = {"tpu": "tpu", "gpu": "cuda13-compiler"}  # of pip install meshwright[...], by chip family
 
 
 class CompileOptions(TypedDict, total=False):
