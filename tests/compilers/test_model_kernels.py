@@ -46,6 +46,13 @@ def test_products_written_out_hold_the_scores(rehearsed):
     assert not re.search(scores, flash.text)
 
 
+def test_a_gpu_gets_cudnn_by_itself(rehearsed):
+    r = rehearsed(on="h100:8")
+    assert "__cudnn$fmhaSoftmax" in r.text
+    assert "__cudnn$fmhaSoftmaxBackward" in r.text
+    assert "__cudnn$fmha" not in rehearsed(on="h100:8", attention="dot").text
+
+
 def test_split_positions_and_other_kernels_compile(rehearsed):
     assert kernels(rehearsed(mesh="fsdp:2, tp:2, sp:2"))
     assert kernels(rehearsed(attention="pallas", kv_heads=4))
