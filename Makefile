@@ -9,8 +9,8 @@ CONSTRAINTS = constraints/$(shell $(PYTHON) -c \
 # The suite simulates its devices, so it runs on the CPU whatever the machine has.
 CPU = JAX_PLATFORMS=cpu
 
-# The vendors' compilers: they run without an accelerator, and without CUDA's libraries.
-COMPILERS = jax-cuda13-plugin jax-cuda13-pjrt
+# The vendors' compilers: they run without an accelerator, and without a CUDA toolkit.
+COMPILERS = tpu,cuda13-compiler
 
 STAMPS = .venv/.stamp .venv-compilers/.stamp .venv-newest/.stamp
 
@@ -23,8 +23,7 @@ help: ## list the targets
 venv: .venv/.stamp ## create .venv with the package and its tools
 
 $(STAMPS): extras = dev
-.venv-compilers/.stamp .venv-newest/.stamp: extras = dev,tpu
-.venv-compilers/.stamp .venv-newest/.stamp: more = $(COMPILERS)
+.venv-compilers/.stamp .venv-newest/.stamp: extras = dev,$(COMPILERS)
 $(STAMPS): pyproject.toml $(wildcard constraints/*.txt)
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
 		{ echo "meshwright needs Python 3.11 or newer; choose one with PYTHON=..."; exit 1; }
@@ -33,7 +32,7 @@ $(STAMPS): pyproject.toml $(wildcard constraints/*.txt)
 	@$(PYTHON) -m venv $(@D)
 	@echo "==> $(@D): installing meshwright[$(extras)] with $(CONSTRAINTS)"
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
-		--constraint $(CONSTRAINTS) --editable ".[$(extras)]" $(more)
+		--constraint $(CONSTRAINTS) --editable ".[$(extras)]"
 	@echo "==> $(@D): ready"
 	@touch $@
 

@@ -39,6 +39,7 @@ LEAVES = (
     "_version",
     "_lazy",
     "_compat",
+    "_compat_lowering",
     "_checks",
     "_text",
     "_html",
@@ -99,7 +100,7 @@ def layering_faults(source: str, path: str) -> list[str]:
 
 def private_faults(source: str, path: str) -> list[str]:
     """Private or experimental JAX, imported, reached by attribute, or named for importlib."""
-    if path == "_compat.py":
+    if path in ("_compat.py", "_compat_lowering.py"):
         return []
     tree = ast.parse(source)
     names = imported_modules(source, path)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import contextlib
 import functools
+import importlib
 import importlib.util
 import os
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
@@ -41,8 +43,55 @@ def compile_only_devices(platform: str, name: str, **options: Any) -> list[Any]:
     """
     from jax.experimental import topologies
 
-    with _environment(_LIBTPU_WITHOUT_TPU if platform == "tpu" else {}):
+    with _environment(_LIBTPU_WITHOUT_TPU) if platform == "tpu" else _cuda_plugin():
         return list(topologies.get_topology_desc(name, platform, **options).devices)
+
+
+@contextlib.contextmanager
+def _cuda_plugin() -> Iterator[None]:
+    """Load JAX's CUDA plugin where there is no GPU and none of CUDA's libraries.
+
+    Unless `JAX_PLATFORMS` leaves CUDA out, the plugin refuses to load without them: JAX prints the
+    traceback, and looks for plugins only once in a process. The variable that skips the check is
+    the plugin's own; where there is a GPU, what it runs is checked (jax 0.10 to 0.12).
+    """
+    from jax._src import xla_bridge
+
+    no_gpu = not Path("/dev/nvidiactl").exists()
+    with _environment({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"} if no_gpu else {}):
+        xla_bridge._discover_and_register_pjrt_plugins()  # type: ignore[no-untyped-call]
+        if no_gpu and "cuda" not in xla_bridge._topology_factories:
+            # JAX has looked for plugins before, and this one was refused.
+            importlib.import_module("jax_plugins.xla_cuda13").initialize()
+            for callback in xla_bridge._plugin_callbacks:
+                callback(c_api=xla_bridge._backend_factories["cuda"].c_api)
+        yield
+
+
+@contextlib.contextmanager
+def lowering_without_devices(device: Any = None) -> Iterator[None]:
+    """Lower programs inside of the block without starting JAX's devices.
+
+    `device` is taken for the default device, where programs do depend on it: kernels for GPUs.
+
+    Lowering on an abstract mesh asks for the default device, though it does not use it. Where
+    `JAX_PLATFORMS` names hardware that is not there this fails, and where it names none the
+    vendors' plugins print what they miss. The device given instead is a CPU's, of a client that
+    JAX does not know; it has no public constructor (jax 0.10 to 0.12).
+    """
+    if device is None and backends_started():
+        yield
+        return
+    with jax.default_device(device or _unregistered_cpu()):
+        yield
+
+
+@functools.cache
+def _unregistered_cpu() -> Any:
+    from jax._src.lib import xla_client  # type: ignore[attr-defined]
+
+    client: Any = xla_client.make_cpu_client()
+    return client.devices()[0]
 
 
 def is_compile_only(device: Any) -> bool:
@@ -62,6 +111,15 @@ def client_of(backend: str | None) -> Any:
     from jax.extend import backend as extend_backend
 
     return extend_backend.get_backend(backend)
+
+
+def tpu_attention(name: str) -> Any:
+    """Import JAX's attention kernels for TPUs: `splash_attention` or `flash_attention`.
+
+    They are experimental in 0.10 to 0.12, and there are no others in JAX. Imported when they are
+    called: Pallas takes half a second.
+    """
+    return importlib.import_module(f"jax.experimental.pallas.ops.tpu.{name}")
 
 
 def make_mesh(
@@ -377,3 +435,34 @@ def source_line(eqn: Any) -> str:
     from jax.extend import source_info_util
 
     return str(source_info_util.summarize(eqn.source_info))
+
+
+def read_kernel(code: bytes, language: str) -> Any:
+    """Parse the program of a kernel, `"mosaic"` (Pallas on TPU) or `"triton"`; `None` if unread.
+
+    The bytes are in the custom call that runs it; the parser and its dialects are jaxlib's own and
+    private (jax 0.10 to 0.12). Kernels that libtpu makes are texts, which jaxlib cannot read.
+    """
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.passmanager import PassManager
+
+    context = ir.Context()
+    context.allow_unregistered_dialects = True
+    try:
+        if language == "mosaic":
+            from jax._src.lib import tpu  # type: ignore[attr-defined]
+
+            tpu.register_dialect(context)
+        else:
+            from jaxlib.triton import dialect
+
+            dialect.register_dialect(context)
+        context.load_all_available_dialects()
+        with context, ir.Location.unknown():
+            module = ir.Module.parse(code)
+            if language == "mosaic":  # from its form for storing to that of the compiler
+                passes = PassManager.parse("builtin.module(mosaic-serde{serialize=false})")
+                passes.run(module.operation)
+    except Exception:  # of another version, or of a form that jaxlib does not know
+        return None
+    return module

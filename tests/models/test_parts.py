@@ -9,17 +9,17 @@ import optax
 import pytest
 from model_helpers import fresh
 
-from meshwright.models.decoder import expert_weights, mixture_of_experts, route
+from meshwright.models.attention import dot_product_attention
 from meshwright.models.layers import (
     attention_weights,
     cross_entropy,
-    dot_product_attention,
     group_norm,
     layer_norm,
     rms_norm,
     rotary_embedding,
     self_attention,
 )
+from meshwright.models.mixture import expert_weights, mixture_of_experts, route
 
 
 def normal(*shape, seed=0):

@@ -123,7 +123,7 @@ def test_matrices_alone_decay():
         (
             "tiny",
             {"remat": "ful"},
-            r"remat: 'ful' is not one of none, full, dots\. Did you mean 'full'",
+            r"remat: 'ful' is not one of none, full, minimal, dots, .*\. Did you mean 'full'",
         ),
         ("tiny", {"compute": "int8"}, r"compute: 'int8' is no dtype"),
         ("tiny", {"compute": "float23"}, r"compute: 'float23' is no dtype"),

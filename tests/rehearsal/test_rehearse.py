@@ -270,5 +270,5 @@ def test_without_the_vendors_compiler_it_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr("meshwright._compat.compiler_installed", lambda family: False)
     with pytest.raises(RehearsalError, match=r"pip install 'meshwright\[tpu\]'.*compiler='cpu'"):
         mw.rehearse(step, PARAMS, BATCH, mesh="fsdp:16", on="v5e:4x4", cache=False)
-    with pytest.raises(RehearsalError, match=r"meshwright\[cuda13\]"):
+    with pytest.raises(RehearsalError, match=r"meshwright\[cuda13-compiler\]"):
         mw.rehearse(step, PARAMS, BATCH, mesh="fsdp:8", on="h100:8", cache=False)

@@ -42,7 +42,8 @@ class RehearseCommand:
     seq: int | None = None
     """Length of a row. Default: the model's own (models only)."""
     set: tuple[str, ...] = ()
-    """Changes to the model, e.g. layers=4 remat=none."""
+    """Changes to the model: layers=4, attention=dot (auto, flash), remat=minimal (none, full, dots,
+    save_qkv), moments=bfloat16, products=int8 (fp8), tiles=4, ... docs/models.md has them all."""
     compiler: Literal["vendor", "cpu"] = "vendor"
     """Whose compiler: the hardware's, or cpu for simulated devices."""
     timeout: float = 900.0
@@ -111,9 +112,10 @@ def _change(words: str) -> tuple[str, Any]:
     if not (name and equals and value):
         raise RehearsalError(f"--set {short(words)}: write NAME=VALUE, e.g. layers=4.")
     try:
-        return name, json.loads(value)
+        read = json.loads(value)
     except json.JSONDecodeError:
         return name, value
+    return name, tuple(read) if isinstance(read, list) else read  # settings with several values
 
 
 def _own_step(source: str, returned: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

@@ -231,6 +231,15 @@ _GPU_FACTS: dict[str, tuple[str, tuple[int, int], int, int, int, int, int, float
 }
 
 
+# The cuDNN that GPUs are taken to have: the least that JAX's own package for CUDA 13 asks for.
+CUDNN = (9, 12)
+
+
+def gpu_capability(chip: Chip) -> tuple[int, int]:
+    """Return the compute capability of a GPU; of other chips, the one that most GPUs have."""
+    return _GPU_FACTS[chip.name if chip.name in _GPU_FACTS else "h100"][1]
+
+
 def gpu_target_config(chip: Chip) -> str:
     """Describe a GPU to XLA: its `GpuTargetConfigProto` in text form."""
     name, (major, minor), cores, lanes, shared, shared_block, cache, clock = _GPU_FACTS[chip.name]
@@ -256,6 +265,6 @@ gpu_device_info {{
   cuda_compute_capability {{ major: {major} minor: {minor} }}
 }}
 platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 6 }}
+dnn_version_info {{ major: {CUDNN[0]} minor: {CUDNN[1]} }}
 device_description_str: "{name}"
 """

@@ -118,8 +118,8 @@ def _with_compiler(topology: Topology) -> Topology:
         reason = str(error).strip().split("\n")[0][:300]
         raise MeshError(
             f"{topology.name}: the {chip.family} compiler is installed but cannot describe this "
-            f"hardware ({type(error).__name__}: {reason}). Use abstract_mesh(...), or set "
-            "JAX_PLATFORMS=cpu before jax starts when there is no such accelerator here."
+            f"hardware ({type(error).__name__}: {reason}). Use abstract_mesh(...), which asks no "
+            "compiler."
         ) from error
     return attach(topology, devices)
 

@@ -7,12 +7,17 @@ changes their shape.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from meshwright.models.attention import Blocks, attend
+from meshwright.models.remat import named
 from meshwright.models.weights import Weight, constant, constrain, matrix
+
+Einsum = Callable[[str, jax.Array, jax.Array], jax.Array]
 
 _SPLIT = ("batch", "seq", "heads", None)  # logical names of queries, keys and values
 
@@ -36,67 +41,67 @@ def attention_weights(
 
 
 def self_attention(
-    params: Any, x: jax.Array, *, theta: float | None = None, causal: bool = False
+    params: Any,
+    x: jax.Array,
+    *,
+    theta: float | None = None,
+    causal: bool = False,
+    attention: str = "dot",
+    blocks: Blocks | None = None,
+    einsum: Einsum = jnp.einsum,
 ) -> jax.Array:
     """Attend among the positions of each row, (batch, seq, embed) in and out.
 
-    With `theta`, queries and keys get rotary position embeddings.
+    With `theta`, queries and keys get rotary position embeddings. `attention` and `blocks` are
+    those of `attend`; `einsum` computes the products with weights.
     """
-    query = constrain(_project("bsd,dhk->bshk", x, params, "query"), *_SPLIT)
-    key = constrain(_project("bsd,dhk->bshk", x, params, "key"), *_SPLIT)
-    value = constrain(_project("bsd,dhk->bshk", x, params, "value"), *_SPLIT)
+    query = constrain(_project(einsum, "bsd,dhk->bshk", x, params, "query"), *_SPLIT)
+    key = constrain(_project(einsum, "bsd,dhk->bshk", x, params, "key"), *_SPLIT)
+    value = constrain(_project(einsum, "bsd,dhk->bshk", x, params, "value"), *_SPLIT)
     if theta is not None:
         query, key = rotary_embedding(query, theta), rotary_embedding(key, theta)
-    mixed = dot_product_attention(query, key, value, causal=causal)
-    return _project("bshk,hkd->bsd", mixed, params, "out")
+    query, key = named(query, "query_proj"), named(key, "key_proj")
+    value = named(value, "value_proj")
+    mixed = attend(query, key, value, causal=causal, attention=attention, blocks=blocks)
+    mixed = named(mixed, "context")
+    return named(_project(einsum, "bshk,hkd->bsd", mixed, params, "out"), "out_proj")
 
 
-def _project(formula: str, x: jax.Array, params: Any, name: str) -> jax.Array:
-    out = jnp.einsum(formula, x, params[name])
+def _project(einsum: Einsum, formula: str, x: jax.Array, params: Any, name: str) -> jax.Array:
+    out = einsum(formula, x, params[name])
     return out + params[f"{name}_bias"] if f"{name}_bias" in params else out
 
 
-def dot_product_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "relu": jax.nn.relu,
+}
+
+
+def feed_forward_weights(embed: int, mlp: int, *, gated: bool = True) -> dict[str, Weight]:
+    """Describe the projections of `feed_forward`: up and down, and the gate if there is one."""
+    up = matrix(embed, embed=embed, mlp=mlp)
+    weights = {"up": up, "down": matrix(mlp, mlp=mlp, embed=embed)}
+    return {"gate": up} | weights if gated else weights
+
+
+def feed_forward(
+    params: Any, x: jax.Array, *, activation: str = "silu", einsum: Einsum = jnp.einsum
 ) -> jax.Array:
-    """Compute softmax(query key^T / sqrt(head)) value, with grouped heads.
+    """Compute (f(x W_gate) * (x W_up)) W_down, or f(x W_up) W_down without a gate.
 
-    (batch, seq, heads, head) in and out; keys and values may have fewer heads, each shared by a
-    group of queries' heads. Where the sequence is sharded, queries stay so and every device gathers
-    all keys and values.
+    With a gate and "silu" it is SwiGLU. `einsum` computes the products with weights.
     """
-    # Gathered over `seq` here, once, and not inside the products below.
-    key = constrain(key, "batch", None, "heads", None)
-    value = constrain(value, "batch", None, "heads", None)
-    batch, length, heads, head = query.shape
-    kv_heads = key.shape[2]
-    # Grouped queries instead of repeated keys: nothing is copied.
-    grouped = query.reshape(batch, length, kv_heads, heads // kv_heads, head)
-    scores = jnp.einsum("bqhgk,bthk->bhgqt", grouped, key, preferred_element_type=jnp.float32)
-    scores *= head**-0.5
-    if causal:
-        # Every position sees itself, so no row of scores is all -inf.
-        past = jnp.arange(length)[:, None] >= jnp.arange(length)
-        scores = jnp.where(past, scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    mixed = jnp.einsum("bhgqt,bthk->bqhgk", weights, value).reshape(query.shape)
-    return constrain(mixed, *_SPLIT)
-
-
-def swiglu_weights(embed: int, mlp: int) -> dict[str, Weight]:
-    """Describe the gate, up and down projections of `swiglu`."""
-    return {
-        "gate": matrix(embed, embed=embed, mlp=mlp),
-        "up": matrix(embed, embed=embed, mlp=mlp),
-        "down": matrix(mlp, mlp=mlp, embed=embed),
-    }
-
-
-def swiglu(params: Any, x: jax.Array) -> jax.Array:
-    """SwiGLU: (silu(x W_gate) * (x W_up)) W_down."""
-    wide = jax.nn.silu(x @ params["gate"]) * (x @ params["up"])
+    curve = ACTIVATIONS[activation]
+    if "gate" in params:
+        gate = named(einsum("bsd,df->bsf", x, params["gate"]), "mlpwi_0")
+        wide = curve(gate) * named(einsum("bsd,df->bsf", x, params["up"]), "mlpwi_1")
+    else:
+        wide = curve(named(einsum("bsd,df->bsf", x, params["up"]), "mlpwi"))
     # Sharded over `mlp`, the second product leaves partial sums: one all-reduce per layer.
-    return jnp.dot(constrain(wide, "batch", "seq", "mlp"), params["down"])
+    wide = constrain(wide, "batch", "seq", "mlp")
+    return named(einsum("bsf,fd->bsd", wide, params["down"]), "mlpwo")
 
 
 def gelu_weights(embed: int, mlp: int) -> dict[str, Weight]:
@@ -111,9 +116,9 @@ def gelu_weights(embed: int, mlp: int) -> dict[str, Weight]:
 
 def gelu(params: Any, x: jax.Array) -> jax.Array:
     """Feed-forward with GELU: gelu(x W_up + b_up) W_down + b_down."""
-    wide = jax.nn.gelu(jnp.dot(x, params["up"]) + params["up_bias"])
+    wide = jax.nn.gelu(named(jnp.dot(x, params["up"]), "mlpwi") + params["up_bias"])
     wide = constrain(wide, "batch", "seq", "mlp")
-    return jnp.add(jnp.dot(wide, params["down"]), params["down_bias"])
+    return jnp.add(named(jnp.dot(wide, params["down"]), "mlpwo"), params["down_bias"])
 
 
 # Norms compute in float32 whatever the activations are: sums of squares overflow float16, and

@@ -10,8 +10,10 @@ import dataclasses
 from typing import Any, TypedDict, Unpack
 
 from meshwright.errors import ModelError, listing, near, short
+from meshwright.models.attention import Blocks
 from meshwright.models.base import Model
-from meshwright.models.decoder import Decoder, DecoderConfig, Mixture, MixtureConfig
+from meshwright.models.decoder import Decoder, DecoderConfig
+from meshwright.models.mixture import Mixture, MixtureConfig
 from meshwright.models.training import Config
 from meshwright.models.vision import ConvConfig, ConvNet, VisionConfig, VisionTransformer
 
@@ -24,6 +26,9 @@ class ModelSettings(TypedDict, total=False):
     params: str
     compute: str
     remat: str
+    saved: tuple[str, ...]
+    offloaded: tuple[str, ...]
+    moments: str
     learning_rate: float
     warmup: int
     steps: int
@@ -42,6 +47,16 @@ class ModelSettings(TypedDict, total=False):
     seq: int
     theta: float
     eps: float
+    attention: str
+    blocks: Blocks | None
+    gated: bool
+    activation: str
+    parallel: bool
+    tied: bool
+    lookup: str
+    tiles: int
+    products: str
+    split_embed: bool
     # Of mixtures of experts, see `MixtureConfig`.
     experts: int
     chosen: int

@@ -13,7 +13,8 @@ import numpy as np
 
 from meshwright._checks import check_integer
 from meshwright._show import short_repr
-from meshwright.errors import ModelError, near, short
+from meshwright.errors import ModelError, short
+from meshwright.models.remat import Block, check_remat, rematerialize
 from meshwright.pipelines.microbatching import value_and_grad
 from meshwright.pipelines.trace_marks import stage_end
 
@@ -23,15 +24,20 @@ class Config:
     """Settings of every model.
 
     `stages` are those of a pipeline. `params` and `compute` are dtypes: of what is stored, and of
-    products. `remat` says what the backward pass computes again: "none", "full" (all but the input
-    of each layer) or "dots" (all but the products with weights). AdamW's learning rate rises over
-    `warmup` steps and falls in a cosine until `steps`; gradients are clipped to the norm `clip`.
+    products. `remat` is one of `remat.POLICIES`: what the backward pass computes again. With
+    "custom" it keeps the values called `saved` on the device and those called `offloaded` in the
+    host's memory. `moments` is the dtype that AdamW's moments are stored in; "" is that of the
+    parameters. AdamW's learning rate rises over `warmup` steps and falls in a cosine until `steps`;
+    gradients are clipped to the norm `clip`.
     """
 
     stages: int = 1
     params: str = "float32"
     compute: str = "float32"
     remat: str = "none"
+    saved: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
+    moments: str = ""
     learning_rate: float = 3e-4
     warmup: int = 2000
     steps: int = 100_000
@@ -44,14 +50,10 @@ class Config:
         for field in dataclasses.fields(self):
             least = field.metadata.get("least", 1)
             _check_type(field.name, str(field.type), getattr(self, field.name), least)
-        if self.remat not in REMAT:
-            raise ModelError(
-                f"remat: {short(self.remat)} is not one of {', '.join(REMAT)}."
-                f"{near(self.remat, REMAT)}",
-                option="remat",
-            )
-        for name in ("params", "compute"):
-            _check_dtype(name, getattr(self, name))
+        check_remat(self.remat, self.saved, self.offloaded)
+        for name in ("params", "compute", "moments"):
+            if name != "moments" or self.moments:
+                _check_dtype(name, getattr(self, name))
         if self.warmup >= self.steps:
             raise ModelError(
                 f"warmup: {self.warmup} steps of {self.steps} in all. Use fewer.", option="warmup"
@@ -66,6 +68,10 @@ class Config:
             if values[field.name] != field.default
         ]
         return short_repr(self, ", ".join(changed))
+
+    def rematerialized(self, block: Block) -> Block:
+        """Return a block of layers that keeps what `remat` says for the backward pass."""
+        return rematerialize(block, self.remat, self.saved, self.offloaded)
 
     def check_divides(self, size: str, divisor: str, why: str) -> None:
         """Refuse a setting that does not divide another, both by name."""
@@ -88,6 +94,12 @@ def _check_type(name: str, annotation: str, value: object, least: int) -> None:
             raise ModelError(f"{name}: {short(value)} is not a tuple of integers.", option=name)
         for at, entry in enumerate(value):
             check_integer(f"{name}[{at}]", entry, least=least, error=ModelError)
+    if annotation == "tuple[str, ...]" and not (
+        isinstance(value, tuple) and all(isinstance(entry, str) for entry in value)
+    ):
+        raise ModelError(f"{name}: {short(value)} is not a tuple of names.", option=name)
+    if annotation == "bool" and not isinstance(value, bool):
+        raise ModelError(f"{name}: {short(value)} is not True or False.", option=name)
     if annotation == "float" and (
         isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e30
     ):
@@ -130,7 +142,27 @@ def make_optimizer(config: Config, decays: Any) -> Any:
     adamw = optax.adamw(
         rate, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay, mask=decays
     )
-    return optax.chain(optax.clip_by_global_norm(config.clip), adamw)
+    chain = optax.chain(optax.clip_by_global_norm(config.clip), adamw)
+    return _store_moments(optax, chain, config.moments) if config.moments else chain
+
+
+def _store_moments(optax: Any, inner: Any, dtype: str) -> Any:
+    """Return an optimizer that keeps its state in another dtype, and computes in float32."""
+
+    def convert(state: Any, to: Any) -> Any:
+        return jax.tree.map(
+            lambda leaf: leaf.astype(to) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf,
+            state,
+        )
+
+    def init(params: Any) -> Any:
+        return convert(inner.init(params), dtype)
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        updates, state = inner.update(grads, convert(state, jnp.float32), params)
+        return updates, convert(state, dtype)
+
+    return optax.GradientTransformation(init, update)
 
 
 def make_state(params: Any, optimizer: Any) -> dict[str, Any]:
@@ -157,34 +189,19 @@ def train_step(
     return next_state, {"loss": value, "grad_norm": optax.tree.norm(grads), **metrics}
 
 
-Block = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
-
-# What the forward pass keeps for the backward pass, by name: everything; the input of each layer;
-# that and the results of matrix products with weights. XLA cannot merge what the body of a scan
-# computes again with the forward pass, so `prevent_cse`, which costs optimizations, is not needed.
-REMAT: dict[str, Callable[[Block], Block]] = {
-    "none": lambda block: block,
-    "full": lambda block: jax.checkpoint(block, prevent_cse=False),
-    "dots": lambda block: jax.checkpoint(
-        block,
-        prevent_cse=False,
-        policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    ),
-}
-
-
 def run_stages(
-    block: Block, stages: Sequence[Any], x: jax.Array, *, remat: str
+    block: Block, stages: Sequence[Any], x: jax.Array, config: Config
 ) -> tuple[jax.Array, Any]:
     """Run `block(x, layer) -> (x, metrics)` through all layers; the metrics come stacked.
 
     `stages` holds the stacked parameters of each stage: a scan over each, a stage end between.
     """
     metrics = []
+    block = config.rematerialized(block)
     for number, layers in enumerate(stages):
         if number:
             x = stage_end(x)
-        x, stage_metrics = jax.lax.scan(REMAT[remat](block), x, layers)
+        x, stage_metrics = jax.lax.scan(block, x, layers)
         metrics.append(stage_metrics)
     return x, jax.tree.map(lambda *each: jnp.concatenate(each), *metrics)
 

@@ -22,7 +22,8 @@ from meshwright.models.layers import (
     layer_norm,
     self_attention,
 )
-from meshwright.models.training import REMAT, Config, cast, run_stages, synthetic_images
+from meshwright.models.remat import named
+from meshwright.models.training import Config, cast, run_stages, synthetic_images
 from meshwright.models.weights import (
     Weight,
     batch_spec,
@@ -153,12 +154,12 @@ class VisionTransformer(ImageModel):
         # The axes that shard the kernel's `embed` dim also shard the batch: gather it, it is small.
         x = constrain(x @ constrain(patches["kernel"], None, None), "batch", "seq", "embed")
         x += patches["bias"] + constrain(patches["places"], "seq", None)
-        x, _ = run_stages(self._block, params["stages"], x, remat=config.remat)
+        x, _ = run_stages(self._block, params["stages"], x, config)
         head = cast(params["head"], config.compute)
         return classify(head, _norm(head, x).mean(axis=1))
 
     def _block(self, x: jax.Array, layer: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-        layer = cast(layer, self.config.compute)
+        x, layer = named(x, "decoder_layer_input"), cast(layer, self.config.compute)
         attention, mlp = layer["attention"], layer["mlp"]
         x = constrain(x + self_attention(attention, _norm(attention, x)), "batch", "seq", "embed")
         return constrain(x + gelu(mlp, _norm(mlp, x)), "batch", "seq", "embed"), {}
@@ -216,6 +217,12 @@ class ConvConfig(ImageConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.remat not in ("none", "full", "dots"):
+            raise ModelError(
+                f"remat={self.remat!r} keeps values of transformer layers, which convolutions do "
+                "not have. Use none, full or dots.",
+                option="remat",
+            )
         if len(self.depths) % self.stages:
             raise ModelError(
                 f"depths={self.depths}: {len(self.depths)} levels are not divisible by "
@@ -300,10 +307,9 @@ class ConvNet(ImageModel):
         def rest(x: jax.Array, block: Any) -> tuple[jax.Array, None]:
             return self._block(block, x, 1), None
 
-        remat = REMAT[self.config.remat]
-        x, _ = remat(first)(x, params["first"])
+        x, _ = self.config.rematerialized(first)(x, params["first"])
         if "rest" in params:
-            x, _ = jax.lax.scan(remat(rest), x, params["rest"])
+            x, _ = jax.lax.scan(self.config.rematerialized(rest), x, params["rest"])
         return x
 
     def _block(self, params: Any, x: jax.Array, stride: int) -> jax.Array:

@@ -149,11 +149,13 @@ _WEIGHTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 # The roles of axes that split each dim of an activation, where they divide it. `rows` are those of
 # a batch whose tokens have been dispatched to experts: the expert axes split the experts by then.
+# `split_embed` is `embed` for models that also split the stream between layers.
 _ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "expert"),
     "rows": ("data", "fsdp"),
     "seq": ("sequence", "context"),
     "embed": (),
+    "split_embed": ("tensor",),
     "heads": ("tensor",),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
@@ -230,10 +232,10 @@ def batch_spec(mesh: AnyMesh, *names: str) -> PartitionSpec:
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     """Constrain the sharding of an activation, by a logical name per dim (None: replicated).
 
-    Names are batch, rows, seq, embed, heads, mlp, vocab, experts and classes. The mesh is the one
-    set by `jax.set_mesh`; axes that it does not have, or that do not divide a dim, are left out.
-    Without such a mesh this does nothing. Raises `ModelError` for an unknown name, and where there
-    are more or fewer names than dims.
+    Names are batch, rows, seq, embed, split_embed, heads, mlp, vocab, experts and classes. The mesh
+    is the one set by `jax.set_mesh`; axes that it does not have, or that do not divide a dim, are
+    left out. Without such a mesh this does nothing. Raises `ModelError` for an unknown name, and
+    where there are more or fewer names than dims.
 
     >>> import jax, jax.numpy as jnp, meshwright as mw
     >>> with jax.set_mesh(mw.mesh("fsdp:4, tp:2")):
@@ -241,19 +243,12 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     P('fsdp', None, 'tp')
     """
     _check_activation_names(x, names)
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return x
-    # A constraint on an Explicit axis is an assertion, and on a Manual one an error.
-    auto_axes = {
-        name: mesh.shape[name]
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Auto
-    }
-    if not auto_axes:
+    axes = auto_axes()
+    if not axes:
         return x
     entries = [
-        _activation_axes(auto_axes, name, size) for name, size in zip(names, x.shape, strict=True)
+        None if name is None else _spec_entry(activation_axes(axes, name, size))
+        for name, size in zip(names, x.shape, strict=True)
     ]
     constrained: jax.Array = jax.lax.with_sharding_constraint(x, make_spec(entries))  # type: ignore[no-untyped-call]
     return constrained
@@ -276,8 +271,18 @@ def _check_activation_names(x: jax.Array, names: Sequence[Any]) -> None:
         )
 
 
-def _activation_axes(axis_sizes: dict[str, int], name: str | None, size: int) -> Any:
-    if name is None:
-        return None
+def auto_axes() -> dict[str, int]:
+    """Return the axes of the ambient mesh that the compiler shards over, with their sizes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    # A constraint on an Explicit axis is an assertion, and on a Manual one an error.
+    return {
+        name: mesh.shape[name]
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Auto
+    }
+
+
+def activation_axes(axis_sizes: Mapping[str, int], name: str, size: int) -> tuple[str, ...]:
+    """Return the axes that split a dim of an activation, by its logical name and its size."""
     axes = _axes_with_roles(axis_sizes, _ACTIVATIONS[name])
-    return _spec_entry(_dividing_axes(axis_sizes, axes, [size]))
+    return tuple(_dividing_axes(axis_sizes, axes, [size]))

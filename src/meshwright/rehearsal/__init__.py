@@ -3,7 +3,7 @@
 `api` has the entry points, which run these parts in order; `pipelines` runs them task by task:
 
 - `request`, `step_arguments`: check the options, decide how the arguments are sharded;
-- `lowering`: trace and lower to StableHLO without devices;
+- `lowering`, `callbacks`: trace and lower to StableHLO without devices, callbacks left out;
 - `compiler`, `compiler_worker`, `tpu_slices`: compile in a process of its own, or look it up;
 - `memory` (by `live_ranges`), `collectives`, `step_time`: read the optimised HLO;
 - `result`, `remedies`, `rendering`: the `Rehearsal`, what to do about it, how it prints.

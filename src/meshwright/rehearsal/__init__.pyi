@@ -1,5 +1,6 @@
 from meshwright.rehearsal.api import rehearse as rehearse
 from meshwright.rehearsal.api import rehearse_model as rehearse_model
+from meshwright.rehearsal.callbacks import Callback as Callback
 from meshwright.rehearsal.collectives.types import Collective as Collective
 from meshwright.rehearsal.collectives.types import Collectives as Collectives
 from meshwright.rehearsal.collectives.types import ShardingConflict as ShardingConflict

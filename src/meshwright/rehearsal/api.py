@@ -9,6 +9,7 @@ the optimised HLO (`memory`, `collectives`, `step_time`).
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -19,6 +20,7 @@ from meshwright import _compat
 from meshwright._progress import Bar
 from meshwright.errors import RehearsalError, near
 from meshwright.hardware.topology import Topology
+from meshwright.hlo.literals import decode_constants
 from meshwright.hlo.program import read_program
 from meshwright.models.base import Model
 from meshwright.models.presets import model
@@ -174,7 +176,7 @@ def rehearse_model(
     )
     lighter = None
     if chosen.config.remat != "full":
-        lighter = model_with(chosen, remat="full").train_step
+        lighter = model_with(chosen, remat="full", saved=(), offloaded=()).train_step
 
     def layout(on_mesh: AbstractMesh) -> tuple[Any, Any]:
         state = partition(request.args[0], on_mesh, rules=chosen.rules(on_mesh), unused="allow")
@@ -192,7 +194,7 @@ def run(request: Request) -> Rehearsal:
     """Do what a checked request asks for; remedies are tried by changing one and running it."""
     placed, hardware = request.place()
     platform = platform_of(request, hardware, placed.positions.size)
-    mesh = request.abstract(placed)
+    mesh = request.abstract(placed, platform)
     site = _site(platform, placed, hardware)
     # The compiling process takes seconds to load its compiler: it starts before the function is
     # traced, and is ended unused if tracing fails or the cache has the answer.
@@ -203,7 +205,14 @@ def run(request: Request) -> Rehearsal:
         shapes = as_shapes(request.args, in_specs, mesh)
         bar.now("tracing")
         lowered = lower(
-            request.function, shapes, names, mesh, platform, request.donate_argnums, out_specs
+            request.function,
+            shapes,
+            names,
+            mesh,
+            platform,
+            hardware,
+            request.donate_argnums,
+            out_specs,
         )
         arguments = sharding_table(names, with_jit_shardings(shapes, lowered.inputs, mesh), mesh)
         job = Job(
@@ -214,6 +223,8 @@ def run(request: Request) -> Rehearsal:
             _compat.uses_shardy(),
             lowered.identity,
             lowered.options,
+            lowered.partitioners,
+            tuple(sys.path) if lowered.partitioners else (),
         )
         outcome, from_cache = compile_or_load(
             job,
@@ -237,6 +248,7 @@ def run(request: Request) -> Rehearsal:
         from_cache=from_cache,
         text=outcome.text,
         results=lowered.results,
+        callbacks=lowered.callbacks,
     )
 
 
@@ -259,7 +271,7 @@ def _read_outcome(
     chip = placed.topology.chip
     if outcome.verdict == "exhausted":
         return as_refused(outcome.reason, arguments, chip), Collectives(()), None
-    program = read_program(outcome.text)
+    program = read_program(outcome.text, decode_constants(outcome.constants))
     collectives = analyze(program, placed, read_conflicts(outcome.notes))
     memory = as_compiled(outcome.memory, chip, live_buffers(program))
     return memory, collectives, step_time(program, collectives, chip)

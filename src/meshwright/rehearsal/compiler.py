@@ -34,7 +34,7 @@ from meshwright.hardware.topology import Topology
 # and variables that reach the compiler.
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda13-plugin")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-_FORMAT = 3  # of cache entries: raise it when `Outcome` or the worker changes
+_FORMAT = 4  # of cache entries: raise it when `Outcome` or the worker changes
 
 Platform = Literal["tpu", "cuda", "cpu"]
 PLATFORMS: Mapping[str, Platform] = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}  # by chip family
@@ -60,7 +60,9 @@ class Job:
     `free_outputs` says which results the compiler may shard as it likes, `shardy` whether the
     program's shardings are written for Shardy or for GSPMD, `options` are its `jit`'s compiler
     options. `identity`, if given, is hashed in place of `code`: bytecode has the line of every
-    caller in it, and would miss the cache when a call moves.
+    caller in it, and would miss the cache when a call moves. `partitioners` cut the functions with
+    `custom_partitioning`, as `_compat_lowering.restore_partitioners` reads them; their modules are
+    in the folders of `module_path`.
     """
 
     name: str
@@ -70,6 +72,8 @@ class Job:
     shardy: bool = True
     identity: str = ""
     options: tuple[tuple[str, Any], ...] = ()
+    partitioners: bytes = b""
+    module_path: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -87,6 +91,7 @@ class Job:
             sorted((name, repr(value)) for name, value in self.options),
             versions(),
             tuple(os.environ.get(flag, "") for flag in FLAGS),
+            self.partitioners,
         )
         return hashlib.sha256(pickle.dumps(parts, protocol=4)).hexdigest()
 
@@ -98,7 +103,8 @@ class Outcome:
     `verdict` is "exhausted" where it ran out of memory, "failed" for any other refusal; `reason`
     has its own text then. `text` is the optimised HLO, `memory` the compiler's sizes in bytes,
     `cost` its own estimates, `seconds` how long it took, `notes` what it printed.
-    `shardings` are those of the results, as `_compat.written_shardings` writes them.
+    `shardings` are those of the results, as `_compat.written_shardings` writes them; `constants`
+    are tables that kernels read and the text leaves out, as `integer_constants` writes them.
     """
 
     verdict: Literal["compiled", "exhausted", "failed"]
@@ -110,6 +116,7 @@ class Outcome:
     notes: str = ""
     compiler: str = ""
     shardings: list[str] = dataclasses.field(default_factory=list)
+    constants: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -139,11 +146,25 @@ def compile_or_load(
     with ready or Compiler(job.site) as compiler:
         outcome = compiler.run(job, timeout, tick)
     if outcome.verdict == "failed":
-        lines = [line[:160] for line in outcome.reason.splitlines()[:_MOST_LINES]]
-        raise RehearsalError("\n  ".join([f"{job.name}: the compiler refused it.", *lines]))
+        raise RehearsalError(_refusal(job, outcome.reason))
     if folder is not None:
         save(folder, job, outcome)
     return outcome, False
+
+
+# What the CUDA compiler writes where it misses a tool: part of no toolkit here, nor of a package.
+_NO_TOOLS = re.compile(r"libdevice not found|find a suitable version of (ptxas|nvlink)")
+
+
+def _refusal(job: Job, reason: str) -> str:
+    lines = [line[:160] for line in reason.splitlines()[:_MOST_LINES]]
+    if job.site.platform == "cuda" and _NO_TOOLS.search(reason):
+        lines.insert(
+            0,
+            "It needs libdevice and ptxas, from two packages (and no toolkit): "
+            "pip install nvidia-nvvm nvidia-cuda-nvcc",
+        )
+    return "\n  ".join([f"{job.name}: the compiler refused it.", *lines])
 
 
 # The two processes talk through a folder. The parent writes `site` before it starts the worker,

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import io
+import pickle
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,9 +16,13 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding
 
-from meshwright import _compat
+from meshwright import _compat, _compat_lowering
 from meshwright._text import plural
-from meshwright.errors import PartitionError, RehearsalError, short
+from meshwright.errors import PartitionError, RehearsalError, listing, short
+from meshwright.hardware.chips import CUDNN, gpu_capability
+from meshwright.hardware.topology import Topology
+from meshwright.meshes.devices import target_topology
+from meshwright.rehearsal.callbacks import Callback, find_callbacks, source_of
 from meshwright.rehearsal.compiler import Platform
 from meshwright.trees.specs import mesh_axes, spec_on_axes, spec_problems
 from meshwright.trees.split import is_number, split_arrays
@@ -40,7 +45,8 @@ class Lowered:
     `code` is its bytecode, `identity` its key for the cache (see `identity_of`). `results` are the
     shapes of what it returns, `free_outputs` says which of those the compiler may shard as it
     likes. `options` are its `jit`'s compiler options, `inputs` the shardings that its `jit` gives
-    the flat arguments.
+    the flat arguments. `callbacks` were left out; `partitioners` are those of functions with
+    `custom_partitioning`, pickled, or empty.
     """
 
     code: bytes
@@ -49,6 +55,8 @@ class Lowered:
     free_outputs: tuple[bool, ...]
     options: tuple[tuple[str, Any], ...]
     inputs: tuple[Any, ...]
+    callbacks: tuple[Callback, ...] = ()
+    partitioners: bytes = b""
 
 
 # In: the step and `ShapeDtypeStruct`s with shardings on an abstract mesh. Out: bytecode for a
@@ -61,6 +69,7 @@ def lower(
     names: Sequence[str],
     mesh: AbstractMesh,
     platform: Platform,
+    hardware: Topology,
     donate_argnums: tuple[int, ...],
     out_shardings: Any,
 ) -> Lowered:
@@ -71,7 +80,10 @@ def lower(
     unless some are given here. `names` are those of the arguments, for messages.
     """
     # `with_sharding_constraint(x, PartitionSpec(...))` in the user's code needs the mesh set.
-    with jax.sharding.use_abstract_mesh(mesh):
+    cudnn = _compat_lowering.cudnn_of(
+        gpu_capability(hardware.chip), CUDNN[0] * 10000 + CUDNN[1] * 100
+    )
+    with jax.sharding.use_abstract_mesh(mesh), cudnn:
         if _traces_itself(function) and not donate_argnums and out_shardings is None:
             traced = _trace(function, shapes, names, wrapped=False)
             # Flax's `nnx.jit` wraps what its own `jax.jit` made.
@@ -81,10 +93,12 @@ def lower(
             traced, free = _trace_arrays(
                 function, shapes, names, mesh, donate_argnums, out_shardings
             )
+        callbacks = find_callbacks(traced.jaxpr, mesh.size)
         try:
-            lowered = traced.lower(lowering_platforms=(platform,))
+            device = _kernel_device(traced.jaxpr, platform, hardware)
+            lowered, partitioners = _compat_lowering.lower(traced, platform, mesh, device)
         except Exception as error:
-            raise RehearsalError(_refusal(platform, error)) from error
+            raise RehearsalError(_refusal(traced.jaxpr, platform, error)) from error
     module = lowered.compiler_ir("stablehlo").operation
     code = io.BytesIO()
     module.write_bytecode(code)
@@ -95,7 +109,37 @@ def lower(
         _free_outputs(free, traced.out_info),
         _compat.compiler_options(lowered),
         _compat.jit_shardings(traced),
+        callbacks,
+        _pickled(partitioners) if partitioners else b"",
     )
+
+
+def _kernel_device(jaxpr: Any, platform: Platform, hardware: Topology) -> Any:
+    """Return a GPU of the target if there are kernels: how they are lowered depends on it."""
+    kernels = (_compat_lowering.kernel_platform(eqn) for eqn in _compat_lowering.equations(jaxpr))
+    if platform != "cuda" or all(kernel is None for kernel in kernels):
+        return None
+    devices = target_topology(dataclasses.replace(hardware, devices=None), None, 1).devices
+    return devices[0] if devices else None
+
+
+def _pickled(partitioners: dict[str, _compat_lowering.Partitioner]) -> bytes:
+    """Write partitioners for the compiling process, which has the same modules but no script."""
+    for one in partitioners.values():
+        rules = (one.partition, one.propagate_user_sharding, one.infer_sharding_from_operands)
+        for rule in filter(None, rules):
+            try:
+                pickle.dumps(rule)
+                here = rule.__module__ == "__main__"
+            except Exception:  # whatever pickle raises for closures and lambdas
+                here = True
+            if here:
+                raise RehearsalError(
+                    f"custom_partitioning: {short(rule)} cannot be sent to the compiling process. "
+                    "Make it a function of a module that can be imported, not of a script or "
+                    "another function."
+                )
+    return pickle.dumps(partitioners)
 
 
 def is_jitted(function: Callable[..., Any]) -> bool:
@@ -213,13 +257,29 @@ def identity_of(module: Any) -> str:
     return digest.hexdigest()
 
 
-def _refusal(platform: str, error: Exception) -> str:
+_PLATFORM_WORDS = {"cuda": "GPUs (cuda)", "tpu": "TPUs", "": "TPUs or GPUs"}
+
+
+def _refusal(jaxpr: Any, platform: str, error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
-    return (
-        f"the step cannot be made into a program for {platform} without its devices "
-        f"({type(error).__name__}: {lines[0][:200]}). Callbacks need live devices: take "
-        "jax.debug.print, pure_callback and io_callback out, and name meshes by their axes."
-    )
+    said = f"({type(error).__name__}: {lines[0][:200]})"
+    foreign: dict[str, str] = {}  # lines of kernels for other platforms, with which
+    for eqn in _compat_lowering.equations(jaxpr):
+        written_for = _compat_lowering.kernel_platform(eqn)
+        if (
+            written_for is not None
+            and written_for != platform
+            and (written_for or platform == "cpu")
+        ):
+            foreign[str(source_of(eqn) or eqn.primitive.name)] = _PLATFORM_WORDS[written_for]
+    if foreign:
+        kernels = listing(f"{place} is for {words}" for place, words in foreign.items())
+        return (
+            f"the step has a kernel for another platform: {kernels}, and the program is for "
+            f"{platform} {said}. Choose the kernel by the platform, e.g. with "
+            "jax.lax.platform_dependent, or rehearse on hardware that it is for."
+        )
+    return f"the step cannot be made into a program for {platform} without its devices {said}."
 
 
 # Stands for a `None` of `out_shardings`; `None`s in the results themselves are no leaves.

@@ -44,6 +44,7 @@ from meshwright.placement.placement import (
     placement_headline,
     placement_rows,
 )
+from meshwright.rehearsal.callbacks import callbacks_line
 from meshwright.rehearsal.collectives.types import (
     BESIDE,
     COLLECTIVE_HEADING,
@@ -89,6 +90,8 @@ def headline(result: Rehearsal) -> str:
             f"Compiled for simulated CPU devices in place of {placed.topology.chip.name}: the "
             "partitioning is real, memory and fusion are the CPU's."
         )
+    if result.callbacks:
+        lines.append(callbacks_line(result.callbacks))
     return "\n".join(lines)
 
 
@@ -133,6 +136,7 @@ def as_json(result: Rehearsal) -> dict[str, Any]:
         "collectives": None if result.time is None else result.collectives.to_json(),
         "time": None if result.time is None else result.time.to_json(),
         "arguments": result.arguments.to_json(),
+        "callbacks": [callback.to_json() for callback in result.callbacks],
         "next": next_steps(result),
     }
 

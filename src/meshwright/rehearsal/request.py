@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
 from meshwright import _compat
 from meshwright._checks import argument_numbers, check_seconds
 from meshwright._show import short_repr
 from meshwright.errors import RehearsalError, near, short
+from meshwright.hardware.chips import Chip
 from meshwright.hardware.topology import Topology
 from meshwright.hardware.topology import topology as read_topology
 from meshwright.meshes.build import abstract_mesh, explain_mesh, placement_of, warn_idle
 from meshwright.meshes.devices import target_topology
+from meshwright.models.base import Model
 from meshwright.partitioning.decide import Options
 from meshwright.pipelines.step import PipelineStep
 from meshwright.placement.placement import Placement
@@ -30,7 +32,7 @@ CompilerChoice = Literal["vendor", "cpu"]
 
 TIMEOUT = 900.0  # seconds; a train step of llama3-8b for 64 TPU chips takes 40
 _MOST_CPU_DEVICES = 2048  # that XLA's CPU client makes in one process
-EXTRAS = {"tpu": "tpu", "gpu": "cuda13"}  # of pip install meshwright[...], by chip family
+EXTRAS = {"tpu": "tpu", "gpu": "cuda13-compiler"}  # of pip install meshwright[...], by chip family
 
 
 class CompileOptions(TypedDict, total=False):
@@ -49,7 +51,9 @@ class Request:
     """The arguments of `rehearse`, checked.
 
     `lighter` is the function with rematerialisation, where that is known; `layout`, if given,
-    makes `in_shardings` and `out_shardings` for any mesh and replaces those two.
+    makes `in_shardings` and `out_shardings` for any mesh and replaces those two. `tells_device`
+    says that the step asks the ambient mesh for its kind of device, as our models do; a mesh with
+    a device equals none without, which users may have in a `shard_map`.
     """
 
     function: Callable[..., Any]
@@ -69,6 +73,7 @@ class Request:
     name: str
     lighter: Callable[..., Any] | None = None
     layout: Callable[[AbstractMesh], tuple[Sequence[Any], Any]] | None = None
+    tells_device: bool = False
 
     def __repr__(self) -> str:
         return short_repr(self, f"{self.name}, mesh {short(self.mesh)}, on {short(self.on)}")
@@ -92,13 +97,17 @@ class Request:
             return read_topology(self.on, slices=self.slices)
         return target_topology(self.on, None, self.slices)
 
-    def abstract(self, placed: Placement) -> AbstractMesh:
-        """Return the mesh without its devices."""
+    def abstract(self, placed: Placement, platform: Platform) -> AbstractMesh:
+        """Return the mesh without its devices; for a model, with what they will be."""
         if isinstance(self.mesh, AbstractMesh):
             return self.mesh
-        return (
-            self.mesh.abstract_mesh if isinstance(self.mesh, Mesh) else abstract_mesh(placed.spec)
-        )
+        if isinstance(self.mesh, Mesh):
+            own: AbstractMesh = self.mesh.abstract_mesh
+            return own
+        mesh = abstract_mesh(placed.spec)
+        if self.tells_device:
+            mesh = _with_device(mesh, platform, placed.topology.chip)
+        return mesh
 
     def specs(self, mesh: AbstractMesh) -> tuple[list[Any], Any]:
         """Decide the specs of all arguments; also return those asked for the results."""
@@ -113,6 +122,24 @@ class Request:
     def argument_names(self) -> list[str]:
         """The names of the step's parameters, for tables and messages."""
         return argument_names(self.function, len(self.args))
+
+
+_TWO_CORES = ("v4", "v5p")  # two cores work as one JAX device
+
+
+def _with_device(mesh: AbstractMesh, platform: Platform, chip: Chip) -> AbstractMesh:
+    """Return the mesh with the kind of its devices, which programs and Pallas may look at."""
+    if platform == "cpu":
+        device = AbstractDevice(device_kind="cpu", num_cores=None, platform="cpu")
+    else:
+        cores = 2 if chip.name in _TWO_CORES else 1
+        device = AbstractDevice(
+            device_kind=chip.kinds[0],
+            num_cores=cores if platform == "tpu" else None,
+            platform=chip.family,
+        )
+    told: AbstractMesh = mesh.update(abstract_device=device)  # type: ignore[no-untyped-call]
+    return told
 
 
 def make_request(
@@ -173,6 +200,7 @@ def make_request(
         cache=choose_folder(cache),
         options=options or {},
         name=str(name or getattr(function, "__name__", "step")),
+        tells_device=isinstance(getattr(function, "__self__", None), Model),
     )
 
 

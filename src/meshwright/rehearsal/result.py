@@ -12,6 +12,7 @@ from meshwright._text import amount, duration, table
 from meshwright.errors import RehearsalError, short
 from meshwright.partitioning.report import PartitionReport
 from meshwright.placement.placement import Placement
+from meshwright.rehearsal.callbacks import Callback
 from meshwright.rehearsal.collectives.types import CAUSES, Collectives
 from meshwright.rehearsal.memory import Memory
 
@@ -28,7 +29,8 @@ class Rehearsal:
 
     `time` is `None`, and there are no collectives, where the compiler ran out of memory.
     `stand_in`: compiled for simulated CPU devices instead of the hardware. `text` is the
-    optimised HLO itself, `results` the shapes of what it returns.
+    optimised HLO itself, `results` the shapes of what it returns. `callbacks` to the host were
+    left out of the program: each with its `kind` and `source` line.
     """
 
     request: Request
@@ -43,6 +45,7 @@ class Rehearsal:
     from_cache: bool
     text: str
     results: tuple[Any, ...] = ()
+    callbacks: tuple[Callback, ...] = ()
 
     @property
     def name(self) -> str:

@@ -1,0 +1,147 @@
+"""Published training runs, rebuilt and rehearsed: modelled against measured step times.
+
+python benchmarks/published.py [rows.json|rows.csv] [--only TEXT] [--timeout SECONDS] [--json FILE]
+
+Every row becomes a program (model, mesh, batch, remat, kernels, flags), which the chip's own
+compiler compiles; nothing runs. A row that has no program, or that the compiler refuses, is listed
+with the reason. Without a file the rows are data/tpu_recipes.json: dense decoders on TPUs with all
+their settings. A row compiles for minutes, once: answers are kept in the cache of `rehearse`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from _published_rows import CannotBuild, Run, build, read_rows
+
+import meshwright as mw
+from meshwright.errors import MeshwrightError, RehearsalError
+
+DEFAULT = Path(__file__).parent / "data" / "tpu_recipes.json"
+_UNKNOWN_FLAG = re.compile(r"[Uu]nknown (?:command line )?flag '?-{0,2}([\w]+)'?")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rows", nargs="?", type=Path, default=DEFAULT)
+    parser.add_argument("--only", default="", help="rows whose name has this text in it")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one compile")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    options = parser.parse_args()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs: no accelerator is looked for
+    results = []
+    print(f"{'run':30} {'published':>10} {'modelled':>10} {'error':>7}  peak of limit")
+    for name, row in read_rows(options.rows):
+        if options.only.lower() in name.lower():
+            results.append(rehearse_row(name, row, options.timeout))
+            print(line(results[-1]), flush=True)
+    print(summary(results))
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
+
+
+def rehearse_row(name: str, row: dict[str, Any], timeout: float) -> dict[str, Any]:
+    """Rehearse a row; the result has `modelled` seconds, or the `reason` why there are none."""
+    began = time.perf_counter()
+    result: dict[str, Any] = {"name": name}
+    try:
+        run = build(name, row)
+        result["published"] = run.seconds
+        rehearsed, dropped = rehearse_run(run, timeout)
+    except (CannotBuild, MeshwrightError) as error:
+        result["reason"] = str(error).strip().splitlines()[0]
+        return result
+    result |= {
+        "took": time.perf_counter() - began,
+        "compiled": rehearsed.compile_seconds,
+        "from_cache": rehearsed.from_cache,
+        "peak": rehearsed.memory.peak,
+        "limit": rehearsed.memory.limit,
+        "dropped_flags": dropped,
+    }
+    if rehearsed.time is None:
+        result["reason"] = "the compiler ran out of the chip's memory"
+    else:
+        result |= {
+            "modelled": rehearsed.time.total,
+            "parts": rehearsed.time.to_json(),
+        }
+    return result
+
+
+def rehearse_run(run: Run, timeout: float) -> tuple[mw.Rehearsal, list[str]]:
+    """Rehearse a program with its flags; also return the flags this compiler does not know."""
+    flags, dropped = run.flags.split(), list[str]()
+    while True:
+        try:
+            with environment(LIBTPU_INIT_ARGS=" ".join(flags)):
+                return (
+                    mw.rehearse_model(
+                        run.model,
+                        batch=run.batch,
+                        seq=run.seq,
+                        mesh=run.mesh,
+                        on=run.hardware,
+                        slices=run.slices,
+                        timeout=timeout,
+                    ),
+                    dropped,
+                )
+        except RehearsalError as error:
+            unknown = _UNKNOWN_FLAG.findall(str(error))
+            left = [flag for flag in flags if flag.lstrip("-").partition("=")[0] not in unknown]
+            if len(left) == len(flags):
+                raise
+            dropped += unknown
+            flags = left
+
+
+@contextlib.contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Set variables for the compiling process, which starts inside."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
+
+
+def line(result: dict[str, Any]) -> str:
+    """Write a row of the table."""
+    name = f"{result['name'][:30]:30}"
+    published = f"{result['published']:8.3f} s" if "published" in result else " " * 10
+    if "reason" in result:
+        return f"{name} {published} {'-':>10} {'':7}  {result['reason']}"
+    error = result["modelled"] / result["published"] - 1
+    gib = 2**30
+    memory = f"{result['peak'] / gib:.1f} of {result['limit'] / gib:.1f} GiB"
+    return f"{name} {published} {result['modelled']:8.3f} s {error:+7.1%}  {memory}"
+
+
+def summary(results: list[dict[str, Any]]) -> str:
+    """Say how far off the modelled times are."""
+    errors = [row["modelled"] / row["published"] - 1 for row in results if "modelled" in row]
+    left = len(results) - len(errors)
+    words = f"{len(errors)} rows modelled, {left} without a time."
+    if not errors:
+        return words
+    mean = statistics.mean(map(abs, errors))
+    return f"{words} Mean error {mean:.1%}, signed {statistics.mean(errors):+.1%}."
+
+
+if __name__ == "__main__":
+    main()

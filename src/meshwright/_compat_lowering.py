@@ -1,0 +1,276 @@
+"""The second door to private JAX: lowering a step for hardware that is not there.
+
+What JAX asks the devices of is answered for the target: callbacks are left out, custom partitioning
+is written down for the compiling process, cuDNN is taken to be there. All of it holds for one
+lowering or trace and is put back after. Each entry says why, and for which versions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import pickle
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshwright import _compat
+from meshwright._compat import Eqn, Jaxpr
+
+_CALLBACKS = {
+    "debug_print": "debug.print",
+    "debug_callback": "debug.callback",
+    "inspect_sharding": "debug.inspect_array_sharding",
+    "pure_callback": "pure_callback",
+    "io_callback": "io_callback",
+}
+
+
+def callback_kind(eqn: Eqn) -> str:
+    """Return what an equation calls on the host, as users write it, or an empty string."""
+    return _CALLBACKS.get(eqn.primitive.name, "")
+
+
+def is_refused_on_many_devices(eqn: Eqn) -> bool:
+    """Whether JAX refuses an equation's order of effects on more than one device.
+
+    It reads the same two sets of effects, which are private (jax 0.10 to 0.12).
+    """
+    from jax._src import effects
+
+    ordered = effects.ordered_effects.filter_in(eqn.effects)
+    return bool(effects.shardable_ordered_effects.filter_not_in(ordered))
+
+
+def equations(jaxpr: Jaxpr) -> Iterator[Eqn]:
+    """Yield the equations of a program, those of all it calls too, but not of Pallas kernels."""
+    opened: Any = getattr(jaxpr, "jaxpr", jaxpr)  # of a closed one
+    for eqn in opened.eqns:
+        yield eqn
+        if eqn.primitive.name != "pallas_call":
+            for value in eqn.params.values():
+                for inner in value if isinstance(value, tuple) else (value,):
+                    if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                        yield from equations(inner)
+
+
+_KERNEL_PLATFORMS = {"mosaic_tpu": "tpu", "triton": "cuda", "mosaic_gpu": "cuda"}
+
+
+def kernel_platform(eqn: Eqn) -> str | None:
+    """Return the platform that a kernel is written for; `None` if the equation is no kernel.
+
+    Empty if it is a Pallas kernel that does not say. The backend of a kernel's parameters, and the
+    names of cuDNN's primitives, are private (jax 0.10 to 0.12).
+    """
+    if eqn.primitive.name.startswith("dot_product_attention"):
+        return "cuda"
+    if eqn.primitive.name != "pallas_call":
+        return None
+    given = eqn.params.get("compiler_params")
+    backends = [getattr(given, "BACKEND", None), eqn.params.get("backend")]
+    return next((_KERNEL_PLATFORMS[name] for name in backends if name in _KERNEL_PLATFORMS), "")
+
+
+@contextlib.contextmanager
+def cudnn_of(capability: tuple[int, int], version: int) -> Iterator[None]:
+    """Trace inside of the block as on a GPU of this compute capability, with this cuDNN.
+
+    `jax.nn.dot_product_attention(implementation="cudnn")` asks the live backend for both while it
+    is traced; the compiler needs neither. The functions that ask are private (jax 0.10 to 0.12).
+    """
+    attention = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+
+    def parsed(text: str) -> tuple[int, ...]:
+        return tuple(map(int, text.split(".")))
+
+    answers: dict[str, Callable[..., Any]] = {
+        "check_cudnn_version": lambda: version,
+        "check_compute_capability": lambda least: capability >= parsed(least),
+        "is_cuda_compute_capability_equal": lambda other: capability == parsed(other),
+    }
+    with _PATCHING:
+        before = {name: getattr(attention, name) for name in answers}
+        vars(attention).update(answers)
+        try:
+            yield
+        finally:
+            vars(attention).update(before)
+
+
+_PATCHING = threading.RLock()  # what is patched belongs to all threads
+
+
+@dataclasses.dataclass(frozen=True)
+class Partitioner:
+    """A function with `custom_partitioning`, for the process that compiles: who cuts it, and how.
+
+    `sizes` and `names` are the mesh's.
+    """
+
+    partition: Any
+    propagate_user_sharding: Any
+    infer_sharding_from_operands: Any
+    in_tree: Any
+    out_tree: Any
+    static_args: Any
+    sizes: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+def lower(traced: Any, platform: str, mesh: Any, device: Any) -> tuple[Any, dict[str, Partitioner]]:
+    """Lower a trace on an abstract mesh, callbacks left out; also return its partitioners by key.
+
+    `device`, if given, is taken for the default device.
+
+    JAX refuses programs with callbacks or custom partitioning on abstract meshes. Their rules are
+    replaced for this lowering by its own parameter for that, which is private; so is the set of
+    primitives that it refuses (jax 0.10 to 0.12).
+    """
+    from jax._src import callback, custom_partitioning, debugging, dispatch
+    from jax._src.interpreters import mlir
+
+    partitioners: dict[str, Partitioner] = {}
+    rules = (
+        (debugging.debug_print_p, _nothing),
+        (debugging.debug_callback_p, _nothing),
+        (debugging.inspect_sharding_p, _nothing),
+        (callback.pure_callback_p, _zeros),
+        (callback.io_callback_p, _zeros),
+        (custom_partitioning.custom_partitioning_p, _partitioned_call(mesh, partitioners)),
+    )
+    parameters = mlir.LoweringParameters(override_lowering_rules=rules)  # type: ignore[arg-type]
+    refused = dispatch.prim_requires_devices_during_lowering
+    with _PATCHING, _compat.lowering_without_devices(device):
+        before = set(refused)
+        refused.clear()
+        dispatch.jaxpr_has_prim_requiring_devices.cache_clear()
+        try:
+            lowered = traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
+        finally:
+            refused |= before
+            dispatch.jaxpr_has_prim_requiring_devices.cache_clear()
+    return lowered, partitioners
+
+
+def _nothing(ctx: Any, *_: Any, **__: Any) -> tuple[()]:
+    """Lower a callback without results to nothing; tokens, the order of effects, pass through."""
+    if ctx.tokens_in is not None and len(ctx.tokens_in):
+        ctx.set_tokens_out(ctx.tokens_in)
+    return ()
+
+
+def _zeros(ctx: Any, *operands: Any, **params: Any) -> Any:
+    """Lower a callback to zeros, behind a barrier: what depends on them is not folded away."""
+    from jax._src.interpreters import mlir
+    from jax.extend.mlir.dialects import stablehlo
+
+    _nothing(ctx, *operands, **params)
+    zeros = [mlir.full_like_aval(ctx, 0, aval) for aval in ctx.avals_out]
+    return list(stablehlo.OptimizationBarrierOp(zeros).results) if zeros else []
+
+
+def _partitioned_call(mesh: Any, partitioners: dict[str, Partitioner]) -> Any:
+    """Make the rule of `custom_partitioning`: a call by a key that the compiling process knows.
+
+    JAX's own rule has the address of an object for a key, and needs devices.
+    """
+    from jax._src import core
+    from jax._src import custom_partitioning_sharding_rule as sharding_rules
+    from jax._src.interpreters import mlir
+
+    def rule(
+        ctx: Any,
+        *values: Any,
+        call: Any,
+        in_tree: Any,
+        out_tree: Any,
+        propagate_user_sharding: Any,
+        partition: Any,
+        infer_sharding_from_operands: Any,
+        sharding_rule: Any,
+        static_args: Any,
+        **_: Any,
+    ) -> Any:
+        manual = getattr(ctx.module_context.axis_context, "manual_axes", ())
+        if mesh.size == 1 or set(manual) == set(mesh.axis_names):  # nothing is left to cut
+            inner = mlir.lower_fun(core.jaxpr_as_fun(call), multiple_results=True)
+            return inner(ctx, *values)
+        key = f"meshwright {len(partitioners)}"
+        partitioners[key] = Partitioner(
+            partition,
+            propagate_user_sharding,
+            infer_sharding_from_operands,
+            in_tree,
+            out_tree,
+            static_args,
+            mesh.axis_sizes,
+            mesh.axis_names,
+        )
+        operands, results = (
+            jax.tree.leaves([mlir.aval_to_ir_types(ctx.module_context, aval) for aval in avals])
+            for avals in (call.in_avals, call.out_avals)
+        )
+        made = mlir.custom_call(
+            "CustomSPMDPartitioning",
+            result_types=results,
+            operands=list(values),
+            backend_config=key,
+        )
+        if callable(sharding_rule):
+            sharding_rule = sharding_rule(*static_args, mesh, operands, results)
+        options: dict[str, Any] = {}
+        if isinstance(sharding_rule, (list, tuple)):
+            sharding_rule, options = sharding_rule
+        if isinstance(sharding_rule, str):
+            sharding_rule = sharding_rules.str_to_sdy_sharding_rule(sharding_rule, **options)
+        if sharding_rule is not None:
+            made.attributes["sdy.sharding_rule"] = sharding_rules.sdy_sharding_rule_to_mlir(
+                sharding_rule, operands, results
+            )
+        return made.results
+
+    return rule
+
+
+def restore_partitioners(written: bytes, devices: Sequence[Any], platform: str) -> list[Any]:
+    """Make the pickled partitioners of a program known here; they are, as long as the result lives.
+
+    The table of those that are known, and what it holds, are private (jax 0.10 to 0.12). Importing
+    its module hands it to compilers that are loaded already.
+    """
+    from jax._src import custom_partitioning, sharding_impls
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    alive = []
+    context = types.SimpleNamespace(platforms=(platform,), backend=None)
+    partitioners: dict[str, Partitioner] = pickle.loads(written)  # noqa: S301 - our parent's
+    for key, known in partitioners.items():
+        mesh = Mesh(np.array(devices).reshape(known.sizes), known.names)
+
+        def named(sharding: Any, ndim: int, mesh: jax.sharding.Mesh = mesh) -> Any:
+            if sharding is None:
+                return None
+            spec = sharding_impls.parse_flatten_op_sharding(sharding, mesh)[0]
+            padded = (*spec, *[None] * (ndim - len(spec)))
+            return NamedSharding(mesh, PartitionSpec(*padded))  # type: ignore[no-untyped-call]
+
+        info = custom_partitioning._ShardingCallbackInfo(  # type: ignore[no-untyped-call]
+            known.propagate_user_sharding,
+            known.partition,
+            named,
+            known.in_tree,
+            known.out_tree,
+            known.infer_sharding_from_operands,
+            context,
+            mesh,
+            known.static_args,
+        )
+        custom_partitioning._sharding_callbacks[key.encode()] = info
+        alive.append(info)
+    return alive
