@@ -377,3 +377,34 @@ def source_line(eqn: Any) -> str:
     from jax.extend import source_info_util
 
     return str(source_info_util.summarize(eqn.source_info))
+
+
+def read_kernel(code: bytes, language: str) -> Any:
+    """Parse the program of a kernel, `"mosaic"` (Pallas on TPU) or `"triton"`; `None` if unread.
+
+    The bytes are in the custom call that runs it; the parser and its dialects are jaxlib's own and
+    private (jax 0.10 to 0.12). Kernels that libtpu makes are texts, which jaxlib cannot read.
+    """
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.passmanager import PassManager
+
+    context = ir.Context()
+    context.allow_unregistered_dialects = True
+    try:
+        if language == "mosaic":
+            from jax._src.lib import tpu  # type: ignore[attr-defined]
+
+            tpu.register_dialect(context)
+        else:
+            from jaxlib.triton import dialect
+
+            dialect.register_dialect(context)
+        context.load_all_available_dialects()
+        with context, ir.Location.unknown():
+            module = ir.Module.parse(code)
+            if language == "mosaic":  # from its form for storing to that of the compiler
+                passes = PassManager.parse("builtin.module(mosaic-serde{serialize=false})")
+                passes.run(module.operation)
+    except Exception:  # of another version, or of a form that jaxlib does not know
+        return None
+    return module

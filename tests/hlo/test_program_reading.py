@@ -139,6 +139,42 @@ def test_a_text_without_an_entry_is_refused():
         read_program("HloModule nothing\n")
 
 
+KERNEL = r"""HloModule jit_step, is_scheduled=true
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %kernel = f32[4]{0} custom-call(%x), custom_call_target="k", frontend_attributes={metadata={
+"profile":"{\"name\": \"}}}((\"}",
+  "blocks": {"q": [4
+]}}}, metadata={op_name="jit(f)/kernel"}, backend_config={ir = "ML\EF\22 } ) ]"}
+  %copied = f32[4]{0} copy(%kernel), frontend_attributes={metadata={
+"profile":"{"
+}}
+  ROOT %sum = f32[4]{0} add(%copied, %x)
+}
+"""
+
+
+def test_an_instruction_goes_on_until_its_brackets_close():
+    main = read_program(KERNEL).entry
+    assert [each.name for each in main.instructions] == ["x", "kernel", "copied", "sum"]
+    kernel = main.by_name["kernel"]
+    assert kernel.op_name == "jit(f)/kernel"
+    assert kernel.attribute("custom_call_target") == '"k"'
+    assert kernel.attribute("backend_config") == r'{ir = "ML\EF\22 } ) ]"}'
+    assert main.operands(main.root) == (main.by_name["copied"], main.by_name["x"])
+
+
+def test_an_operand_that_nothing_defines_is_named_with_its_line():
+    with pytest.raises(MeshwrightError, match="line 12 of the HLO text: %sum reads %gone, which"):
+        read_program(KERNEL.replace("add(%copied", "add(%gone"))
+
+
+def test_a_text_that_ends_inside_of_an_instruction_is_refused():
+    with pytest.raises(MeshwrightError, match="line 5 of the HLO text: the brackets of '%kernel"):
+        read_program(KERNEL[: KERNEL.index('  "blocks')])
+
+
 @pytest.mark.parametrize(
     ("condition", "body", "start", "trips"),
     [

@@ -7,7 +7,9 @@ from meshwright.hardware.chips import CHIPS
 from meshwright.hlo.program import read_program
 from meshwright.rehearsal.collectives.analyze import analyze
 from meshwright.rehearsal.collectives.types import Collectives
-from meshwright.rehearsal.step_time import StepTime, kernels, speeds, step_time
+from meshwright.rehearsal.kernel_speeds import speeds
+from meshwright.rehearsal.kernels import kernels
+from meshwright.rehearsal.step_time import StepTime, step_time
 
 HEAD = "HloModule jit_f, is_scheduled=true, num_partitions=4\n\n"
 GROUPS = "replica_groups={{0,1,2,3}}, use_global_device_ids=true"

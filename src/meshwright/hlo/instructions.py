@@ -127,6 +127,7 @@ class Computation:
 # Invariant: layouts and tilings in braces are dropped, so sizes are those without padding.
 
 _LEAF = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\]")
+_SPACE = re.compile(r"[a-z][a-z0-9]*\[[^\]]*\](?:\{[^{}]*?(?:S\((\d+)\))?\})?")
 _DIGITS = re.compile(r"\d+")
 # Types without their number of bits in their name. XLA stores a `pred` in a whole byte.
 _BITS_BY_NAME = {"pred": 8, "token": 0, "opaque": 0}
@@ -170,6 +171,15 @@ class Shape:
     @property
     def bytes(self) -> int:
         return sum(leaf.bytes for leaf in self.leaves)
+
+    @functools.cached_property
+    def spaces(self) -> tuple[int, ...]:
+        """The memory space of each leaf, 0 for main memory: `S(1)` of a layout is on chip.
+
+        >>> Shape("(bf16[64]{0:T(128)S(1)}, f32[3]{0})").spaces
+        (1, 0)
+        """
+        return tuple(int(space or 0) for space in _SPACE.findall(self.text))
 
     def __repr__(self) -> str:
         return short_repr(self, self.text)

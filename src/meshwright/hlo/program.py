@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -22,23 +23,31 @@ from meshwright.hlo.instructions import (
     integers,
     read_sources,
 )
+from meshwright.hlo.kernel_work import KernelWork, kernel_work
 
 # Reading a program.
 # Input: `compiled.as_text()` of the CPU, GPU or TPU compiler: a header, perhaps tables of source
 # lines, then computations, each a line that ends with `{`, indented instructions, and `}`.
-# Output: a `Program`. Invariant: every line that is an instruction becomes one, in the order of the
-# text; other lines (tables, blank lines) are skipped, and nothing is interpreted yet.
+# Output: a `Program`. Invariant: every instruction of the text becomes one, in the order of the
+# text; other lines (tables, blank lines) are skipped, nothing is interpreted yet, and every operand
+# is defined. An instruction may take several lines: XLA writes attributes that look like JSON, as
+# the metadata of Pallas kernels do, with the newlines they have. It goes on until its brackets
+# close, those in quotes not counted (kernels are bytes in quotes).
 # Example: below. One pass, linear in the text, since a large model's has millions of characters.
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) (?:\(.*\) -> .*)?\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\(")
+_QUOTED = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.S)
 _DEVICE_COUNT = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 
 
-def read_program(text: str) -> Program:
+def read_program(text: str, constants: Mapping[str, np.ndarray] | None = None) -> Program:
     """Read `compiled.as_text()` of any of the compilers.
 
-    Raises `MeshwrightError` if the text has no ENTRY computation.
+    `constants` are values that the text leaves out, by instruction, as `literals` reads them.
+
+    Raises `MeshwrightError` if the text has no ENTRY computation, or reads a value that it does not
+    define.
 
     >>> program = read_program('''HloModule double
     ...
@@ -52,15 +61,16 @@ def read_program(text: str) -> Program:
     <Program double, 1 computation, 1 device>
     """
     computations: dict[str, Computation] = {}
-    instructions: list[Instruction] = []
+    instructions: list[tuple[int, Instruction]] = []
     name, entry = "", ""
-    for line in text.splitlines():
+    for number, line in _whole_lines(text):
         if line.startswith(" "):
             instruction = read_instruction(line, name)
             if instruction is not None:
-                instructions.append(instruction)
+                instructions.append((number, instruction))
         elif line.startswith("}"):
-            computations[name] = Computation(name, tuple(instructions))
+            _check_operands(name, instructions)
+            computations[name] = Computation(name, tuple(each for _, each in instructions))
             name, instructions = "", []
         elif line.endswith("{") and (opening := _COMPUTATION.match(line)):
             name = opening[2]
@@ -73,7 +83,56 @@ def read_program(text: str) -> Program:
     devices = math.prod(map(int, _DEVICE_COUNT.findall(header)))
     # The header may hold braces of its own; the tables end where the first computation begins.
     tables = text[: text.find("{\n", len(header))]
-    return Program(header, computations, computations[entry], devices, read_sources(tables))
+    sources = read_sources(tables)
+    return Program(
+        header, computations, computations[entry], devices, sources, dict(constants or {})
+    )
+
+
+def _whole_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Yield lines with their numbers, an instruction that was broken into several as one."""
+    first, held, depth = 0, "", 0
+    for number, line in enumerate(text.split("\n"), 1):
+        if held:
+            held += "\n" + line
+            depth += _open_brackets(line)
+        elif line.startswith(" ") and " = " in line:
+            first, held, depth = number, line, _open_brackets(line)
+        else:
+            yield number, line
+            continue
+        if depth <= 0:
+            yield first, held
+            held = ""
+    if held:
+        raise MeshwrightError(
+            f"line {first} of the HLO text: the brackets of {held.strip()[:80]!r} never close. "
+            "Pass the whole text of compiled.as_text()."
+        )
+
+
+def _open_brackets(line: str) -> int:
+    """Count the brackets that a line opens and does not close, outside of quotes."""
+    if '"' in line:
+        line = _QUOTED.sub("", line)
+    opened = line.count("{") + line.count("(") + line.count("[")
+    return opened - line.count("}") - line.count(")") - line.count("]")
+
+
+def _check_operands(computation: str, instructions: list[tuple[int, Instruction]]) -> None:
+    """Refuse a text in which an instruction reads what its computation does not define."""
+    defined = {instruction.name for _, instruction in instructions}
+    for number, instruction in instructions:
+        if instruction.opcode in ("constant", "parameter") or defined.issuperset(
+            instruction.operands
+        ):
+            continue
+        missing = next(name for name in instruction.operands if name not in defined)
+        raise MeshwrightError(
+            f"line {number} of the HLO text: %{instruction.name} reads %{missing}, which nothing "
+            f"in computation {computation or '(none)'} defines. Pass the whole text of "
+            "compiled.as_text(); if it is whole, this form of HLO is not known: please report it."
+        )
 
 
 def read_instruction(line: str, computation: str) -> Instruction | None:
@@ -117,6 +176,7 @@ class Program:
     entry: Computation
     devices: int
     sources: SourceTable
+    constants: dict[str, np.ndarray]
 
     @functools.cached_property
     def dataflow(self) -> Dataflow:
@@ -147,7 +207,7 @@ class Program:
 
     @functools.cached_property
     def flops(self) -> float:
-        """Floating-point operations of all dots and convolutions on one device."""
+        """Floating-point operations of all dots, convolutions and kernels on one device."""
         return self.flops_of_computation(self.entry.name)
 
     def flops_of_computation(self, computation: str) -> float:
@@ -160,7 +220,9 @@ class Program:
 
     def flops_of(self, instruction: Instruction) -> float:
         """Return the operations of one instruction and of all that it calls."""
-        own = flops(instruction, self.computations[instruction.computation])
+        own: float = flops(instruction, self.computations[instruction.computation])
+        if (work := self.kernel_work(instruction)) is not None:
+            own += work.flops
         return own + sum(
             self.flops_of_computation(name) * runs_per_call(how, instruction, self.dataflow).count
             for how, name in instruction.called
@@ -168,6 +230,21 @@ class Program:
 
     @functools.cached_property
     def _flops(self) -> dict[str, float]:
+        return {}
+
+    def kernel_work(self, instruction: Instruction) -> KernelWork | None:
+        """Return the work of a custom kernel; `None` for any other instruction."""
+        if instruction.opcode != "custom-call":
+            return None
+        if instruction not in self._kernels:
+            computation = self.computations[instruction.computation]
+            self._kernels[instruction] = kernel_work(
+                instruction, computation, self.dataflow, self.constants
+            )
+        return self._kernels[instruction]
+
+    @functools.cached_property
+    def _kernels(self) -> dict[Instruction, KernelWork | None]:
         return {}
 
     @functools.cached_property
@@ -211,7 +288,7 @@ def estimated_cycles(instruction: Instruction) -> int | None:
 def flops(instruction: Instruction, computation: Computation) -> int:
     """Count a multiplication and an addition per product; 0 for what is no dot or convolution.
 
-    Attention kernels and other custom calls are opaque and count nothing.
+    Those of custom kernels are in `Program.kernel_work`.
     """
     opcode, attributes = instruction.opcode, instruction.attributes
     if opcode == "dot":
@@ -223,7 +300,7 @@ def flops(instruction: Instruction, computation: Computation) -> int:
         return 0
     if _LIBRARY_GEMM in attributes:
         match = _GEMM_DIMS.search(attributes)
-        return _dot(instruction, computation, integers(match[1] if match else ""))
+        return _dot(instruction, computation, integers(match[1])) if match else 0
     return _convolution(instruction, computation) if _LIBRARY_CONVOLUTION in attributes else 0
 
 

@@ -19,6 +19,7 @@ from meshwright import _compat
 from meshwright._progress import Bar
 from meshwright.errors import RehearsalError, near
 from meshwright.hardware.topology import Topology
+from meshwright.hlo.literals import decode_constants
 from meshwright.hlo.program import read_program
 from meshwright.models.base import Model
 from meshwright.models.presets import model
@@ -259,7 +260,7 @@ def _read_outcome(
     chip = placed.topology.chip
     if outcome.verdict == "exhausted":
         return as_refused(outcome.reason, arguments, chip), Collectives(()), None
-    program = read_program(outcome.text)
+    program = read_program(outcome.text, decode_constants(outcome.constants))
     collectives = analyze(program, placed, read_conflicts(outcome.notes))
     memory = as_compiled(outcome.memory, chip, live_buffers(program))
     return memory, collectives, step_time(program, collectives, chip)

@@ -34,7 +34,7 @@ from meshwright.hardware.topology import Topology
 # and variables that reach the compiler.
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda13-plugin")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-_FORMAT = 3  # of cache entries: raise it when `Outcome` or the worker changes
+_FORMAT = 4  # of cache entries: raise it when `Outcome` or the worker changes
 
 Platform = Literal["tpu", "cuda", "cpu"]
 PLATFORMS: Mapping[str, Platform] = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}  # by chip family
@@ -98,7 +98,8 @@ class Outcome:
     `verdict` is "exhausted" where it ran out of memory, "failed" for any other refusal; `reason`
     has its own text then. `text` is the optimised HLO, `memory` the compiler's sizes in bytes,
     `cost` its own estimates, `seconds` how long it took, `notes` what it printed.
-    `shardings` are those of the results, as `_compat.written_shardings` writes them.
+    `shardings` are those of the results, as `_compat.written_shardings` writes them; `constants`
+    are tables that kernels read and the text leaves out, as `integer_constants` writes them.
     """
 
     verdict: Literal["compiled", "exhausted", "failed"]
@@ -110,6 +111,7 @@ class Outcome:
     notes: str = ""
     compiler: str = ""
     shardings: list[str] = dataclasses.field(default_factory=list)
+    constants: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

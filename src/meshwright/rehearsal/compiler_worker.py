@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from meshwright import _compat
+from meshwright.hlo.literals import integer_constants
 from meshwright.rehearsal.compiler import Job, Outcome, Site, versions
 
 _SIZES = ("argument", "output", "alias", "temp", "generated_code")
@@ -73,14 +74,19 @@ def compile_job(job: Job, devices: list[Any] | Exception) -> Outcome:
     stats = executable.get_compiled_memory_stats()
     memory = {name: int(getattr(stats, f"{name}_size_in_bytes")) for name in _SIZES}
     memory["live"] = int(getattr(stats, "peak_memory_in_bytes", 0))
+    module = executable.hlo_modules()[0]
+    text = module.to_string()
+    has_kernels = '"tpu_custom_call"' in text
+    serialized = module.as_serialized_hlo_module_proto() if has_kernels else b""
     return Outcome(
         "compiled",
-        text=executable.hlo_modules()[0].to_string(),
+        text=text,
         memory=memory,
         cost=_cost(executable),
         seconds=seconds,
         compiler=_compiler(job),
         shardings=_compat.written_shardings(executable, len(job.free_outputs)),
+        constants=integer_constants(serialized),
     )
 
 

@@ -1,0 +1,261 @@
+"""`kernels`: every instruction of a program that takes time, with its operations and bytes.
+
+Instructions of the entry, of loops, branches and calls are kernels; what is fused into one works
+on chip. A kernel that only slices an operand, or only updates a slice of it, moves the slice; one
+that gathers rows of a table moves the rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+
+from meshwright.hlo.instructions import Computation, Instruction, Leaf
+from meshwright.hlo.kernel_work import KernelWork
+from meshwright.hlo.program import Program, flops
+
+# What takes no time of its own: it names a value, or only runs other computations.
+_FREE = frozenset(
+    {
+        *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call"),
+        *("conditional", "optimization-barrier", "after-all", "partition-id", "replica-id"),
+        *("domain", "add-dependency"),
+    }
+)
+_COMMUNICATION = re.compile(
+    r"all-(gather|reduce|to-all)|reduce-scatter|collective-|ragged-all-to-all|(send|recv)(-done)?$"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One instruction that takes time; `dtype` is that of what it multiplies, if it does.
+
+    `custom` is the work of a custom kernel. `slow` counts what other units than multipliers and
+    memory may bound: elements of transcendental functions by HLO's opcode, and what
+    `_irregular` names.
+    """
+
+    instruction: Instruction
+    flops: float
+    bytes: float
+    dtype: str
+    custom: KernelWork | None = None
+    slow: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+# In: a computation that runs. Out: its kernels in order, each with floating-point operations and
+# bytes of main memory, those of what is fused into it included. Collectives are not among them.
+# Example: `fusion(%x, %w)` of a dot and an addition is one kernel with the dot's operations, that
+# reads x and w and writes its result; what the dot hands to the addition stays on chip.
+def kernels(program: Program, computation: Computation) -> Iterator[Kernel]:
+    """List the kernels of a computation."""
+    for instruction in computation.instructions:
+        if _is_free(instruction) or _is_communication(instruction):
+            continue
+        custom = program.kernel_work(instruction)
+        traffic = _traffic(program, computation, instruction)
+        if custom is not None:
+            moved = traffic if custom.bytes is None else custom.bytes
+            slow = custom.transcendentals
+            yield Kernel(instruction, custom.flops, moved, custom.dtype, custom, slow)
+            continue
+        work, dtype = _work(program, computation, instruction)
+        slow = _slow(program, computation, instruction)
+        yield Kernel(instruction, work, traffic, dtype, None, slow)
+
+
+def running(program: Program) -> Iterator[Computation]:
+    """Yield the entry and the computations of loops, branches and calls, each once."""
+    seen = {program.entry.name}
+    pending = [program.entry]
+    while pending:
+        computation = pending.pop()
+        yield computation
+        for instruction in computation.instructions:
+            if not instruction.only_calls:
+                continue
+            for how, name in instruction.called:
+                # `to_apply` is the scalar function of a reduce or a sort, but the body of a call.
+                if name not in seen and (how != "to_apply" or instruction.opcode == "call"):
+                    seen.add(name)
+                    pending.append(program.computations[name])
+
+
+def _is_free(instruction: Instruction) -> bool:
+    ends = instruction.opcode.endswith(("-done", "-update"))
+    return instruction.opcode in _FREE or ends or instruction.only_calls
+
+
+def _is_communication(instruction: Instruction) -> bool:
+    return bool(_COMMUNICATION.match(instruction.opcode)) or (
+        instruction.opcode == "fusion"
+        and any("all-reduce-scatter" in n for _, n in instruction.called)
+    )
+
+
+def _work(
+    program: Program, computation: Computation, instruction: Instruction
+) -> tuple[float, str]:
+    """Operations of an instruction and of all that is fused into it, and their dtype."""
+    operations = float(flops(instruction, computation))
+    dtype = computation.operands(instruction)[0].shape.leaves[0].dtype if operations else ""
+    if instruction.opcode == "fusion":
+        for _, name in instruction.called:
+            inner = program.computations[name]
+            for each in inner.instructions:
+                more, inner_dtype = _work(program, inner, each)
+                operations, dtype = operations + more, dtype or inner_dtype
+    return operations, dtype
+
+
+def _traffic(program: Program, computation: Computation, instruction: Instruction) -> float:
+    """Bytes that an instruction reads and writes of main memory."""
+    operands = computation.operands(instruction)
+    if instruction.opcode == "copy-start":
+        return 2.0 * sum(map(_main_memory, operands))
+    if instruction.opcode == "dynamic-slice":
+        return 2.0 * _main_memory(instruction)
+    if instruction.opcode == "dynamic-update-slice":
+        return 2.0 * _main_memory(operands[1])
+    if instruction.opcode == "gather":
+        return 2.0 * _main_memory(instruction) + _main_memory(operands[1])
+    if instruction.opcode != "fusion":
+        return float(_main_memory(instruction) + sum(map(_main_memory, operands)))
+    inner = program.computations[next(name for how, name in instruction.called if how == "calls")]
+    reads = sum(_read(inner, number, operand) for number, operand in enumerate(operands))
+    return float(reads + _written(inner, instruction))
+
+
+def _read(inner: Computation, number: int, operand: Instruction) -> float:
+    """What a fusion reads of an operand: the slices, where it only slices it."""
+    whole = _main_memory(operand)
+    parameter = inner.parameters.get(number)
+    if not whole or parameter is None:
+        return whole
+    users = _users(inner, parameter)
+    if users and all(
+        user.opcode == "dynamic-slice"
+        or (user.opcode == "gather" and _base(inner, user) is parameter)
+        or (user.opcode == "dynamic-update-slice" and _base(inner, user) is parameter)
+        for user in users
+    ):
+        slices = (user for user in users if user.opcode in ("dynamic-slice", "gather"))
+        return min(whole, sum(user.shape.bytes for user in slices))
+    return whole
+
+
+def _users(inner: Computation, value: Instruction) -> list[Instruction]:
+    """What reads a value, seen through bitcasts."""
+    users: list[Instruction] = []
+    for user in inner.users.get(value.name, []):
+        users += _users(inner, user) if user.opcode == "bitcast" else [user]
+    return users
+
+
+def _base(inner: Computation, update: Instruction) -> Instruction:
+    """Return the array of which a slice is updated, seen through bitcasts."""
+    return _through_bitcasts(inner, inner.operands(update)[0])
+
+
+def _through_bitcasts(inner: Computation, value: Instruction) -> Instruction:
+    while value.opcode == "bitcast":
+        value = inner.operands(value)[0]
+    return value
+
+
+def _written(inner: Computation, instruction: Instruction) -> float:
+    """What a fusion writes: the update, where it updates a slice in place."""
+    root = inner.root
+    roots = inner.operands(root) if root.opcode == "tuple" else (root,)
+    roots = tuple(_through_bitcasts(inner, each) for each in roots)
+    whole = _main_memory(instruction)
+    parts = [
+        inner.operands(each)[1].shape.bytes
+        for each in roots
+        if each.opcode == "dynamic-update-slice"
+    ]
+    if len(parts) == len(roots):
+        return min(whole, sum(parts))
+    return whole
+
+
+def _main_memory(instruction: Instruction) -> int:
+    """Bytes of a value in main memory; a TPU keeps some on chip."""
+    shape = instruction.shape
+    places = zip(shape.leaves, shape.spaces, strict=True)
+    return sum(leaf.bytes for leaf, space in places if space == 0)
+
+
+# Counting what other units may bound.
+# Input: an instruction. Output: `{what: how many}`, that of fused instructions included.
+# Example: a fusion of `sine(bf16[8,16])` has `{"sine": 128}`; a sort of 1000 rows of 64 keys has
+# `{"sorted in rows": 64000}`; a gather of 5 rows from a table in main memory `{"gathered": 5}`.
+
+_TRANSCENDENTAL = frozenset(
+    "exponential exponential-minus-one log log-plus-one logistic tanh erf sine cosine tan power "
+    "rsqrt sqrt cbrt atan2 divide".split()
+)
+_IN_CACHE = 50 * 2**20  # bytes: the L2 of an H100 and an H200 (datasheet)
+
+
+def _slow(program: Program, computation: Computation, instruction: Instruction) -> dict[str, float]:
+    counts: dict[str, float] = {}
+    name, count = _irregular(program, computation, instruction)
+    if instruction.opcode in _TRANSCENDENTAL and instruction.shape.leaves[0].dtype[0] in "fb":
+        name, count = instruction.opcode, instruction.shape.leaves[0].elements
+    if count:
+        counts[name] = float(count)
+    if instruction.opcode == "fusion":
+        for _, called in instruction.called:
+            inner = program.computations[called]
+            for each in inner.instructions:
+                for key, more in _slow(program, inner, each).items():
+                    counts[key] = counts.get(key, 0.0) + more
+    return counts
+
+
+def _irregular(
+    program: Program, computation: Computation, instruction: Instruction
+) -> tuple[str, float]:
+    """What a sort, a gather or a scatter does, by the name of its speed."""
+    if instruction.opcode not in ("sort", "gather", "scatter", "custom-call"):
+        return "", 0
+    operands = [
+        each.shape.leaves[0] for each in computation.operands(instruction) if each.shape.leaves
+    ]
+    if instruction.opcode == "sort" or '"__cub$DeviceRadixSort' in instruction.attributes:
+        keys = operands[0]
+        if len(keys.dims) > 1 and keys.elements > max(keys.dims):
+            return "sorted in rows", keys.elements
+        pairs = len(operands) > 1 and operands[1].elements == keys.elements
+        return ("sorted pairs" if pairs else "sorted"), keys.elements
+    if instruction.opcode == "gather":
+        where = "gathered in cache" if operands[0].bytes <= _IN_CACHE else "gathered"
+        rows = max(1, operands[1].elements // max(1, _index_size(instruction, operands[1].dims)))
+        return where, rows
+    if instruction.opcode == "scatter":
+        return _scattered(program, instruction, operands)
+    return "", 0
+
+
+def _index_size(instruction: Instruction, dims: tuple[int, ...]) -> int:
+    """How many of the numbers of a gather or scatter make one index."""
+    axis = int(instruction.attribute("index_vector_dim") or len(dims))
+    return dims[axis] if axis < len(dims) else 1
+
+
+def _scattered(
+    program: Program, instruction: Instruction, operands: list[Leaf]
+) -> tuple[str, float]:
+    """Elements that are added to others, which takes atomics; plain writes are memory's."""
+    applied = next((name for how, name in instruction.called if how == "to_apply"), "")
+    body = program.computations.get(applied)
+    if body is None or body.root.opcode != "add":
+        return "", 0
+    updates = operands[-1]
+    indices = max(1, operands[1].elements // max(1, _index_size(instruction, operands[1].dims)))
+    if updates.elements < 8 * indices:  # single elements, at random places
+        return "scattered elements", updates.elements
+    return f"scattered {'f32' if updates.dtype == 'f32' else 'bf16'}", updates.elements
