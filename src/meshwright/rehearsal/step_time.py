@@ -144,10 +144,10 @@ def _names(entries: Sequence[CustomKernel]) -> str:
 
 def custom_table(entries: Sequence[CustomKernel]) -> str:
     """Print the custom kernels of a step, the longest first."""
-    rows = [["custom kernels", "made by", "runs", "TFLOP", "moved", "time", "FLOPs are"]]
+    rows = [["custom kernels", "made by", "runs", "GFLOP", "moved", "time", "FLOPs are"]]
     ordered = sorted(entries, key=lambda entry: -entry.seconds)
     for entry in ordered[:_MOST_KERNELS]:
-        work = "-" if entry.trust == "unknown" else f"{entry.flops / 1e12:.3g}"
+        work = "-" if entry.trust == "unknown" else f"{entry.flops / 1e9:,.1f}"
         cells = [entry.name, entry.kind, str(entry.times), work, amount(entry.bytes)]
         rows.append([*cells, duration(entry.seconds), entry.trust])
     if len(ordered) > _MOST_KERNELS:
