@@ -90,3 +90,4 @@ def test_a_mask_that_only_a_run_knows_makes_an_upper_bound():
     assert [kernel.trust for kernel in r.time.custom] == ["at most"]
     assert r.flops == 4 * 2 * 256 * 256 * 128
     assert "upper bound" in str(r)
+    assert "upper bound" in r._repr_html_()

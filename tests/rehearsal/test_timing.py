@@ -197,6 +197,7 @@ def test_a_call_that_nobody_knows_is_told():
     assert (kernel.trust, kernel.flops, kernel.bytes) == ("unknown", 0, 2 * 2 * 4096**2)
     assert "FLOPs unknown of mine (my_kernel)" in str(time)
     assert time.to_json()["custom_kernels"][0]["trust"] == "unknown"
+    assert any(line.startswith("mine") and "unknown" in line for line in str(time).splitlines())
 
 
 def seconds(body, chip="h100", before=""):
