@@ -41,8 +41,45 @@ def test_a_large_product_waits_for_the_multipliers():
     time = step_time(program(dot("d", root=True)), Collectives(()), CHIPS["h100"])
     assert time.flops == 2 * 4096**3
     assert time.bytes == 3 * 2 * 4096**2
-    assert time.compute == pytest.approx(2 * 4096**3 / speeds(CHIPS["h100"]).flops)
+    # As measured on an H200: 692 to 772 of 990 TFLOP/s at this size.
+    assert 0.70 < 2 * 4096**3 / 990e12 / time.compute < 0.78
     assert time.memory == time.exposed == 0.0
+
+
+@pytest.mark.parametrize(("side", "reached"), [(2048, 0.56), (4096, 0.74), (8192, 0.80)])
+def test_small_products_reach_less(side, reached):
+    seconds = speeds(CHIPS["h200"]).compute(2 * side**3, "bf16")
+    assert 2 * side**3 / 990e12 / seconds == pytest.approx(reached, rel=0.2)
+
+
+def test_short_kernels_take_as_long_as_their_launch():
+    gpu = speeds(CHIPS["h200"])
+    assert 1e-6 + gpu.launch(1e-6) == pytest.approx(3e-6)
+    assert gpu.launch(1e-3) < 1e-6
+    assert gpu.launch(0.0) == 0.0
+
+
+def test_a_scatter_moves_what_it_adds_and_not_its_table():
+    added = """\
+%scattering (t: f32[32000,64], i: s32[128,1], u: f32[128,64]) -> f32[32000,64] {
+  %t = f32[32000,64] parameter(0)
+  %i = s32[128,1] parameter(1)
+  %u = f32[128,64] parameter(2)
+  ROOT %w = f32[32000,64] scatter(%t, %i, %u), update_window_dims={1}, \
+inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%add
+}
+
+"""
+    body = """\
+  %table = f32[32000,64] constant(0)
+  %ids = s32[128,1] constant(0)
+  %rows = f32[128,64] constant(0)
+  %new = f32[32000,64] fusion(%table, %ids, %rows), kind=kInput, calls=%scattering
+  ROOT %end = bf16[4096,4096] copy(%a)
+"""
+    read = program(body, added)
+    moved = {kernel.instruction.name: kernel.bytes for kernel in kernels(read, read.entry)}
+    assert moved["new"] == 3 * 4 * 128 * 64 + 4 * 128
 
 
 def test_a_sum_waits_for_the_memory():
@@ -100,9 +137,23 @@ def test_communication_hides_behind_what_runs_meanwhile():
     assert exposed.total - hidden.total == pytest.approx(exposed.exposed)
 
 
+@pytest.mark.parametrize("target", ["Forward", "BackwardInput", "BackwardFilter"])
+def test_gradients_of_convolutions_by_cudnn_have_the_products_of_the_convolution(target):
+    shapes = {"x": "f32[8,16,16,32]", "k": "f32[64,3,3,32]", "y": "f32[8,16,16,64]"}
+    left, right, out = {"Forward": "xky", "BackwardInput": "ykx", "BackwardFilter": "xyk"}[target]
+    read = program(
+        f"  %l = {shapes[left]} constant(0)\n  %r = {shapes[right]} constant(0)\n"
+        f"  %c = ({shapes[out]}, u8[0]) custom-call(%l, %r), window={{size=3x3 pad=1_1x1_1}}, "
+        f'dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$conv{target}"\n'
+        "  ROOT %end = bf16[4096,4096] copy(%a)\n"
+    )
+    taps = (16 * 3 - 2) ** 2  # those in the padding meet nothing
+    assert read.flops == 2 * 8 * taps * 32 * 64
+
+
 def test_types_have_their_own_speed():
     gpu, tpu = speeds(CHIPS["h100"]), speeds(CHIPS["v5e"])
-    assert gpu.compute(1e12, "f32") == 2 * gpu.compute(1e12, "bf16")
+    assert gpu.compute(1e12, "f32") == pytest.approx(2.3 * gpu.compute(1e12, "bf16"), rel=0.01)
     assert tpu.compute(1e12, "f32") == tpu.compute(1e12, "bf16")
 
 

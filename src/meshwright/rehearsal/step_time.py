@@ -245,7 +245,7 @@ def _one_run(
             continue
         compute, memory = speed.kernel(kernel)
         parts["compute" if compute > memory else "memory"] += max(compute, memory)
-        parts["start"] += speed.start if max(compute, memory) > 0 else 0.0
+        parts["start"] += speed.launch(max(compute, memory))
         parts["flops"] += kernel.flops
         parts["bytes"] += kernel.bytes
         passed += max(compute, memory)
