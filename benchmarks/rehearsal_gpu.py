@@ -1,92 +1,123 @@
-"""On a real GPU: rehearsed memory and time of train steps against measured ones.
+"""On a real GPU: rehearsed memory and time of steps against measured ones.
 
-python benchmarks/rehearsal_gpu.py [h200:1]
+    python benchmarks/rehearsal_gpu.py [h200:1] [step ...]     # rehearse and measure
+    python benchmarks/rehearsal_gpu.py measure FILE [step ...] # only measure, into a JSON file
+    python benchmarks/rehearsal_gpu.py against FILE [step ...] # rehearse against that file, no GPU
 
-Each model is rehearsed for one GPU that the compiler only knows by its description, then run on
-the real one, in a process of its own.
+Each step (`gpu_steps.py`) is rehearsed for one GPU that the compiler only knows by its description,
+and run on the real one, in a process of its own. The means are over the steps whose times were
+never used to fit the model (`KEPT`) and over the others.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
+import gpu_steps
 import jax
+import jax.numpy as jnp
 
 import meshwright as mw
 
-STEPS = 10
-# Name, batch, row length, changes to the preset.
-MODELS = (
-    ("llama3-8b", 8, 2048, {"layers": 4, "vocab": 32_000}),
-    ("mixtral-8x7b", 4, 2048, {"layers": 2, "mlp": 3584, "vocab": 32_000}),
-    ("vit-l16", 128, None, {}),
-    ("resnet50", 256, None, {}),
-)
+RUNS = 10
+GPU = "h200:1"
 
 
-def rehearsed(
-    on: str, name: str, batch: int, seq: int | None, changes: dict
-) -> mw.rehearsal.Rehearsal:
-    model = mw.models.model(name, **changes)
-    return mw.rehearse_model(model, batch=batch, seq=seq, mesh="dp:1", on=on, cache=False)
+def filled(key: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """Random values: counters are 0, ids spread evenly, weights of the size that training has."""
+    if not jnp.issubdtype(shape.dtype, jnp.floating):
+        top = 32_000 if shape.shape else 1
+        return jax.random.randint(key, shape.shape, 0, top, jnp.int32).astype(shape.dtype)
+    return (0.02 * jax.random.normal(key, shape.shape, jnp.bfloat16)).astype(shape.dtype)
 
 
-def measured(name: str, batch: int, seq: int | None, changes: dict) -> dict[str, float]:
-    """Peak memory and time of a step on the GPU that is here."""
-    model = mw.models.model(name, **changes)
-    state = jax.jit(model.state)(jax.random.key(0))
-    data = jax.device_put(model.example(batch, seq))
-    step = jax.jit(model.train_step, donate_argnums=0)
-    state, _ = step(state, data)
-    jax.block_until_ready(state)
-    began = time.perf_counter()
-    for _ in range(STEPS):
-        state, metrics = step(state, data)
-    jax.block_until_ready((state, metrics))
-    seconds = (time.perf_counter() - began) / STEPS
-    peak = jax.devices()[0].memory_stats()["peak_bytes_in_use"]
-    return {"peak": peak, "seconds": seconds}
+def measured(name: str) -> dict[str, float]:
+    """Peak memory and the best of a few times of a step on the GPU that is here."""
+    step, shapes = gpu_steps.STEPS[name]()
+    leaves, treedef = jax.tree.flatten(shapes)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    make = jax.jit(lambda keys: [filled(k, s) for k, s in zip(keys, leaves, strict=True)])
+    args = treedef.unflatten(make(keys))
+    compiled = jax.jit(step).lower(*args).compile()
+    jax.block_until_ready(compiled(*args))
+    peak = jax.devices()[0].memory_stats()["peak_bytes_in_use"]  # before results pile up
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        for _ in range(RUNS):
+            out = compiled(*args)
+        jax.block_until_ready(out)
+        times.append((time.perf_counter() - began) / RUNS)
+    return {"seconds": min(times), "peak": peak}
 
 
-def in_a_process(number: int) -> dict[str, float]:
+def in_a_process(name: str) -> dict[str, float]:
     done = subprocess.run(
-        [sys.executable, __file__, "measure", str(number)],
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, __file__, "one", name], capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise SystemExit(done.stderr[-3000:])
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        return {"error": done.stderr[-400:]}  # type: ignore[dict-item]
+    answer: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return answer
 
 
-def main(on: str) -> None:
+def rehearsed(name: str, on: str) -> Any:
+    step, shapes = gpu_steps.STEPS[name]()
+    return mw.rehearse(step, *shapes, mesh="dp:1", on=on, name=name)
+
+
+def compare(names: list[str], on: str, real: dict[str, dict[str, float]] | None) -> None:
     print(
-        f"{'model':<14}{'rehearsed':>11}{'measured':>11}{'ratio':>7}"
-        f"{'modelled':>11}{'measured':>11}{'ratio':>7}{'utilisation':>13}"
+        f"{'step':<22}{'rehearsed':>11}{'measured':>11}{'ratio':>7}"
+        f"{'modelled':>12}{'measured':>12}{'ratio':>7}"
     )
-    for number, (name, batch, seq, changes) in enumerate(MODELS):
-        result = rehearsed(on, name, batch, seq, changes)
-        real = in_a_process(number)
-        time_ = result.time
+    errors: dict[bool, list[float]] = {True: [], False: []}
+    for name in names:
+        got = in_a_process(name) if real is None else real.get(name, {"error": "not measured"})
+        if "error" in got:
+            print(f"{name:<22}not measured: {got['error']}", flush=True)
+            continue
+        result = rehearsed(name, on)
+        modelled = result.time.total
+        errors[name in gpu_steps.KEPT].append(abs(modelled / got["seconds"] - 1))
         print(
-            f"{name:<14}{result.memory.peak / 2**30:>7.2f} GiB{real['peak'] / 2**30:>7.2f} GiB"
-            f"{result.memory.peak / real['peak']:>7.2f}"
-            f"{time_.total * 1e3:>8.1f} ms{real['seconds'] * 1e3:>8.1f} ms"
-            f"{time_.total / real['seconds']:>7.2f}"
-            f"{time_.flops / time_.peak_flops / real['seconds']:>13.0%}",
+            f"{name:<22}{result.memory.peak / 2**30:>7.2f} GiB{got['peak'] / 2**30:>7.2f} GiB"
+            f"{result.memory.peak / got['peak']:>7.2f}"
+            f"{modelled * 1e3:>9.2f} ms{got['seconds'] * 1e3:>9.2f} ms"
+            f"{modelled / got['seconds']:>7.2f}",
             flush=True,
         )
-        print("   ", {part: round(s * 1e3, 1) for part, s in time_.parts().items()}, flush=True)
+    for kept, values in errors.items():
+        if values:
+            what = "never used for fitting" if kept else "used for fitting"
+            print(f"mean error of time, {len(values)} steps {what}: {statistics.mean(values):.1%}")
+
+
+def main(args: list[str]) -> None:
+    if args[:1] == ["one"]:
+        print(json.dumps(measured(args[1])))
+        return
+    jax.config.update("jax_platforms", "cpu")  # the GPU is for the processes that measure
+    if args[:1] == ["measure"]:
+        names = args[2:] or list(gpu_steps.STEPS)
+        real = {}
+        for name in names:
+            real[name] = in_a_process(name)
+            print(name, real[name], flush=True)
+            Path(args[1]).write_text(json.dumps(real, indent=1))
+        return
+    real = None
+    if args[:1] == ["against"]:
+        real = json.loads(Path(args[1]).read_text())
+        args = [GPU, *args[2:]]
+    compare(args[1:] or list(gpu_steps.STEPS), args[0] if args else GPU, real)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["measure"]:
-        print(json.dumps(measured(*MODELS[int(sys.argv[2])])))
-    else:
-        jax.config.update("jax_platforms", "cpu")  # the GPU is for the processes that measure
-        main(*sys.argv[1:] or ["h200:1"])
+    main(sys.argv[1:])

@@ -1,66 +1,93 @@
 """Programs with kernels of their own, as people run them, through the vendors' compilers."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_kernel as splash,
-)
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_mask as splash_mask,
-)
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
+from kernel_programs import ATTENTION, PROGRAMS, causal_splash, gradients
 
 import meshwright as mw
 
 pytestmark = pytest.mark.compilers
 
-BATCH, HEADS, LENGTH, HEAD = 8, 4, 1024, 128
-ATTENTION = jax.ShapeDtypeStruct((BATCH, HEADS, LENGTH, HEAD), jnp.bfloat16)
+
+def rehearsed(program, on, **options):
+    """Rehearse a program on every device of some hardware, each with its part."""
+    devices = mw.topology(on).num_devices
+    step = jax.shard_map(program, in_specs=P("dp"), out_specs=P("dp"), check_vma=False)
+
+    def run(*shapes, **more):
+        whole = [
+            jax.ShapeDtypeStruct((devices * each.shape[0], *each.shape[1:]), each.dtype)
+            for each in shapes
+        ]
+        return mw.rehearse(
+            step,
+            *whole,
+            mesh=f"dp:{devices}",
+            on=on,
+            in_shardings=[P("dp")] * len(whole),
+            cache=False,
+            **options,
+            **more,
+        )
+
+    return run
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
+CASES = [
+    pytest.param(program, on, id=f"{program.name}-{on.partition(':')[0]}")
+    for program in PROGRAMS
+    for on in program.on
+]
 
 
-def causal_splash(query, key, value):
-    mask = splash_mask.MultiHeadMask([splash_mask.CausalMask((LENGTH, LENGTH))] * HEADS)
-    blocks = splash.BlockSizes(
-        **dict.fromkeys(("block_q", "block_kv", "block_kv_compute"), 256),
-        **dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute"), 256),
-        **dict.fromkeys(("block_q_dq", "block_kv_dq"), 256),
-    )
-    kernel = splash.make_splash_mha_single_device(mask, block_sizes=blocks)
-    return jax.vmap(kernel)(query, key, value)
-
-
-def sharded(attention, axis="fsdp"):
-    spec = P(axis)
-    return jax.shard_map(attention, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)
-
-
-def gradients(attention, query, key, value):
-    def loss(*operands):
-        return attention(*operands).astype(jnp.float32).sum()
-
-    return jax.value_and_grad(loss, argnums=(0, 1, 2))(query, key, value)
-
-
-def test_splash_attention_is_read_with_the_metadata_of_its_kernels(cache):
-    step = functools.partial(gradients, sharded(causal_splash))
-    r = mw.rehearse(
-        step,
-        *[ATTENTION] * 3,
-        mesh="fsdp:8",
-        on="v5e:2x4",
-        in_shardings=[P("fsdp")] * 3,
-        name="splash",
-        cache=cache,
-    )
+@pytest.mark.parametrize(("program", "on"), CASES)
+def test_a_program_has_the_work_that_is_counted_by_hand(program, on):
+    r = rehearsed(program.function, on, name=program.name)(*program.shapes)
+    devices = r.placement.topology.num_devices
+    assert r.flops == program.flops * (devices if program.per_device else 1)
+    assert sorted(kernel.trust for kernel in r.time.custom) == sorted(program.kernels)
     assert r.fits
+    assert r.time.total > 0
+    text = str(r)
+    assert all(kernel.name in text for kernel in r.time.custom)
+    assert ("FLOPs unknown of" in text) == ("unknown" in program.kernels)
+
+
+def test_splash_attention_is_read_with_the_metadata_of_its_kernels():
+    r = rehearsed(gradients(causal_splash), "v5e:2x4", name="splash")(*ATTENTION)
     assert "kernel_metadata={\n" in r.text  # else this test shows nothing
-    assert r.text.count('custom_call_target="tpu_custom_call"') == 3
-    assert {entry.kind for entry in r.collectives} <= {"all-reduce"}
+    assert {kernel.kind for kernel in r.time.custom} == {"Pallas TPU"}
+    # The compiler's own estimate leaves kernels out.
+    assert r.time.compiler > sum(kernel.seconds for kernel in r.time.custom) > 0
+
+
+def test_a_mask_that_only_a_run_knows_makes_an_upper_bound():
+    def masked(query, key, value, mask):
+        def body(mask, query, key, out):
+            @pl.when(mask[pl.program_id(0)] > 0)
+            def _():
+                out[...] = jnp.dot(query[...], key[...].T, preferred_element_type=jnp.float32)
+
+        spec = pl.BlockSpec((256, 128), lambda i, _: (i, 0))
+        return pl.pallas_call(
+            body,
+            out_shape=jax.ShapeDtypeStruct((1024, 256), jnp.float32),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=1,
+                grid=(4,),
+                in_specs=[spec, pl.BlockSpec((256, 128), lambda i, _: (0, 0))],
+                out_specs=pl.BlockSpec((256, 256), lambda i, _: (i, 0)),
+            ),
+        )(mask, query, key)
+
+    query = jax.ShapeDtypeStruct((1024, 128), jnp.bfloat16)
+    mask = jax.ShapeDtypeStruct((4,), jnp.int32)
+    r = rehearsed(masked, "v5e:2x2", name="masked")(query, query, query, mask)
+    assert [kernel.trust for kernel in r.time.custom] == ["at most"]
+    assert r.flops == 4 * 2 * 256 * 256 * 128
+    assert "upper bound" in str(r)
+    assert "upper bound" in r._repr_html_()

@@ -123,17 +123,23 @@ class _Evaluation:
         self.grid, self.functions, self.tables = grid, functions, tables
         self.rank = len(grid) + _DEEPEST
         self.loops = 0  # how many we are in
+        self.prefetched = 0  # operands of a Mosaic kernel that are tables of scalars
 
     def run(self, function: Any, starts_with_grid: bool) -> Count:
         block = function.regions[0].blocks[0]
-        values = self.arguments(function, block) if starts_with_grid else {}
+        self.prefetched = next(iter(_integers(function, "scalar_prefetch")), 0)
+        values = self.arguments(block) if starts_with_grid else {}
         return self.block(block, values, np.ones((1,) * self.rank))
 
-    def arguments(self, function: Any, block: Any) -> Values:
+    def arguments(self, block: Any) -> Values:
         """The scalars that a Mosaic function starts with: its place in the grid, and tables."""
         grid = {block.arguments[i]: self.axis(np.arange(n), i) for i, n in enumerate(self.grid)}
         first = len(self.grid)
-        known = {block.arguments[first + i]: table for i, table in self.tables.items()}
+        known = {
+            block.arguments[first + i]: table
+            for i, table in self.tables.items()
+            if i < self.prefetched
+        }
         return {**grid, **known}
 
     def axis(self, numbers: np.ndarray, axis: int) -> np.ndarray:
@@ -257,8 +263,7 @@ class _Evaluation:
             return
         arguments = main.regions[0].blocks[0].arguments
         # Before the operands with blocks come the grid and the tables.
-        prefetched = _integers(main, "scalar_prefetch")
-        first = len(self.grid) + (prefetched[0] if prefetched else 0)
+        first = len(self.grid) + self.prefetched
         for number, window in enumerate(main.attributes["window_params"]):
             text = str(window)
             function = self.functions.get(_after(text, "transform_indices = @"))
@@ -276,7 +281,7 @@ class _Evaluation:
         if points > _MOST_POINTS:
             raise NotCountable
         block = transform.regions[0].blocks[0]
-        values = self.arguments(transform, block)
+        values = self.arguments(block)
         self.block(block, values, np.ones((1,) * self.rank))
         changed = np.zeros(points, bool)
         changed[:1] = True

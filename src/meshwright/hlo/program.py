@@ -318,17 +318,21 @@ def _convolution(instruction: Instruction, computation: Computation) -> int:
     left, right = (
         operand.shape.leaves[0].dims for operand in computation.operands(instruction)[:2]
     )
-    result = instruction.shape.leaves[0]
+    result = instruction.shape.leaves[0].dims
+    # cuDNN's gradients keep the labels of the convolution itself: its input, kernel and output.
+    if "convBackwardFilter" in instruction.attributes:
+        right, result = result, right
+    elif "convBackwardInput" in instruction.attributes:
+        left, result = result, left
     labels = instruction.attribute("dim_labels") or ""
     lhs, rhs, out = re.split(r"_|->", labels)
     window = dict(_WINDOW_PART.findall(instruction.attribute("window") or ""))
     spatial = [dim for dim in lhs if dim.isdigit()]
     taps = math.prod(
-        _taps(left[lhs.index(dim)], result.dims[out.index(dim)], window, int(dim))
-        for dim in spatial
+        _taps(left[lhs.index(dim)], result[out.index(dim)], window, int(dim)) for dim in spatial
     )
-    positions = math.prod(result.dims[out.index(dim)] for dim in spatial)
-    return 2 * result.elements // positions * taps * right[rhs.index("i")]
+    positions = math.prod(result[out.index(dim)] for dim in spatial)
+    return 2 * math.prod(result) // positions * taps * right[rhs.index("i")]
 
 
 def _taps(inputs: int, outputs: int, window: dict[str, str], dim: int) -> int:

@@ -7,19 +7,33 @@ were measured, transcendental functions, sorts, gathers and scatters. Every figu
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from meshwright.hardware.chips import Chip
 from meshwright.rehearsal.kernels import Kernel
 
-# A single large product reaches 0.79 of an H200's nominal speed and a copy 0.9; these come
-# closest to whole train steps there (benchmarks/rehearsal_gpu.py).
-_COMPUTE, _MEMORY = 0.7, 0.8
-_LAUNCH = {"gpu": 3e-6, "tpu": 1e-6, "cpu": 5e-6}  # seconds
+# The part of the nominal speed that large products and plain kernels reach. GPU: products of 4,096
+# to 16,384 in bf16 and copies, reductions and updates on one H200 (770 to 837 of 990 TFLOP/s, 4.0
+# to 4.6 of 4.8 TB/s). TPU and CPU: no measurement of our own; what came closest to whole steps on
+# a GPU when these two figures were the whole model.
+_PRODUCTS = {"gpu": 0.85, "tpu": 0.7, "cpu": 0.7}
+# The side of a square product that reaches half of that: 0.56 of nominal at 2,048, 0.70 to 0.78 at
+# 4,096, 0.80 at 8,192 (one H200).
+_HALF_SIDE = {"gpu": 600.0, "tpu": 0.0, "cpu": 0.0}
+_MEMORY = {"gpu": 0.88, "tpu": 0.8, "cpu": 0.8}
+# Triton fusions that reduce rows and then write them (softmax and its gradient): 2.7 to 4.0 of 4.8
+# TB/s on one H200, rows of 2,048; rows of 8,192 with two reductions 1.8.
+_ROWS = 0.62
+# Seconds from one kernel to the next, if it takes no longer itself; and at the least, if it does.
+# GPU: 256 tiny kernels in a row on one H200, in a loop 3.0 each; gaps between long ones 0.2 to 1.
+_LAUNCH = {"gpu": 3e-6, "tpu": 1e-6, "cpu": 5e-6}
+_GAP = {"gpu": 0.5e-6, "tpu": 1e-6, "cpu": 5e-6}
 
 # Speed of multiplications by dtype against bf16. TPUs multiply float32 in bf16 by default.
 _DTYPE_SPEED = {
-    "gpu": {"f32": 0.5, "f64": 0.067, "f8e4m3fn": 2.0, "f8e5m2": 2.0, "s8": 2.0},
+    # one H200: 325 to 350 TFLOP/s in tf32, 1,300 to 1,460 in fp8, 1,340 to 1,660 in s8; f64 nominal
+    "gpu": {"f32": 0.435, "f64": 0.067, "f8e4m3fn": 1.75, "f8e5m2": 1.75, "s8": 1.85},
     "tpu": {"f64": 0.05, "s8": 2.0},
     "cpu": {"f64": 0.5},
 }
@@ -70,6 +84,8 @@ _HOPPER_IRREGULAR = {
 }
 # Seconds that a sort of few keys takes (2^16 float32 keys: 46 us on one H200).
 _SORT_START = 40e-6
+# Elements a second that a loop fusion writes, whatever their width (one H200: masks, fills, bf16).
+_HOPPER_LOOP = 0.84e12
 _HOPPER = frozenset({"h100", "h200"})
 
 
@@ -77,6 +93,7 @@ _HOPPER = frozenset({"h100", "h200"})
 class Speeds:
     """What one device does in a second, and the seconds that a kernel takes to start.
 
+    `gap` is what starting a long kernel adds, `loop` the elements that a loop fusion writes.
     `functions` and `irregular`: elements a second of transcendental functions, and of sorts,
     gathers and scatters, where they are known.
     """
@@ -85,24 +102,35 @@ class Speeds:
     bytes: float
     start: float
     family: str
+    gap: float
     functions: Mapping[str, float] = dataclasses.field(default_factory=dict)
     irregular: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    loop: float = math.inf
 
     def compute(self, flops: float, dtype: str, kind: str = "") -> float:
         """Seconds for this many operations on values of this dtype, in a kernel of a kind."""
-        relative = _KERNEL_SPEED.get(kind, _COMPUTE) / _COMPUTE
+        products = _PRODUCTS[self.family]
+        side = (flops / 2) ** (1 / 3)
+        relative = side / (side + _HALF_SIDE[self.family]) if flops else 1.0
+        if kind in _KERNEL_SPEED:
+            relative = _KERNEL_SPEED[kind] / products
         return flops / (self.flops * relative * _DTYPE_SPEED[self.family].get(dtype, 1.0))
 
     def kernel(self, kernel: Kernel) -> tuple[float, float]:
         """Seconds that a kernel computes, and that it waits for memory: the longer one counts."""
         kind = kernel.custom.speed if kernel.custom else ""
         compute = self.compute(kernel.flops, kernel.dtype, kind)
-        memory = kernel.bytes / self.bytes
+        slower = _ROWS / _MEMORY["gpu"] if kernel.by_rows else 1.0
+        memory = max(kernel.bytes / (self.bytes * slower), kernel.looped / self.loop)
         if kind not in _KERNEL_SPEED:  # else they are in its efficiency
             compute = max(compute, _seconds(kernel.slow, self.functions))
         sorts = any(name.startswith("sorted") for name in kernel.slow) and bool(self.irregular)
         irregular = _seconds(kernel.slow, self.irregular) + (_SORT_START if sorts else 0.0)
         return compute, max(memory, irregular)
+
+    def launch(self, seconds: float) -> float:
+        """Seconds that starting a kernel adds: while a long one runs, the next is prepared."""
+        return max(self.start - seconds, self.gap) if seconds > 0 else 0.0
 
 
 def _seconds(counts: Mapping[str, float], rates: Mapping[str, float]) -> float:
@@ -113,10 +141,12 @@ def speeds(chip: Chip) -> Speeds:
     """Return the speeds of one device; the cores of a chip share the chip's."""
     hopper = chip.name in _HOPPER
     return Speeds(
-        chip.tflops * 1e12 / chip.cores * _COMPUTE,
-        chip.memory_tbps * 1e12 / chip.cores * _MEMORY,
+        chip.tflops * 1e12 / chip.cores * _PRODUCTS[chip.family],
+        chip.memory_tbps * 1e12 / chip.cores * _MEMORY[chip.family],
         _LAUNCH[chip.family],
         chip.family,
+        _GAP[chip.family],
         _HOPPER_FUNCTIONS if hopper else {},
         _HOPPER_IRREGULAR if hopper else {},
+        _HOPPER_LOOP if hopper else math.inf,
     )

@@ -23,6 +23,7 @@ _FREE = frozenset(
         *("domain", "add-dependency"),
     }
 )
+_IN_PLACE = ("dynamic-update-slice", "scatter")
 _COMMUNICATION = re.compile(
     r"all-(gather|reduce|to-all)|reduce-scatter|collective-|ragged-all-to-all|(send|recv)(-done)?$"
 )
@@ -42,7 +43,24 @@ class Kernel:
     bytes: float
     dtype: str
     custom: KernelWork | None = None
+    reduces: bool = False
     slow: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def looped(self) -> float:
+        """Elements that a loop fusion of a GPU writes, one by one; 0 in other kernels."""
+        if "kind=kLoop" not in self.instruction.attributes or "dynamic_update_slice" in self.name:
+            return 0.0
+        return float(max((leaf.elements for leaf in self.instruction.shape.leaves), default=0))
+
+    @property
+    def name(self) -> str:
+        return self.instruction.name
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether it is a Triton fusion that reduces rows and then works on all their elements."""
+        return self.reduces and '"kind":"__triton"' in self.instruction.attributes
 
 
 # In: a computation that runs. Out: its kernels in order, each with floating-point operations and
@@ -59,11 +77,24 @@ def kernels(program: Program, computation: Computation) -> Iterator[Kernel]:
         if custom is not None:
             moved = traffic if custom.bytes is None else custom.bytes
             slow = custom.transcendentals
-            yield Kernel(instruction, custom.flops, moved, custom.dtype, custom, slow)
+            yield Kernel(instruction, custom.flops, moved, custom.dtype, custom, slow=slow)
             continue
         work, dtype = _work(program, computation, instruction)
         slow = _slow(program, computation, instruction)
-        yield Kernel(instruction, work, traffic, dtype, None, slow)
+        reduces = not work and _reduces_rows(program, instruction)
+        yield Kernel(instruction, work, traffic, dtype, None, reduces, slow)
+
+
+def _reduces_rows(program: Program, instruction: Instruction) -> bool:
+    """Whether a fusion reduces something and still writes more than it reduces it to."""
+    if instruction.opcode != "fusion":
+        return False
+    written = max((leaf.elements for leaf in instruction.shape.leaves), default=0)
+    return any(
+        each.opcode == "reduce" and each.shape.leaves[0].elements < written
+        for _, name in instruction.called
+        for each in program.computations[name].instructions
+    )
 
 
 def running(program: Program) -> Iterator[Computation]:
@@ -119,6 +150,8 @@ def _traffic(program: Program, computation: Computation, instruction: Instructio
         return 2.0 * _main_memory(instruction)
     if instruction.opcode == "dynamic-update-slice":
         return 2.0 * _main_memory(operands[1])
+    if instruction.opcode == "scatter":  # in place: what is there is read and written
+        return 3.0 * _main_memory(operands[-1]) + _main_memory(operands[1])
     if instruction.opcode == "gather":
         return 2.0 * _main_memory(instruction) + _main_memory(operands[1])
     if instruction.opcode != "fusion":
@@ -138,7 +171,7 @@ def _read(inner: Computation, number: int, operand: Instruction) -> float:
     if users and all(
         user.opcode == "dynamic-slice"
         or (user.opcode == "gather" and _base(inner, user) is parameter)
-        or (user.opcode == "dynamic-update-slice" and _base(inner, user) is parameter)
+        or (user.opcode in _IN_PLACE and _base(inner, user) is parameter)
         for user in users
     ):
         slices = (user for user in users if user.opcode in ("dynamic-slice", "gather"))
@@ -173,8 +206,10 @@ def _written(inner: Computation, instruction: Instruction) -> float:
     whole = _main_memory(instruction)
     parts = [
         inner.operands(each)[1].shape.bytes
-        for each in roots
         if each.opcode == "dynamic-update-slice"
+        else 2 * inner.operands(each)[-1].shape.bytes  # what is there is read, and written
+        for each in roots
+        if each.opcode in _IN_PLACE
     ]
     if len(parts) == len(roots):
         return min(whole, sum(parts))

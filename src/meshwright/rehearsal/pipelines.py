@@ -25,6 +25,7 @@ from meshwright._show import short_repr
 from meshwright._text import amount, duration, plural, table
 from meshwright.errors import RehearsalError, short
 from meshwright.hardware.chips import Chip
+from meshwright.hlo.literals import decode_constants
 from meshwright.hlo.program import read_program
 from meshwright.meshes.build import explain_mesh
 from meshwright.mpmd.groups import Groups
@@ -259,7 +260,9 @@ def _tasks(operations: Sequence[Operation], placed: Placement) -> tuple[TaskRehe
         task, code = operation.task, operation.function
         if task is None or code is None or (task.stage, task.kind) in tasks:
             continue
-        program = read_program(code.compiled.as_text())
+        compiled = code.compiled
+        tables = compiled.outcome.constants if isinstance(compiled, CompiledTask) else {}
+        program = read_program(compiled.as_text(), decode_constants(tables))
         collectives = analyze(program, placed)
         tasks[task.stage, task.kind] = TaskRehearsal(
             f"{task.stage}{task.kind}",
@@ -267,7 +270,7 @@ def _tasks(operations: Sequence[Operation], placed: Placement) -> tuple[TaskRehe
             TaskKind(task.kind),
             collectives,
             step_time(program, collectives, placed.topology.chip),
-            code.compiled.memory_analysis().temp_size_in_bytes,
+            compiled.memory_analysis().temp_size_in_bytes,
         )
     return tuple(tasks.values())
 

@@ -58,6 +58,7 @@ from meshwright.rehearsal.collectives.types import (
     collectives_headline,
 )
 from meshwright.rehearsal.memory import Buffer, Memory
+from meshwright.rehearsal.step_time import CUSTOM_HEADING, CUSTOM_RIGHT, custom_rows
 
 if TYPE_CHECKING:  # `result` imports this file, and a `Rehearsal` prints itself with it
     from meshwright.rehearsal.remedies import Remedy
@@ -377,7 +378,12 @@ def time_section(result: Rehearsal) -> Html:
             f"The compiler's own estimate of its kernels: {duration(timing.compiler)}.",
             class_="note",
         )
-    return join([*(piece for pair in drawn for piece in pair), compiler])
+    custom = Html()
+    if timing.custom:
+        rows = custom_rows(timing.custom)
+        custom = grid("Custom kernels", CUSTOM_HEADING, rows, CUSTOM_RIGHT)
+    doubts = (tag("p", line, class_="note") for line in timing.doubts())
+    return join([*(piece for pair in drawn for piece in pair), compiler, custom, *doubts])
 
 
 def _seconds_by(

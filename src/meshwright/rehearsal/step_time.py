@@ -82,7 +82,7 @@ class StepTime:
             rows.append(["kernels as the compiler sees it", duration(self.compiler), ""])
         lines = [table(rows, [False, True, True])]
         if self.custom:
-            lines.append(str(custom_table(self.custom)))
+            lines.append(table([list(CUSTOM_HEADING), *custom_rows(self.custom)], CUSTOM_RIGHT))
         return "\n\n".join(lines + self.doubts())
 
     def doubts(self) -> list[str]:
@@ -142,18 +142,22 @@ def _names(entries: Sequence[CustomKernel]) -> str:
     return ", ".join(f"{entry.name} ({entry.kind})" for entry in entries[:_MOST_KERNELS]) + more
 
 
-def custom_table(entries: Sequence[CustomKernel]) -> str:
-    """Print the custom kernels of a step, the longest first."""
-    rows = [["custom kernels", "made by", "runs", "TFLOP", "moved", "time", "FLOPs are"]]
+CUSTOM_HEADING = ("custom kernels", "made by", "runs", "GFLOP", "moved", "time", "FLOPs are")
+CUSTOM_RIGHT = (False, False, True, True, True, True, False)
+
+
+def custom_rows(entries: Sequence[CustomKernel]) -> list[list[str]]:
+    """Cells for each custom kernel of a step, the longest first."""
+    rows = []
     ordered = sorted(entries, key=lambda entry: -entry.seconds)
     for entry in ordered[:_MOST_KERNELS]:
-        work = "-" if entry.trust == "unknown" else f"{entry.flops / 1e12:.3g}"
+        work = "-" if entry.trust == "unknown" else f"{entry.flops / 1e9:,.1f}"
         cells = [entry.name, entry.kind, str(entry.times), work, amount(entry.bytes)]
         rows.append([*cells, duration(entry.seconds), entry.trust])
     if len(ordered) > _MOST_KERNELS:
         rest = sum(entry.seconds for entry in ordered[_MOST_KERNELS:])
         rows.append([f"{len(ordered) - _MOST_KERNELS} more", "", "", "", "", duration(rest), ""])
-    return table(rows, [False, False, True, True, True, True, False])
+    return rows
 
 
 _PARTS = ("compute", "memory", "start", "exposed", "hidden", "flops", "bytes")
@@ -241,7 +245,7 @@ def _one_run(
             continue
         compute, memory = speed.kernel(kernel)
         parts["compute" if compute > memory else "memory"] += max(compute, memory)
-        parts["start"] += speed.start if max(compute, memory) > 0 else 0.0
+        parts["start"] += speed.launch(max(compute, memory))
         parts["flops"] += kernel.flops
         parts["bytes"] += kernel.bytes
         passed += max(compute, memory)

@@ -1,0 +1,188 @@
+"""Steps for one GPU, each bound by something else: what `rehearsal_gpu.py` rehearses and measures.
+
+`FITTED` are the steps that the efficiencies of `rehearsal/kernel_speeds.py` were fitted to; `KEPT`
+were never looked at for it. Each is a function and the arrays that it takes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import meshwright as mw
+
+Shape = jax.ShapeDtypeStruct
+Step = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def trained(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """A step of plain gradient descent, whose result is the new parameters and the loss."""
+
+    def step(params: Any, *batch: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, *batch)
+        new = jax.tree.map(
+            lambda p, g: (p - 1e-3 * g.astype(p.dtype)).astype(p.dtype), params, grads
+        )
+        return new, value
+
+    return step
+
+
+def attention(kind: str, seq: int, heads: int = 16, head: int = 128) -> Step:
+    width = heads * head
+    rows = 16384 // seq
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        q, k, v = (
+            jnp.einsum("bsd,dhk->bshk", x, params[name]) for name in ("query", "key", "value")
+        )
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=kind)
+        out = jnp.einsum("bshk,hkd->bsd", out, params["out"])
+        return jnp.mean(out.astype(jnp.float32) ** 2)
+
+    params = {name: Shape((width, heads, head), jnp.bfloat16) for name in ("query", "key", "value")}
+    params["out"] = Shape((heads, head, width), jnp.bfloat16)
+    return trained(loss), (params, Shape((rows, seq, width), jnp.bfloat16))
+
+
+def products(dtype: Any, tokens: int, width: int, layers: int = 4) -> Step:
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for weight in params:
+            x = jax.nn.relu(x @ weight)
+        return jnp.mean(x.astype(jnp.float32))
+
+    params = [Shape((width, width), dtype) for _ in range(layers)]
+    return trained(loss), (params, Shape((tokens, width), dtype))
+
+
+def eight_bit_products(tokens: int, width: int, layers: int = 4) -> Step:
+    small = jnp.float8_e4m3fn
+
+    def step(params: Any, x: jax.Array) -> jax.Array:
+        for weight in params:
+            x = jnp.dot(x.astype(small), weight, preferred_element_type=jnp.bfloat16) * 0.01
+        return x
+
+    params = [Shape((width, width), small) for _ in range(layers)]
+    return step, (params, Shape((tokens, width), jnp.bfloat16))
+
+
+def activations(tokens: int, width: int) -> Step:
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for scale in params:
+            x = jax.nn.gelu(x * scale) + jnp.sin(x)
+        return jnp.mean(x.astype(jnp.float32))
+
+    return trained(loss), ([Shape((width,), jnp.float32)] * 4, Shape((tokens, width), jnp.float32))
+
+
+def norms(tokens: int, width: int) -> Step:
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for scale, bias in params:
+            y = x.astype(jnp.float32)
+            y = y - jnp.mean(y, axis=-1, keepdims=True)
+            y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-6)
+            x = x + (y * scale + bias).astype(x.dtype)
+        return jnp.mean(x.astype(jnp.float32))
+
+    vector = Shape((width,), jnp.float32)
+    return trained(loss), ([(vector, vector)] * 4, Shape((tokens, width), jnp.bfloat16))
+
+
+def softmaxes(rows: int, width: int) -> Step:
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for scale in params:
+            x = jax.nn.softmax(x * scale, axis=-1) + x
+        return jnp.mean(x**2)
+
+    return trained(loss), ([Shape((), jnp.float32)] * 3, Shape((rows, width), jnp.float32))
+
+
+def sorting(count: int, rows: int, width: int) -> Step:
+    def step(flat: jax.Array, matrix: jax.Array) -> Any:
+        values, places = jax.lax.top_k(matrix, 64)
+        return jnp.sort(flat), jnp.argsort(matrix, axis=-1), values, places
+
+    return step, (Shape((count,), jnp.float32), Shape((rows, width), jnp.float32))
+
+
+def tables(vocab: int, width: int, tokens: int) -> Step:
+    def loss(table: Any, ids: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.tanh(table[ids]) ** 2)
+
+    return trained(loss), (Shape((vocab, width), jnp.float32), Shape((tokens,), jnp.int32))
+
+
+def convolutions(rows: int, side: int, channels: int) -> Step:
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for kernel in params:
+            y = jax.lax.conv_general_dilated(
+                x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+            x = jax.nn.relu(y) + x
+        return jnp.mean(x.astype(jnp.float32))
+
+    kernels = [Shape((3, 3, channels, channels), jnp.bfloat16)] * 4
+    return trained(loss), (kernels, Shape((rows, side, side, channels), jnp.bfloat16))
+
+
+def recurrent(rows: int, length: int, width: int) -> Step:
+    def loss(params: Any, xs: jax.Array) -> jax.Array:
+        def cell(h: jax.Array, x: jax.Array) -> Any:
+            gates = x @ params["in"] + h @ params["hidden"]
+            r, z, n = jnp.split(gates, 3, axis=-1)
+            new = jnp.tanh(n * jax.nn.sigmoid(r))
+            h = jax.nn.sigmoid(z) * h + (1 - jax.nn.sigmoid(z)) * new
+            return h, h
+
+        _, hs = jax.lax.scan(cell, jnp.zeros((rows, width), xs.dtype), xs)
+        return jnp.mean(hs.astype(jnp.float32) ** 2)
+
+    params = {name: Shape((width, 3 * width), jnp.bfloat16) for name in ("in", "hidden")}
+    return trained(loss), (params, Shape((length, rows, width), jnp.bfloat16))
+
+
+def of_model(name: str, rows: int, seq: int | None, **changes: Any) -> Step:
+    model = mw.models.model(name, **changes)
+    batch = jax.eval_shape(lambda: model.example(rows, seq))
+    return model.train_step, (model.shapes(), batch)
+
+
+FITTED: dict[str, Callable[[], Step]] = {
+    "flash 2k": functools.partial(attention, "cudnn", 2048),
+    "flash 16k": functools.partial(attention, "cudnn", 16384),
+    "naive 8k": functools.partial(attention, "xla", 8192),
+    "bf16 products": functools.partial(products, jnp.bfloat16, 16384, 8192),
+    "f32 products": functools.partial(products, jnp.float32, 8192, 4096),
+    "gelu and sin": functools.partial(activations, 8192, 16384),
+    "softmax": functools.partial(softmaxes, 65536, 2048),
+    "sort": functools.partial(sorting, 2**24, 1024, 16384),
+    "table of 32k": functools.partial(tables, 32000, 4096, 8192),
+    "convolutions": functools.partial(convolutions, 128, 56, 256),
+    "llama3-8b": functools.partial(of_model, "llama3-8b", 8, 2048, layers=4, vocab=32_000),
+}
+KEPT: dict[str, Callable[[], Step]] = {
+    "flash 8k": functools.partial(attention, "cudnn", 8192),
+    "flash 8k, head 64": functools.partial(attention, "cudnn", 8192, 32, 64),
+    "naive 2k": functools.partial(attention, "xla", 2048),
+    "naive 16k": functools.partial(attention, "xla", 16384, 8),
+    "bf16 products, small": functools.partial(products, jnp.bfloat16, 4096, 2048, 12),
+    "f32 products, large": functools.partial(products, jnp.float32, 16384, 8192),
+    "fp8 products": functools.partial(eight_bit_products, 16384, 8192),
+    "norms": functools.partial(norms, 32768, 4096),
+    "softmax, wide": functools.partial(softmaxes, 2048, 50304),
+    "sort, long": functools.partial(sorting, 2**26, 8192, 4096),
+    "table of 128k": functools.partial(tables, 128256, 2048, 16384),
+    "convolutions, deep": functools.partial(convolutions, 256, 14, 512),
+    "GRU": functools.partial(recurrent, 256, 256, 1024),
+    "mixtral-8x7b": functools.partial(
+        of_model, "mixtral-8x7b", 4, 2048, layers=2, mlp=3584, vocab=32_000
+    ),
+    "vit-l16": functools.partial(of_model, "vit-l16", 128, None),
+    "resnet50": functools.partial(of_model, "resnet50", 256, None),
+}
+STEPS = FITTED | KEPT
