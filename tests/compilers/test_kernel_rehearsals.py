@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from kernel_programs import ATTENTION, PROGRAMS, causal_splash, gradients
 
 import meshwright as mw
+from meshwright.errors import RehearsalError
 
 pytestmark = pytest.mark.compilers
 
@@ -91,3 +92,26 @@ def test_a_mask_that_only_a_run_knows_makes_an_upper_bound():
     assert r.flops == 4 * 2 * 256 * 256 * 128
     assert "upper bound" in str(r)
     assert "upper bound" in r._repr_html_()
+
+
+def plus_one(x, out):
+    out[...] = x[...] + 1
+
+
+def test_a_kernel_too_large_for_the_chip_is_no_step_that_does_not_fit():
+    def whole(x):
+        spec = pl.BlockSpec(memory_space=pltpu.VMEM)
+        return pl.pallas_call(
+            plus_one,
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            in_specs=[spec],
+            out_specs=spec,
+        )(x)
+
+    shape = jax.ShapeDtypeStruct((16384, 8192), jnp.float32)
+    with pytest.raises(RehearsalError, match=r"^whole: RESOURCE_EXHAUSTED.*vmem") as caught:
+        rehearsed(whole, "v5e:2x2", name="whole")(shape)
+    message = str(caught.value)
+    assert "test_kernel_rehearsals.py:" in message
+    assert "vmem_limit_bytes" in message
+    assert len(message) < 1000
