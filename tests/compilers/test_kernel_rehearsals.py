@@ -115,3 +115,22 @@ def test_a_kernel_too_large_for_the_chip_is_no_step_that_does_not_fit():
     assert "test_kernel_rehearsals.py:" in message
     assert "vmem_limit_bytes" in message
     assert len(message) < 1000
+
+
+def test_a_kernel_that_pallas_rejects_is_told_in_its_words_with_the_line():
+    def uneven(x):
+        spec = pl.BlockSpec((3, 100), lambda i: (i, 0))
+        return pl.pallas_call(
+            plus_one,
+            grid=(4,),
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            in_specs=[spec],
+            out_specs=spec,
+        )(x)
+
+    line = uneven.__code__.co_firstlineno + 2
+    shape = jax.ShapeDtypeStruct((256, 1024), jnp.float32)
+    words = rf"^The Pallas TPU lowering .*divisible by 8 and 128(.|\n)*rehearsals.py:{line} for tpu"
+    with pytest.raises(RehearsalError, match=words) as caught:
+        rehearsed(uneven, "v5e:2x2")(shape)
+    assert len(str(caught.value)) < 1000

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import io
 import re
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from meshwright import _compat
 from meshwright._text import plural
 from meshwright.errors import PartitionError, RehearsalError, short
+from meshwright.hlo.instructions import Source
 from meshwright.rehearsal.compiler import Platform
 from meshwright.trees.specs import mesh_axes, spec_on_axes, spec_problems
 from meshwright.trees.split import is_number, split_arrays
@@ -84,7 +86,8 @@ def lower(
         try:
             lowered = traced.lower(lowering_platforms=(platform,))
         except Exception as error:
-            raise RehearsalError(_refusal(platform, error)) from error
+            refusal = _rejected_kernel(platform, error) or _refusal(platform, error)
+            raise RehearsalError(refusal) from error
     module = lowered.compiler_ir("stablehlo").operation
     code = io.BytesIO()
     module.write_bytecode(code)
@@ -211,6 +214,31 @@ def identity_of(module: Any) -> str:
         with contextlib.suppress(OSError):
             digest.update(Path(name).read_bytes())
     return digest.hexdigest()
+
+
+_MOST_WORDS = 800  # characters of what Pallas says of a kernel
+
+
+def _rejected_kernel(platform: str, error: Exception) -> str:
+    """What Pallas says of a kernel that it cannot lower, with its line; empty for other errors."""
+    words = str(error).strip()
+    if "Pallas" not in words and "Mosaic" not in words:
+        return ""
+    # Its dump of an operation and its request to file a bug say nothing of the user's mistake.
+    lines = [line for line in words.splitlines() if "see current operation" not in line]
+    said = " ".join(lines).replace(
+        " Please file a bug at https://github.com/jax-ml/jax/issues/new/choose.", ""
+    )
+    # JAX hangs the frames of the call, which traced the kernel long ago, on the error's causes.
+    users_own: list[Source] = []
+    cause = error.__cause__
+    while cause is not None and not users_own:
+        stack = traceback.extract_tb(cause.__traceback__)
+        frames = [Source(each.filename, each.lineno or 0) for each in stack]
+        users_own = [frame for frame in frames if not frame.in_library]
+        cause = cause.__cause__
+    place = f" at {users_own[-1]}" if users_own else ""
+    return f"{said[:_MOST_WORDS]}\n  Pallas rejects the kernel{place} for {platform}."
 
 
 def _refusal(platform: str, error: Exception) -> str:
