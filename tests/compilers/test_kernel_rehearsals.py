@@ -45,6 +45,7 @@ CASES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(("program", "on"), CASES)
 def test_a_program_has_the_work_that_is_counted_by_hand(program, on):
     r = rehearsed(program.function, on, name=program.name)(*program.shapes)
