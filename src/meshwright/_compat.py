@@ -8,6 +8,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -466,3 +467,27 @@ def read_kernel(code: bytes, language: str) -> Any:
     except Exception:  # of another version, or of a form that jaxlib does not know
         return None
     return module
+
+
+def custom_call_stacks(code: bytes, target: str) -> list[list[tuple[str, int]]]:
+    """Return file and line of the frames above each custom call of StableHLO, innermost first.
+
+    The parser of bytecode is private (jax 0.10 to 0.12).
+    """
+    from jax._src.interpreters import mlir
+    from jax.extend.mlir import ir
+
+    stacks: list[list[tuple[str, int]]] = []
+    with mlir.make_ir_context():
+        module = ir.Module.parse(code)  # its operations live as long as it does
+        pending = [module.operation]
+        while pending:
+            operation = pending.pop()
+            attributes = operation.attributes
+            called = str(attributes["call_target_name"]) if "call_target_name" in attributes else ""
+            if called.strip('"') == target:
+                frames = re.findall(r'"([^"]+)":(\d+):\d+', str(operation.location))
+                stacks.append([(file, int(line)) for file, line in frames])
+            for region in operation.regions:
+                pending += [each.operation for block in region.blocks for each in block.operations]
+    return stacks

@@ -6,6 +6,7 @@ the shapes here are those of one device.
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,16 +15,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.experimental.pallas.ops.gpu import attention as triton_attention
-from jax.experimental.pallas.ops.gpu import decode_attention, layer_norm, rms_norm, softmax
-from jax.experimental.pallas.ops.gpu import paged_attention as triton_paged
-from jax.experimental.pallas.ops.tpu import flash_attention as flash
-from jax.experimental.pallas.ops.tpu import matmul as tpu_matmul
-from jax.experimental.pallas.ops.tpu.megablox import gmm
-from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
-from jax.experimental.pallas.ops.tpu.random import philox
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+# jax 0.12 calls some of its kernels deprecated; people run them all the same.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from jax.experimental.pallas.ops.gpu import attention as triton_attention
+    from jax.experimental.pallas.ops.gpu import decode_attention, layer_norm, rms_norm, softmax
+    from jax.experimental.pallas.ops.gpu import paged_attention as triton_paged
+    from jax.experimental.pallas.ops.tpu import flash_attention as flash
+    from jax.experimental.pallas.ops.tpu import matmul as tpu_matmul
+    from jax.experimental.pallas.ops.tpu.megablox import gmm
+    from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+    from jax.experimental.pallas.ops.tpu.random import philox
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
 BATCH, HEADS, LENGTH, HEAD, BLOCK = 2, 4, 1024, 128, 256
 BLOCKS = LENGTH // BLOCK

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from kernel_programs import ATTENTION, PROGRAMS, causal_splash, gradients
 
 import meshwright as mw
+from meshwright.errors import RehearsalError
 
 pytestmark = pytest.mark.compilers
 
@@ -44,6 +45,7 @@ CASES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(("program", "on"), CASES)
 def test_a_program_has_the_work_that_is_counted_by_hand(program, on):
     r = rehearsed(program.function, on, name=program.name)(*program.shapes)
@@ -91,3 +93,45 @@ def test_a_mask_that_only_a_run_knows_makes_an_upper_bound():
     assert r.flops == 4 * 2 * 256 * 256 * 128
     assert "upper bound" in str(r)
     assert "upper bound" in r._repr_html_()
+
+
+def plus_one(x, out):
+    out[...] = x[...] + 1
+
+
+def test_a_kernel_too_large_for_the_chip_is_no_step_that_does_not_fit():
+    def whole(x):
+        spec = pl.BlockSpec(memory_space=pltpu.VMEM)
+        return pl.pallas_call(
+            plus_one,
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            in_specs=[spec],
+            out_specs=spec,
+        )(x)
+
+    shape = jax.ShapeDtypeStruct((16384, 8192), jnp.float32)
+    with pytest.raises(RehearsalError, match=r"^whole: RESOURCE_EXHAUSTED.*vmem") as caught:
+        rehearsed(whole, "v5e:2x2", name="whole")(shape)
+    message = str(caught.value)
+    assert "test_kernel_rehearsals.py:" in message
+    assert "vmem_limit_bytes" in message
+    assert len(message) < 1000
+
+
+def test_a_kernel_that_pallas_rejects_is_told_in_its_words_with_the_line():
+    def uneven(x):
+        spec = pl.BlockSpec((3, 100), lambda i: (i, 0))
+        return pl.pallas_call(
+            plus_one,
+            grid=(4,),
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            in_specs=[spec],
+            out_specs=spec,
+        )(x)
+
+    line = uneven.__code__.co_firstlineno + 2
+    shape = jax.ShapeDtypeStruct((256, 1024), jnp.float32)
+    words = rf"^The Pallas TPU lowering .*divisible by 8 and 128(.|\n)*rehearsals.py:{line} for tpu"
+    with pytest.raises(RehearsalError, match=words) as caught:
+        rehearsed(uneven, "v5e:2x2")(shape)
+    assert len(str(caught.value)) < 1000

@@ -193,4 +193,4 @@ def test_the_compiling_process_imports_few_rooms():
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
-    assert done.stdout.split() == ["errors", "hardware", "rehearsal"]
+    assert done.stdout.split() == ["errors", "hardware", "hlo", "rehearsal"]

@@ -27,8 +27,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from meshwright.errors import RehearsalError
+from meshwright import _compat
+from meshwright.errors import RehearsalError, listing
 from meshwright.hardware.topology import Topology
+from meshwright.hlo.instructions import Source
 
 # What changes the result besides the job itself, and so is in the cache's key: versions of packages
 # and variables that reach the compiler.
@@ -122,6 +124,8 @@ class Outcome:
         return dataclasses.asdict(self)
 
 
+# How libtpu names the memories of a chip's cores when a kernel does not fit them.
+ON_CHIP = re.compile(r"space[= ](?:vmem|smem|cmem)|scoped vmem")
 _TICK = 0.1  # seconds between two looks at the compiling process
 _MOST_LINES = 12  # of a compiler's own words in a message
 _FATAL = re.compile(r"^F\d{4} |Check failed|[Uu]nknown (command line )?flag")  # glog and absl
@@ -157,14 +161,35 @@ _NO_TOOLS = re.compile(r"libdevice not found|find a suitable version of (ptxas|n
 
 
 def _refusal(job: Job, reason: str) -> str:
-    lines = [line[:160] for line in reason.splitlines()[:_MOST_LINES]]
+    """The compiler's own words; those of a kernel with the lines where the kernels are called."""
+    lines = reason.splitlines()[:_MOST_LINES]
     if job.site.platform == "cuda" and _NO_TOOLS.search(reason):
         lines.insert(
             0,
             "It needs libdevice and ptxas, from two packages (and no toolkit): "
             "pip install nvidia-nvvm nvidia-cuda-nvcc",
         )
-    return "\n  ".join([f"{job.name}: the compiler refused it.", *lines])
+    stacks = [
+        [Source(*frame) for frame in stack]
+        for stack in _compat.custom_call_stacks(job.code, "tpu_custom_call")
+    ]
+    if not any(stacks) or not (ON_CHIP.search(reason) or "Mosaic" in reason):
+        return "\n  ".join(
+            [f"{job.name}: the compiler refused it.", *(line[:160] for line in lines)]
+        )
+    users_own = (
+        next((s for s in stack if not s.in_library), stack[0]) for stack in stacks if stack
+    )
+    named = dict.fromkeys(map(str, users_own))
+    fix = (
+        "Make its blocks smaller, or raise vmem_limit_bytes of pltpu.CompilerParams."
+        if ON_CHIP.search(reason)
+        else "Change the operation that it names, or the shapes of its blocks."
+    )
+    return (
+        f"{job.name}: {lines[0][:500]}\n  The compiler refused a kernel; this program's are called "
+        f"at {listing(named)}. {fix}"
+    )
 
 
 # The two processes talk through a folder. The parent writes `site` before it starts the worker,

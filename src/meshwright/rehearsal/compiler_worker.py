@@ -22,7 +22,7 @@ import numpy as np
 
 from meshwright import _compat
 from meshwright.hlo.literals import integer_constants
-from meshwright.rehearsal.compiler import Job, Outcome, Site, versions
+from meshwright.rehearsal.compiler import ON_CHIP, Job, Outcome, Site, versions
 
 _SIZES = ("argument", "output", "alias", "temp", "generated_code")
 
@@ -70,6 +70,8 @@ def compile_job(job: Job, devices: list[Any] | Exception) -> Outcome:
     except Exception as error:  # whatever a compiler raises is its verdict
         reason = str(error).strip()
         exhausted = "RESOURCE_EXHAUSTED" in reason or "Ran out of memory" in reason
+        # A kernel too large for the memory on chip is a fault of the kernel, not of the step.
+        exhausted = exhausted and not ON_CHIP.search(reason)
         return Outcome(
             "exhausted" if exhausted else "failed",
             reason=reason,

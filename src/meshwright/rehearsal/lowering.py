@@ -9,6 +9,7 @@ import hashlib
 import io
 import pickle
 import re
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from meshwright._text import plural
 from meshwright.errors import PartitionError, RehearsalError, listing, short
 from meshwright.hardware.chips import CUDNN, gpu_capability
 from meshwright.hardware.topology import Topology
+from meshwright.hlo.instructions import Source
 from meshwright.meshes.devices import target_topology
 from meshwright.rehearsal.callbacks import Callback, find_callbacks, source_of
 from meshwright.rehearsal.compiler import Platform
@@ -98,7 +100,9 @@ def lower(
             device = _kernel_device(traced.jaxpr, platform, hardware)
             lowered, partitioners = _compat_lowering.lower(traced, platform, mesh, device)
         except Exception as error:
-            raise RehearsalError(_refusal(traced.jaxpr, platform, error)) from error
+            refusal = _foreign_kernel(traced.jaxpr, platform, error)
+            refusal = refusal or _rejected_kernel(platform, error)
+            raise RehearsalError(refusal or _refusal(platform, error)) from error
     module = lowered.compiler_ir("stablehlo").operation
     code = io.BytesIO()
     module.write_bytecode(code)
@@ -257,12 +261,36 @@ def identity_of(module: Any) -> str:
     return digest.hexdigest()
 
 
+_MOST_WORDS = 800  # characters of what Pallas says of a kernel
+
+
+def _rejected_kernel(platform: str, error: Exception) -> str:
+    """What Pallas says of a kernel that it cannot lower, with its line; empty for other errors."""
+    words = str(error).strip()
+    if "Pallas" not in words and "Mosaic" not in words:
+        return ""
+    # Its dump of an operation and its request to file a bug say nothing of the user's mistake.
+    lines = [line for line in words.splitlines() if "see current operation" not in line]
+    said = " ".join(lines).replace(
+        " Please file a bug at https://github.com/jax-ml/jax/issues/new/choose.", ""
+    )
+    # JAX hangs the frames of the call, which traced the kernel long ago, on the error's causes.
+    users_own: list[Source] = []
+    cause = error.__cause__
+    while cause is not None and not users_own:
+        stack = traceback.extract_tb(cause.__traceback__)
+        frames = [Source(each.filename, each.lineno or 0) for each in stack]
+        users_own = [frame for frame in frames if not frame.in_library]
+        cause = cause.__cause__
+    place = f" at {users_own[-1]}" if users_own else ""
+    return f"{said[:_MOST_WORDS]}\n  Pallas rejects the kernel{place} for {platform}."
+
+
 _PLATFORM_WORDS = {"cuda": "GPUs (cuda)", "tpu": "TPUs", "": "TPUs or GPUs"}
 
 
-def _refusal(jaxpr: Any, platform: str, error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    said = f"({type(error).__name__}: {lines[0][:200]})"
+def _foreign_kernel(jaxpr: Any, platform: str, error: Exception) -> str:
+    """Name the kernels that are for another platform; empty if there are none."""
     foreign: dict[str, str] = {}  # lines of kernels for other platforms, with which
     for eqn in _compat_lowering.equations(jaxpr):
         written_for = _compat_lowering.kernel_platform(eqn)
@@ -272,14 +300,25 @@ def _refusal(jaxpr: Any, platform: str, error: Exception) -> str:
             and (written_for or platform == "cpu")
         ):
             foreign[str(source_of(eqn) or eqn.primitive.name)] = _PLATFORM_WORDS[written_for]
-    if foreign:
-        kernels = listing(f"{place} is for {words}" for place, words in foreign.items())
-        return (
-            f"the step has a kernel for another platform: {kernels}, and the program is for "
-            f"{platform} {said}. Choose the kernel by the platform, e.g. with "
-            "jax.lax.platform_dependent, or rehearse on hardware that it is for."
-        )
-    return f"the step cannot be made into a program for {platform} without its devices {said}."
+    if not foreign:
+        return ""
+    kernels = listing(f"{place} is for {words}" for place, words in foreign.items())
+    return (
+        f"the step has a kernel for another platform: {kernels}, and the program is for "
+        f"{platform} {_said(error)}. Choose the kernel by the platform, e.g. with "
+        "jax.lax.platform_dependent, or rehearse on hardware that it is for."
+    )
+
+
+def _refusal(platform: str, error: Exception) -> str:
+    return (
+        f"the step cannot be made into a program for {platform} without its devices {_said(error)}."
+    )
+
+
+def _said(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"({type(error).__name__}: {lines[0][:200]})"
 
 
 # Stands for a `None` of `out_shardings`; `None`s in the results themselves are no leaves.
