@@ -30,7 +30,13 @@ from meshwright.rehearsal.collectives.analyze import analyze
 from meshwright.rehearsal.collectives.types import Collectives, read_conflicts
 from meshwright.rehearsal.compiler import Compiler, Job, Outcome, Platform, Site, compile_or_load
 from meshwright.rehearsal.lowering import lower
-from meshwright.rehearsal.memory import Memory, as_compiled, as_refused, live_buffers
+from meshwright.rehearsal.memory import (
+    Memory,
+    as_compiled,
+    as_refused,
+    live_buffers,
+    workspace_at_peak,
+)
 from meshwright.rehearsal.request import (
     TIMEOUT,
     CompileOptions,
@@ -272,5 +278,6 @@ def _read_outcome(
         return as_refused(outcome.reason, arguments, chip), Collectives(()), None
     program = read_program(outcome.text)
     collectives = analyze(program, placed, read_conflicts(outcome.notes))
-    memory = as_compiled(outcome.memory, chip, live_buffers(program))
+    workspace = workspace_at_peak(program)
+    memory = as_compiled(outcome.memory, chip, live_buffers(program), workspace)
     return memory, collectives, step_time(program, collectives, chip)

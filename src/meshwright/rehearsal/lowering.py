@@ -116,8 +116,8 @@ def lower(
 
 def _kernel_device(jaxpr: Any, platform: Platform, hardware: Topology) -> Any:
     """Return a GPU of the target if there are kernels: how they are lowered depends on it."""
-    kernels = (_compat_lowering.kernel_platform(eqn) for eqn in _compat_lowering.equations(jaxpr))
-    if platform != "cuda" or all(kernel is None for kernel in kernels):
+    eqns = (eqn for eqn, *_ in _compat_lowering.equations(jaxpr))
+    if platform != "cuda" or all(_compat_lowering.kernel_platform(eqn) is None for eqn in eqns):
         return None
     devices = target_topology(dataclasses.replace(hardware, devices=None), None, 1).devices
     return devices[0] if devices else None
@@ -260,18 +260,16 @@ def identity_of(module: Any) -> str:
 _PLATFORM_WORDS = {"cuda": "GPUs (cuda)", "tpu": "TPUs", "": "TPUs or GPUs"}
 
 
-def _refusal(jaxpr: Any, platform: str, error: Exception) -> str:
+def _refusal(jaxpr: Any, platform: Platform, error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     said = f"({type(error).__name__}: {lines[0][:200]})"
     foreign: dict[str, str] = {}  # lines of kernels for other platforms, with which
-    for eqn in _compat_lowering.equations(jaxpr):
+    for eqn, *callers in _compat_lowering.equations(jaxpr):
         written_for = _compat_lowering.kernel_platform(eqn)
-        if (
-            written_for is not None
-            and written_for != platform
-            and (written_for or platform == "cpu")
-        ):
-            foreign[str(source_of(eqn) or eqn.primitive.name)] = _PLATFORM_WORDS[written_for]
+        # A Pallas kernel that does not say is for either kind of accelerator.
+        if written_for not in (None, platform) and (written_for or platform == "cpu"):
+            place = str(source_of([eqn, *callers]) or eqn.primitive.name)
+            foreign[place] = _PLATFORM_WORDS[written_for]
     if foreign:
         kernels = listing(f"{place} is for {words}" for place, words in foreign.items())
         return (
