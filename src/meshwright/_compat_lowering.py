@@ -47,34 +47,36 @@ def is_refused_on_many_devices(eqn: Eqn) -> bool:
     return bool(effects.shardable_ordered_effects.filter_not_in(ordered))
 
 
-def equations(jaxpr: Jaxpr) -> Iterator[Eqn]:
-    """Yield the equations of a program, those of all it calls too, but not of Pallas kernels."""
+def equations(jaxpr: Jaxpr, *callers: Eqn) -> Iterator[tuple[Eqn, ...]]:
+    """Yield every equation of a program, followed by those that call it, innermost first.
+
+    Those of functions that it calls too, but not of Pallas kernels.
+    """
     opened: Any = getattr(jaxpr, "jaxpr", jaxpr)  # of a closed one
     for eqn in opened.eqns:
-        yield eqn
+        yield eqn, *callers
         if eqn.primitive.name != "pallas_call":
             for value in eqn.params.values():
                 for inner in value if isinstance(value, tuple) else (value,):
                     if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
-                        yield from equations(inner)
+                        yield from equations(inner, eqn, *callers)
 
 
-_KERNEL_PLATFORMS = {"mosaic_tpu": "tpu", "triton": "cuda", "mosaic_gpu": "cuda"}
+_KERNEL_PLATFORMS = {"mosaic": "tpu", "triton": "cuda", "mosaic_gpu": "cuda"}
 
 
 def kernel_platform(eqn: Eqn) -> str | None:
     """Return the platform that a kernel is written for; `None` if the equation is no kernel.
 
-    Empty if it is a Pallas kernel that does not say. The backend of a kernel's parameters, and the
-    names of cuDNN's primitives, are private (jax 0.10 to 0.12).
+    Empty if it is a Pallas kernel that does not say. The module of a kernel's parameters, such as
+    `jax._src.pallas.mosaic`, and the names of cuDNN's primitives are private (jax 0.10 to 0.12).
     """
     if eqn.primitive.name.startswith("dot_product_attention"):
         return "cuda"
     if eqn.primitive.name != "pallas_call":
         return None
-    given = eqn.params.get("compiler_params")
-    backends = [getattr(given, "BACKEND", None), eqn.params.get("backend")]
-    return next((_KERNEL_PLATFORMS[name] for name in backends if name in _KERNEL_PLATFORMS), "")
+    words = type(eqn.params.get("compiler_params")).__module__.split(".")
+    return next((_KERNEL_PLATFORMS[word] for word in words if word in _KERNEL_PLATFORMS), "")
 
 
 @contextlib.contextmanager
@@ -195,12 +197,16 @@ def _partitioned_call(mesh: Any, partitioners: dict[str, Partitioner]) -> Any:
         infer_sharding_from_operands: Any,
         sharding_rule: Any,
         static_args: Any,
-        **_: Any,
+        **rest: Any,
     ) -> Any:
         manual = getattr(ctx.module_context.axis_context, "manual_axes", ())
         if mesh.size == 1 or set(manual) == set(mesh.axis_names):  # nothing is left to cut
             inner = mlir.lower_fun(core.jaxpr_as_fun(call), multiple_results=True)
             return inner(ctx, *values)
+        here = ctx.module_context.platforms[0]
+        for eqn, *_ in equations(call):  # which is lowered later, piece by piece
+            if kernel_platform(eqn) not in (None, "", here):
+                raise NotImplementedError(f"{eqn.primitive.name} is not there for {here}")
         key = f"meshwright {len(partitioners)}"
         partitioners[key] = Partitioner(
             partition,

@@ -9,7 +9,13 @@ import pytest
 import meshwright as mw
 from meshwright.hardware.chips import CHIPS
 from meshwright.hlo.program import read_program
-from meshwright.rehearsal.memory import as_compiled, as_refused, available, live_buffers
+from meshwright.rehearsal.memory import (
+    as_compiled,
+    as_refused,
+    available,
+    live_buffers,
+    workspace_at_peak,
+)
 
 GIB = 2**30
 SIZES = {"argument": GIB, "output": GIB, "alias": GIB, "temp": 3 * GIB, "generated_code": 0}
@@ -226,3 +232,35 @@ def test_a_remedy_that_fails_says_so(tight):
     hasty = dataclasses.replace(tight.request, timeout=1e-9, cache=None)
     ways = dataclasses.replace(tight, request=hasty).remedies(check=True)
     assert "tried, too_large: the compiler was not done" in str(ways[0])
+
+
+ATTENTION = """\
+HloModule jit_step, is_scheduled=true, num_partitions=8
+
+ENTRY %main (q: bf16[2,64,8,128], k: bf16[2,64,2,128]) -> bf16[2,8,64,128] {
+  %q = bf16[2,64,8,128]{3,2,1,0} parameter(0), metadata={op_name="q"}
+  %k = bf16[2,64,2,128]{3,2,1,0} parameter(1), metadata={op_name="k"}
+  %call = (bf16[2,8,64,128]{3,2,1,0}, u8[0]{0}) custom-call(%q, %k, %k), custom_call_target=\
+"__cudnn$fmhaSoftmaxBackward", backend_config={"cudnn_fmha_backend_config": \
+{"intermediate_tensor_shape": {"element_type": "BF16", "dimensions": ["2", "8", "64", "64"]}}}
+  ROOT %out = bf16[2,8,64,128]{3,2,1,0} get-tuple-element(%call), index=0
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (ATTENTION, 256 + 4 * 2 * 64 * 8 * 129 + 4 * 2 * 64 * 8 * 128),  # heads share keys
+        (ATTENTION.replace("2,64,2,128", "2,64,8,128"), 256 + 4 * 2 * 64 * 8 * 129),
+        (ATTENTION.replace("SoftmaxBackward", "Softmax"), 256),
+        (ATTENTION.replace("u8[0]", "u8[4096]"), 0),  # cuDNN has said it
+    ],
+)
+def test_the_workspace_of_cudnns_attention_is_at_the_peak(text, expected):
+    program = read_program(text)
+    assert workspace_at_peak(program) == expected
+    sizes = [b.bytes for b in live_buffers(program) if b.shape == f"u8[{expected}]"]
+    assert sizes == ([expected] if expected else [])
+    found = as_compiled(SIZES, CHIPS["h100"], (), expected)
+    assert found.temporaries == SIZES["temp"] + expected

@@ -30,8 +30,15 @@ from meshwright.placement.placement import Placement
 from meshwright.rehearsal.collectives.analyze import analyze
 from meshwright.rehearsal.collectives.types import Collectives, read_conflicts
 from meshwright.rehearsal.compiler import Compiler, Job, Outcome, Platform, Site, compile_or_load
+from meshwright.rehearsal.host_transfers import HostTransfers, find_host_transfers
 from meshwright.rehearsal.lowering import lower
-from meshwright.rehearsal.memory import Memory, as_compiled, as_refused, live_buffers
+from meshwright.rehearsal.memory import (
+    Memory,
+    as_compiled,
+    as_refused,
+    live_buffers,
+    workspace_at_peak,
+)
 from meshwright.rehearsal.request import (
     TIMEOUT,
     CompileOptions,
@@ -234,7 +241,7 @@ def run(request: Request) -> Rehearsal:
             compiler,
         )
         bar.now("reading")
-        memory, collectives, time = _read_outcome(outcome, placed, arguments.rows)
+        memory, collectives, time, offloaded = _read_outcome(outcome, placed, arguments.rows)
     return Rehearsal(
         request=request,
         placement=placed,
@@ -249,6 +256,7 @@ def run(request: Request) -> Rehearsal:
         text=outcome.text,
         results=lowered.results,
         callbacks=lowered.callbacks,
+        host_transfers=offloaded,
     )
 
 
@@ -262,16 +270,18 @@ def _site(platform: Platform, placed: Placement, hardware: Topology) -> Site:
     return Site(platform, dataclasses.replace(machine, devices=None), positions)
 
 
-# In: what the compiling process left. Out: memory, collectives and time, all of one device, since
-# every device runs the same program. A compiler that ran out of memory leaves no program: there is
-# a memory verdict from its error message, and no collectives and no time.
+# In: what the compiling process left. Out: memory, collectives, time and what is offloaded, all of
+# one device, since every device runs the same program. A compiler that ran out of memory leaves no
+# program: there is a memory verdict from its error message, and no collectives and no time.
 def _read_outcome(
     outcome: Outcome, placed: Placement, arguments: Sequence[LeafRow]
-) -> tuple[Memory, Collectives, StepTime | None]:
+) -> tuple[Memory, Collectives, StepTime | None, HostTransfers | None]:
     chip = placed.topology.chip
     if outcome.verdict == "exhausted":
-        return as_refused(outcome.reason, arguments, chip), Collectives(()), None
+        return as_refused(outcome.reason, arguments, chip), Collectives(()), None, None
     program = read_program(outcome.text, decode_constants(outcome.constants))
     collectives = analyze(program, placed, read_conflicts(outcome.notes))
-    memory = as_compiled(outcome.memory, chip, live_buffers(program))
-    return memory, collectives, step_time(program, collectives, chip)
+    workspace = workspace_at_peak(program)
+    memory = as_compiled(outcome.memory, chip, live_buffers(program), workspace)
+    time = step_time(program, collectives, chip)
+    return memory, collectives, time, find_host_transfers(program, chip)

@@ -39,22 +39,23 @@ class Callback:
         return {"kind": self.kind, "source": source, "returns": self.returns}
 
 
-def source_of(eqn: _compat.Eqn) -> Source | None:
-    """Return the line of the user's that an equation comes from."""
-    place = _PLACE.match(_compat.source_line(eqn))
-    if place is None:
-        return None
-    return Source(place["file"], int(place["line"]), place["function"] or "")
+def source_of(eqns: Sequence[_compat.Eqn]) -> Source | None:
+    """Return the line of the user's that an equation comes from, or else its callers."""
+    for eqn in eqns:
+        place = _PLACE.match(_compat.source_line(eqn))
+        if place is not None:
+            return Source(place["file"], int(place["line"]), place["function"] or "")
+    return None
 
 
 def find_callbacks(jaxpr: _compat.Jaxpr, devices: int) -> tuple[Callback, ...]:
     """List the callbacks of a program, each line once; refuse those that JAX would refuse too."""
     callbacks: dict[Callback, None] = {}
     ordered: dict[Callback, None] = {}
-    for eqn in _compat_lowering.equations(jaxpr):
+    for eqn, *callers in _compat_lowering.equations(jaxpr):
         kind = _compat_lowering.callback_kind(eqn)
         if kind:
-            one = Callback(kind, source_of(eqn), bool(eqn.outvars))
+            one = Callback(kind, source_of([eqn, *callers]), bool(eqn.outvars))
             callbacks[one] = None
             if _compat_lowering.is_refused_on_many_devices(eqn):
                 ordered[one] = None

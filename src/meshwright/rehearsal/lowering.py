@@ -120,8 +120,8 @@ def lower(
 
 def _kernel_device(jaxpr: Any, platform: Platform, hardware: Topology) -> Any:
     """Return a GPU of the target if there are kernels: how they are lowered depends on it."""
-    kernels = (_compat_lowering.kernel_platform(eqn) for eqn in _compat_lowering.equations(jaxpr))
-    if platform != "cuda" or all(kernel is None for kernel in kernels):
+    eqns = (eqn for eqn, *_ in _compat_lowering.equations(jaxpr))
+    if platform != "cuda" or all(_compat_lowering.kernel_platform(eqn) is None for eqn in eqns):
         return None
     devices = target_topology(dataclasses.replace(hardware, devices=None), None, 1).devices
     return devices[0] if devices else None
@@ -289,17 +289,15 @@ def _rejected_kernel(platform: str, error: Exception) -> str:
 _PLATFORM_WORDS = {"cuda": "GPUs (cuda)", "tpu": "TPUs", "": "TPUs or GPUs"}
 
 
-def _foreign_kernel(jaxpr: Any, platform: str, error: Exception) -> str:
+def _foreign_kernel(jaxpr: Any, platform: Platform, error: Exception) -> str:
     """Name the kernels that are for another platform; empty if there are none."""
     foreign: dict[str, str] = {}  # lines of kernels for other platforms, with which
-    for eqn in _compat_lowering.equations(jaxpr):
+    for eqn, *callers in _compat_lowering.equations(jaxpr):
         written_for = _compat_lowering.kernel_platform(eqn)
-        if (
-            written_for is not None
-            and written_for != platform
-            and (written_for or platform == "cpu")
-        ):
-            foreign[str(source_of(eqn) or eqn.primitive.name)] = _PLATFORM_WORDS[written_for]
+        # A Pallas kernel that does not say is for either kind of accelerator.
+        if written_for not in (None, platform) and (written_for or platform == "cpu"):
+            place = str(source_of([eqn, *callers]) or eqn.primitive.name)
+            foreign[place] = _PLATFORM_WORDS[written_for]
     if not foreign:
         return ""
     kernels = listing(f"{place} is for {words}" for place, words in foreign.items())
@@ -310,7 +308,7 @@ def _foreign_kernel(jaxpr: Any, platform: str, error: Exception) -> str:
     )
 
 
-def _refusal(platform: str, error: Exception) -> str:
+def _refusal(platform: Platform, error: Exception) -> str:
     return (
         f"the step cannot be made into a program for {platform} without its devices {_said(error)}."
     )

@@ -72,6 +72,8 @@ def as_text(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> str:
     parts = [headline(result), str(result.memory)]
     if result.time is not None:
         parts += [str(result.collectives), str(result.time)]
+    if result.host_transfers is not None:
+        parts.append(str(result.host_transfers))
     if advice := next_steps(result, remedies):
         parts.append("\n".join(map(_item, advice)))
     return "\n\n".join(parts)
@@ -137,6 +139,7 @@ def as_json(result: Rehearsal) -> dict[str, Any]:
         "collectives": None if result.time is None else result.collectives.to_json(),
         "time": None if result.time is None else result.time.to_json(),
         "arguments": result.arguments.to_json(),
+        "host_transfers": result.host_transfers and result.host_transfers.to_json(),
         "callbacks": [callback.to_json() for callback in result.callbacks],
         "next": next_steps(result),
     }
@@ -258,10 +261,11 @@ def collectives_section(result: Rehearsal) -> Html:
     collectives = result.collectives
     if result.time is None:
         return tag("p", "Not known: the compiler gave up before it had a program.")
+    offloaded = tag("p", str(result.host_transfers)) if result.host_transfers else Html()
     if not len(collectives):
-        return tag("p", "No collectives: nothing moves between devices.")
+        return join([tag("p", "No collectives: nothing moves between devices."), offloaded])
     causes = collectives.by_cause()
-    parts = [tag("p", f"{collectives_headline(collectives)}.")]
+    parts = [tag("p", f"{collectives_headline(collectives)}."), offloaded]
     if IMPLICIT_RESHARDING not in causes:
         parts.append(tag("p", "No implicit resharding.", class_="note"))
     parts += [_cause_table(cause, entries) for cause, entries in causes.items()]

@@ -14,6 +14,7 @@ from meshwright.partitioning.report import PartitionReport
 from meshwright.placement.placement import Placement
 from meshwright.rehearsal.callbacks import Callback
 from meshwright.rehearsal.collectives.types import CAUSES, Collectives
+from meshwright.rehearsal.host_transfers import HostTransfers
 from meshwright.rehearsal.memory import Memory
 
 # `remedies` and `rendering` know this file's classes as types alone, so no import is in a function.
@@ -30,7 +31,8 @@ class Rehearsal:
     `time` is `None`, and there are no collectives, where the compiler ran out of memory.
     `stand_in`: compiled for simulated CPU devices instead of the hardware. `text` is the
     optimised HLO itself, `results` the shapes of what it returns. `callbacks` to the host were
-    left out of the program: each with its `kind` and `source` line.
+    left out of the program: each with its `kind` and `source` line. `host_transfers` is what
+    offloading moves, if anything.
     """
 
     request: Request
@@ -46,6 +48,7 @@ class Rehearsal:
     text: str
     results: tuple[Any, ...] = ()
     callbacks: tuple[Callback, ...] = ()
+    host_transfers: HostTransfers | None = None
 
     @property
     def name(self) -> str:

@@ -1,0 +1,48 @@
+"""What offloading moves between devices and hosts, by the vendors' compilers."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import meshwright as mw
+
+pytestmark = pytest.mark.compilers
+
+LAYERS, WIDTH, ROWS = 4, 1024, 8192
+OFFLOAD = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=["input"],
+    offload_src="device",
+    offload_dst="pinned_host",
+)
+
+
+def step(w, x, policy):
+    def layer(x, w):
+        return jnp.tanh(checkpoint_name(x, "input") @ w), None
+
+    def loss(w):
+        return jax.lax.scan(jax.checkpoint(layer, policy=policy), x, w)[0].mean()
+
+    value, grads = jax.value_and_grad(loss)(w)
+    return w - grads, value
+
+
+@pytest.mark.parametrize(("on", "bus"), [("v5e:2x4", 16e9), ("h100:8", 63e9)])
+def test_every_layers_input_goes_to_the_host_and_back(on, bus):
+    w = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), "float32")
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), "float32")
+
+    def rehearse(policy):
+        return mw.rehearse(lambda w, x: step(w, x, policy), w, x, mesh="fsdp:8", on=on)
+
+    found = rehearse(OFFLOAD).host_transfers
+    size = LAYERS * ROWS * WIDTH * 4 // 8
+    assert (found.to_host, found.to_device, found.transfers) == (size, size, 2 * LAYERS)
+    assert found.seconds == pytest.approx(size / bus / 0.84)
+    assert "Offloaded: 16 MiB to the host and 16 MiB back" in str(rehearse(OFFLOAD))
+    assert rehearse(OFFLOAD).to_json()["host_transfers"]["to_host"] == size
+    kept = rehearse(None)
+    assert kept.host_transfers is None
+    assert "Offloaded" not in str(kept)
