@@ -17,7 +17,8 @@ import meshwright
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-SLOW = ("models.md", "rehearsal.md")  # they train and compile
+SLOW = ("models.md", "rehearsal.md", "pipelines.md", "moving.md")  # they train and compile
+SLOW_MODULES = ("meshwright.models.base", "meshwright.report", "meshwright.rehearsal.api")
 FLAGS = doctest.ELLIPSIS
 MODULES = sorted(
     module.name
@@ -76,7 +77,13 @@ def test_the_pages_have_examples():
     assert sum(page.read_text().count("$ meshwright") for page in PAGES) >= 4
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW_MODULES else [])
+        for name in MODULES
+    ],
+)
 def test_docstring_examples_run(name):
     module = importlib.import_module(name)
     assert doctest.testmod(module, optionflags=FLAGS).failed == 0

@@ -32,6 +32,7 @@ def either(place, old, new):
     return back["step"]
 
 
+@pytest.mark.slow
 def test_killed_at_any_step_the_old_or_the_new_checkpoint_is_whole(tmp_path):
     done = subprocess.run(
         [sys.executable, str(WORKER), "kill", str(tmp_path)],

@@ -70,6 +70,11 @@ def test_a_part_touches_the_fewest_slices_a_box_can(case):
         pytest.fail(f"{count} devices fit one slice of {whole.name}, got {part.num_slices}")
 
 
+def test_devices_of_one_slice_are_not_spread_over_two_to_form_a_box():
+    part = compact_part(mw.topology("v5e:4x8", slices=3), 30)  # 2 x 3 x 5 would be a box
+    assert part.scattered and part.num_slices == 1
+
+
 @checked
 @given(parts())
 def test_a_part_is_a_ring_only_where_it_covers_a_whole_side(case):

@@ -74,6 +74,7 @@ def test_examples_have_the_shapes_of_a_batch_and_follow_their_seed(name):
     assert not all(np.array_equal(batch[key], other[key]) for key in batch)
 
 
+@pytest.mark.slow
 def test_layers_begin_the_same_in_any_number_of_stages():
     models = [mw.models.model("tiny", layers=2, stages=stages) for stages in (1, 2)]
     quick = {"xla_backend_optimization_level": 0}

@@ -13,7 +13,7 @@ TIMES = ("start", "end")
 # Processes, devices in each, groups; schedule and stages.
 RUNS = [
     (2, 1, 2, "1f1b", 2),
-    (4, 1, 4, "zb-h1", 4),
+    pytest.param((4, 1, 4, "zb-h1", 4), marks=pytest.mark.slow),
     pytest.param((4, 1, 2, "1f1b", 2), marks=pytest.mark.slow),
     pytest.param((2, 2, 2, "interleaved-1f1b", 4), marks=pytest.mark.slow),
 ]

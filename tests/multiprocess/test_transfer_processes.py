@@ -11,7 +11,7 @@ RUNS = [
     pytest.param(("pull", 2, 4)),
     pytest.param(("pull", 4, 2), marks=pytest.mark.slow),
     pytest.param(("put", 2, 4), marks=pytest.mark.slow),
-    pytest.param(("put", 4, 2)),
+    pytest.param(("put", 4, 2), marks=pytest.mark.slow),
 ]
 MOVES = (
     "same split",

@@ -41,6 +41,7 @@ def task():
     return step.groups, (code, Operation(1, "update", (0,), (1,), code), program)
 
 
+@pytest.mark.slow
 def test_a_task_is_the_same_compiled_elsewhere(tmp_path):
     step = step_over_groups()
     here = step.plan_of(PARAMS, X)

@@ -247,7 +247,10 @@ def compact_part(topology: Topology, devices: int, slices: int | None = None) ->
         # 7 chips of a v5e form a box only as a line through 4 hosts, but they fit on 2. Where a
         # box wastes that many hosts, fewer hosts are worth more than links that are known.
         host_by_host = _host_by_host(topology, devices)
-        if best is None or _spread(topology, best)[1] > 1.5 * host_by_host.num_hosts:
+        fewest = -(-devices * topology.num_slices // topology.num_devices)
+        if best is None or _slices_in(topology, best) > fewest:
+            return host_by_host
+        if _spread(topology, best)[1] > 1.5 * host_by_host.num_hosts:
             return host_by_host
     elif best is None:
         raise TopologyError(
