@@ -53,7 +53,7 @@ test: lint ## lint, then the suite but whole trainings and what needs the vendor
 		-m "not compilers and not gpu and not slow" $(PYTEST_ARGS)
 
 test-slow: .venv/.stamp ## the examples, models that train, models of Flax and Equinox, more processes
-	$(CPU) .venv/bin/python -m pytest -n 2 -m slow $(PYTEST_ARGS)
+	$(CPU) .venv/bin/python -m pytest -n 2 --dist loadfile -m slow $(PYTEST_ARGS)
 
 test-compilers: .venv-compilers/.stamp ## the tests against libtpu and the CUDA compiler
 	$(CPU) .venv-compilers/bin/python -m pytest -n 2 -m compilers tests/compilers $(PYTEST_ARGS)
