@@ -131,7 +131,7 @@ def test_a_model_by_its_own_rules(cache):
         for entry in found.collectives
         if entry.source and entry.source.file.endswith("models/layers.py")
     }
-    for function in (layers._project, layers.swiglu):  # of attention, of the feed-forward
+    for function in (layers._project, layers.feed_forward):  # of attention, of the feed-forward
         code, start = inspect.getsourcelines(function)
         assert lines & set(range(start, start + len(code))), function
 
