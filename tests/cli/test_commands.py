@@ -132,6 +132,7 @@ def test_a_slip_in_an_axis_name_is_noted_on_the_side():
     assert "v5e:4x4" in done.stdout
 
 
+@pytest.mark.slow
 def test_no_flag_is_denied_twice():
     for command in ("devices", "mesh", "partition", "rehearse", "schedule"):
         assert "--no-no-" not in _run(command, "--help").stdout

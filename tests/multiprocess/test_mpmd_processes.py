@@ -15,7 +15,8 @@ FAULTS = (
     "after",
 )
 
-worlds = pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 2)], ids=str)
+WORLDS = [(2, 4), pytest.param(4, 2, marks=pytest.mark.slow)]
+worlds = pytest.mark.parametrize(("processes", "devices"), WORLDS, ids=str)
 
 
 def reports(processes, devices):

@@ -135,6 +135,7 @@ def _script():
     return module
 
 
+@pytest.mark.slow
 def test_the_table_on_the_page_is_what_the_script_makes():
     script = _script()
     page = (ROOT / "docs" / "schedules.md").read_text()
