@@ -5,8 +5,8 @@
     python benchmarks/rehearsal_gpu.py against FILE [step ...] # rehearse against that file, no GPU
 
 Each step (`gpu_steps.py`) is rehearsed for one GPU that the compiler only knows by its description,
-and run on the real one, in a process of its own. The means are over the steps whose times were
-never used to fit the model (`KEPT`) and over the others.
+and run on the real one, in a process of its own. The means are over the steps that the model was
+not fitted to (`KEPT`) and over the others.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def compare(names: list[str], on: str, real: dict[str, dict[str, float]] | None)
         )
     for kept, values in errors.items():
         if values:
-            what = "never used for fitting" if kept else "used for fitting"
+            what = "not fitted to" if kept else "fitted to"
             print(f"mean error of time, {len(values)} steps {what}: {statistics.mean(values):.1%}")
 
 

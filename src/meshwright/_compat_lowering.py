@@ -183,7 +183,6 @@ def _partitioned_call(mesh: Any, partitioners: dict[str, Partitioner]) -> Any:
     JAX's own rule has the address of an object for a key, and needs devices.
     """
     from jax._src import core
-    from jax._src import custom_partitioning_sharding_rule as sharding_rules
     from jax._src.interpreters import mlir
 
     def rule(
@@ -230,18 +229,21 @@ def _partitioned_call(mesh: Any, partitioners: dict[str, Partitioner]) -> Any:
         )
         if callable(sharding_rule):
             sharding_rule = sharding_rule(*static_args, mesh, operands, results)
-        options: dict[str, Any] = {}
-        if isinstance(sharding_rule, (list, tuple)):
-            sharding_rule, options = sharding_rule
-        if isinstance(sharding_rule, str):
-            sharding_rule = sharding_rules.str_to_sdy_sharding_rule(sharding_rule, **options)
         if sharding_rule is not None:
-            made.attributes["sdy.sharding_rule"] = sharding_rules.sdy_sharding_rule_to_mlir(
-                sharding_rule, operands, results
-            )
+            made.attributes["sdy.sharding_rule"] = _shardy_rule(sharding_rule, operands, results)
         return made.results
 
     return rule
+
+
+def _shardy_rule(given: Any, operands: list[Any], results: list[Any]) -> Any:
+    """Write a sharding rule as an attribute: a text, a text with options, or JAX's own value."""
+    from jax._src import custom_partitioning_sharding_rule as sharding_rules
+
+    given, options = given if isinstance(given, (list, tuple)) else (given, {})
+    if isinstance(given, str):
+        given = sharding_rules.str_to_sdy_sharding_rule(given, **options)
+    return sharding_rules.sdy_sharding_rule_to_mlir(given, operands, results)
 
 
 def restore_partitioners(written: bytes, devices: Sequence[Any], platform: str) -> list[Any]:

@@ -96,29 +96,24 @@ def _mosaic(
     module = _compat.read_kernel(base64.b64decode(config.get("body", "")), "mosaic")
     tables = _tables(instruction, computation, dataflow, constants)
     count = None if module is None else count_kernel(module, tables=tables)
-    if count is not None and not count.at_most:
+    counted = None
+    if count is not None:
         moved = _block_bytes(count, instruction, computation)
-        return KernelWork(
-            kind, "counted", count.flops, moved, count.dtype, count.transcendentals, "pallas tpu"
-        )
-    if estimate := config.get("cost_estimate"):
-        numbers = {name: float(estimate.get(name, 0)) for name in ("flops", "bytes_accessed")}
-        exponentials = {"exponential": float(estimate.get("transcendentals", 0))}
+        trust: Trust = "at most" if count.at_most else "counted"
+        slow = count.transcendentals
+        counted = KernelWork(kind, trust, count.flops, moved, count.dtype, slow, "pallas tpu")
+    estimate = config.get("cost_estimate")
+    if estimate and (counted is None or counted.trust == "at most"):
         return KernelWork(
             kind,
             "declared",
-            numbers["flops"],
-            numbers["bytes_accessed"] or None,
+            float(estimate.get("flops", 0)),
+            float(estimate.get("bytes_accessed", 0)) or None,
             count.dtype if count else _first_dtype(instruction, computation),
-            exponentials,
+            {"exponential": float(estimate.get("transcendentals", 0))},
             "pallas tpu",
         )
-    if count is not None:
-        moved = _block_bytes(count, instruction, computation)
-        return KernelWork(
-            kind, "at most", count.flops, moved, count.dtype, count.transcendentals, "pallas tpu"
-        )
-    return KernelWork(kind, "unknown")
+    return counted or KernelWork(kind, "unknown")
 
 
 def _tables(
