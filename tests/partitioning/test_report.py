@@ -383,5 +383,7 @@ def test_a_table_whose_rows_cannot_be_cut_is_told():
         "are exchanged. Pad it to 50,304 rows."
     )
     assert sum("not divisible" in line for line in lines) == 1
+    empty = jax.ShapeDtypeStruct((50257, 0), "float32")
+    assert "Pad it" not in str(mw.explain({"wte": {"embedding": empty}}, mesh))
     padded = jax.ShapeDtypeStruct((50304, 768), "float32")
     assert "Pad it" not in str(mw.explain({"wte": {"embedding": padded}}, mesh))

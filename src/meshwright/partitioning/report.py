@@ -327,7 +327,7 @@ def _table_notes(rows: Sequence[LeafRow]) -> list[str]:
     # Its moments have the same shape and longer paths: they are not named again.
     for row in sorted(rows, key=lambda row: len(row.path)):
         if is_table(row.shape, kind_of(row.path)) and row.local[0] == row.shape[0]:
-            pieces = row.shape[1] // max(1, row.local[1])
+            pieces = max(1, row.shape[1]) // max(1, row.local[1])
             if row.shape[0] % pieces:
                 padded = -(-row.shape[0] // pieces) * pieces
                 note = (
