@@ -171,7 +171,8 @@ def test_what_is_told_survives_the_store_on_one_short_line():
 
 def test_the_line_does_not_grow_with_the_number_of_processes():
     crowd = {process: State(process, waiting="1F5 of process 1") for process in range(1000)}
-    line = failure_detector.message(Fault(1, "died, last seen"), crowd)
+    fault = failure_detector.with_others(Fault(1, "died, last seen"), crowd)
+    line = failure_detector.message(failure_detector.decode_fault(failure_detector.encode(fault)))
     assert line.startswith("meshwright: process 1 died, last seen outside of a task; process 0 ")
     assert line.endswith("and 993 more. All end.")
     assert len(line) < 500

@@ -208,13 +208,18 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """Which process failed (`None` if all wait for one another), how, and what it was doing."""
+    """Which process failed (`None` if all wait for one another), how, and what it was doing.
+
+    `others` says what the other processes waited for, as the one saw it that reported the fault:
+    they go on waiting and working until they end, and all print the same.
+    """
 
     process: int | None
     what: str
     doing: str = ""
     waiting: str = ""
     step: int | None = None
+    others: str = ""
 
 
 def fault_of(state: State, what: str) -> Fault:
@@ -222,10 +227,13 @@ def fault_of(state: State, what: str) -> Fault:
 
 
 def encode(value: State | Fault) -> str:
-    """Write a state or a fault as JSON, each text in it cut to a length that fits on a line."""
+    """Write a state or a fault as JSON, each text in it cut to a length that fits on a line.
+
+    `others` quotes several such texts and is not cut again.
+    """
     return json.dumps(
         {
-            name: short_line(field) if isinstance(field, str) else field
+            name: short_line(field) if isinstance(field, str) and name != "others" else field
             for name, field in dataclasses.asdict(value).items()
         }
     )
@@ -257,21 +265,30 @@ def _one_line(text: str) -> str:
 _MOST_NAMED = 6
 
 
-def message(fault: Fault, states: Mapping[int, State]) -> str:
-    """Say in one line which process failed, in which task, and what the others waited for.
+def with_others(fault: Fault, states: Mapping[int, State]) -> Fault:
+    """Add what the other processes wait for.
 
     >>> states = {0: State(0, waiting="1B5 of process 1"), 1: State(1, doing="1F6")}
-    >>> message(Fault(1, "died", "1F6", step=17), states)
-    'meshwright: process 1 died in 1F6 (step 17); process 0 waited for 1B5 of process 1. All end.'
+    >>> with_others(Fault(1, "died"), states).others
+    'process 0 waited for 1B5 of process 1'
     """
-    who = "all processes" if fault.process is None else f"process {fault.process}"
-    others = [
-        f"process {process} waited for {state.waiting}"
+    waiting = [
+        f"process {process} waited for {short_line(state.waiting)}"
         for process, state in sorted(states.items())
         if process != fault.process and state.waiting
     ]
-    waited = listing(others, _MOST_NAMED) or "no other process waited"
-    return _one_line(f"meshwright: {who} {fault.what}{_where(fault)}; {waited}. All end.")
+    return dataclasses.replace(fault, others=listing(waiting, _MOST_NAMED))
+
+
+def message(fault: Fault) -> str:
+    """Say in one line which process failed, in which task, and what the others waited for.
+
+    >>> message(Fault(1, "died", "1F6", step=17, others="process 0 waited for 1B5 of process 1"))
+    'meshwright: process 1 died in 1F6 (step 17); process 0 waited for 1B5 of process 1. All end.'
+    """
+    who = "all processes" if fault.process is None else f"process {fault.process}"
+    others = fault.others or "no other process waited"
+    return _one_line(f"meshwright: {who} {fault.what}{_where(fault)}; {others}. All end.")
 
 
 def _where(fault: Fault) -> str:

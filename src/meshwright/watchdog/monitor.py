@@ -35,6 +35,7 @@ from meshwright.watchdog.failure_detector import (
     encode,
     fault_of,
     message,
+    with_others,
 )
 from meshwright.watchdog.os_process import SignalTrap, exit_after, exit_now, unhandled
 
@@ -173,15 +174,18 @@ class Monitor:
         """Report a fault to all processes, print it, and exit this one."""
         self._phase = GONE
         exit_after(_REPORT_TIMEOUT + _ACKNOWLEDGE_TIMEOUT + 0.5, OTHERS_FAULT)
+        if self._process and self._sources.store_answers:
+            self._exchange.refresh(EXCHANGE_EVERY)  # only process 0 reads all of them all the time
+        states = {**self._exchange.snapshot.states, self._process: self._state()}
+        fault = fault if fault.others else with_others(fault, states)
         if self._sources.store_answers:
             fault = self._exchange.report_fault(fault, _REPORT_TIMEOUT)
         own = fault.process == self._process
         if own and fault.what == ABORTED and faulthandler.is_enabled():
             # The trap for SIGABRT took the place of faulthandler's own handler.
             faulthandler.dump_traceback()
-        states = {**self._exchange.snapshot.states, self._process: self._state()}
         error = self._sources.error
-        print_fault(message(fault, states), error if self._adds_to(fault, error) else None)
+        print_fault(message(fault), error if self._adds_to(fault, error) else None)
         if not own and fault.process is not None:
             self._resume(states.get(fault.process))
         if self._process == 0:
@@ -197,10 +201,6 @@ class Monitor:
         if at_fault.process == 0:
             # Its store answers again once it goes on: let the others notice its silence first.
             time.sleep(_ALL_NOTICE)
-        else:
-            # It prints what the others waited for, as they published it: publish what was printed
-            # here, for this process may have begun to wait only a moment ago.
-            self._exchange.refresh(2 * EXCHANGE_EVERY)
         os_process.resume(at_fault.identity)
 
     def _adds_to(self, fault: Fault, error: BaseException | None) -> bool:
