@@ -7,6 +7,9 @@ import tempfile
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
+# Only the code for the CPU is simpler by this; partitioning and fusing are the same. Compiling is
+# most of the suite's time, and this halves it.
+jax.config.update("jax_disable_most_optimizations", True)
 
 # What is compiled is kept for the run, all its processes together, and for nobody else.
 _FIRST = "PYTEST_XDIST_WORKER" not in os.environ
