@@ -17,7 +17,13 @@ import meshwright
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-SLOW = ("models.md", "rehearsal.md", "pipelines.md", "moving.md")  # they train and compile
+SLOW = (
+    "train_loop.md",
+    "models.md",
+    "rehearsal.md",
+    "pipelines.md",
+    "moving.md",
+)  # they train and compile
 SLOW_MODULES = ("meshwright.models.base", "meshwright.report", "meshwright.rehearsal.api")
 FLAGS = doctest.ELLIPSIS
 MODULES = sorted(
