@@ -20,9 +20,7 @@ from meshwright.hlo.program import Program
 from meshwright.rehearsal.collectives.types import Collective, Collectives
 from meshwright.rehearsal.kernel_speeds import Speeds, speeds
 from meshwright.rehearsal.kernels import Kernel, kernels, running
-
-# GHz: the peak of each chip divided by what its multipliers do in a cycle.
-_CLOCK = {"v4": 1.05, "v5e": 1.5, "v5p": 1.75, "v6e": 1.75, "tpu7x": 2.2}
+from meshwright.rehearsal.tpu_speeds import CLOCK
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -211,7 +209,7 @@ def _custom(work: list[Kernel], times: int, speed: Speeds) -> list[CustomKernel]
 
 def _compilers_estimate(program: Program, chip: Chip, custom: list[CustomKernel]) -> float | None:
     """Seconds of the TPU compiler's own kernels by its estimate, custom kernels added."""
-    cycles, clock = program.estimated_cycles, _CLOCK.get(chip.name)
+    cycles, clock = program.estimated_cycles, CLOCK.get(chip.name)
     if clock is None or (cycles is None and not custom):
         return None
     return (cycles or 0) / (clock * 1e9) + sum(kernel.seconds for kernel in custom)
