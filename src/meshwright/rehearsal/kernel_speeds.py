@@ -31,6 +31,11 @@ _ROWS = 0.62
 _LAUNCH = {"gpu": 3e-6, "tpu": 1e-6, "cpu": 5e-6}
 _GAP = {"gpu": 0.5e-6, "tpu": 1e-6, "cpu": 5e-6}
 
+# The part of the bus between device and host that large transfers reach. GPU: 1 GiB to and from
+# pinned memory on one H200, 52.7 and 53.2 of 63 GB/s. TPU: the published figures are taken as they
+# are; no measurement of our own.
+_BUS = {"gpu": 0.84, "tpu": 1.0, "cpu": 1.0}
+
 # Speed of multiplications by dtype against bf16. TPUs multiply float32 in bf16 by default.
 _DTYPE_SPEED = {
     # one H200: 325 to 350 TFLOP/s in tf32, 1,300 to 1,460 in fp8, 1,340 to 1,660 in s8; f64 nominal
@@ -95,7 +100,8 @@ class Speeds:
 
     `gap` is what starting a long kernel adds, `loop` the elements that a loop fusion writes.
     `functions` and `irregular`: elements a second of transcendental functions, and of sorts,
-    gathers and scatters, where they are known. `tpu` has what is different on TPUs.
+    gathers and scatters, where they are known. `bus`: bytes to or from the host, 0 if not known.
+    `tpu` has what is different on TPUs.
     """
 
     flops: float
@@ -106,6 +112,7 @@ class Speeds:
     functions: Mapping[str, float] = dataclasses.field(default_factory=dict)
     irregular: Mapping[str, float] = dataclasses.field(default_factory=dict)
     loop: float = math.inf
+    bus: float = 0.0
     tpu: TpuSpeeds | None = None
 
     def compute(self, flops: float, dtype: str, kind: str = "") -> float:
@@ -131,6 +138,10 @@ class Speeds:
         irregular = _seconds(kernel.slow, self.irregular) + (_SORT_START if sorts else 0.0)
         return compute, max(memory, irregular)
 
+    def host(self, size: float) -> float:
+        """Seconds of the bus for this many bytes one way; 0 where its speed is not known."""
+        return size / self.bus if self.bus else 0.0
+
     def launch(self, seconds: float) -> float:
         """Seconds that starting a kernel adds: while a long one runs, the next is prepared."""
         return max(self.start - seconds, self.gap) if seconds > 0 else 0.0
@@ -152,5 +163,6 @@ def speeds(chip: Chip) -> Speeds:
         _HOPPER_FUNCTIONS if hopper else {},
         _HOPPER_IRREGULAR if hopper else {},
         _HOPPER_LOOP if hopper else math.inf,
-        tpu=tpu_speeds(chip),
+        chip.bus * 1e9 / chip.cores * _BUS[chip.family],
+        tpu_speeds(chip),
     )
