@@ -1,11 +1,14 @@
 """Published training runs, rebuilt and rehearsed: modelled against measured step times.
 
 python benchmarks/published.py [rows.json|rows.csv] [--only TEXT] [--timeout SECONDS] [--json FILE]
+    [--parts FILE]
 
 Every row becomes a program (model, mesh, batch, remat, kernels, flags), which the chip's own
 compiler compiles; nothing runs. A row that has no program, or that the compiler refuses, is listed
 with the reason. Without a file the rows are data/tpu_recipes.json: dense decoders on TPUs with all
 their settings. A row compiles for minutes, once: answers are kept in the cache of `rehearse`.
+For rows on TPUs it also refits the speeds without each row (leave-one-out, `_fit_speeds.py`);
+`--parts` writes what the fit works on.
 """
 
 from __future__ import annotations
@@ -21,10 +24,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from _fit_speeds import ROW, parts_of, report
 from _published_rows import CannotBuild, Run, build, read_rows
 
 import meshwright as mw
 from meshwright.errors import MeshwrightError, RehearsalError
+from meshwright.hlo.program import read_program
 
 DEFAULT = Path(__file__).parent / "data" / "tpu_recipes.json"
 _UNKNOWN_FLAG = re.compile(r"[Uu]nknown (?:command line )?flag '?-{0,2}([\w]+)'?")
@@ -36,6 +41,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose name has this text in it")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one compile")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--parts", type=Path, help="also write what `_fit_speeds.py` works on")
     options = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs: no accelerator is looked for
     results = []
@@ -45,6 +51,12 @@ def main() -> None:
             results.append(rehearse_row(name, row, options.timeout))
             print(line(results[-1]), flush=True)
     print(summary(results))
+    parts = [row for row in results if "chip" in row]
+    if len(parts) > 1:
+        print(f"\n{report(parts)}")
+    if options.parts is not None:
+        kept = [{name: row[name] for name in ROW} for row in parts]
+        options.parts.write_text(json.dumps({"rows": kept}, indent=1), encoding="utf-8")
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
 
@@ -73,8 +85,12 @@ def rehearse_row(name: str, row: dict[str, Any], timeout: float) -> dict[str, An
     else:
         result |= {
             "modelled": rehearsed.time.total,
-            "parts": rehearsed.time.to_json(),
+            "time": rehearsed.time.to_json(),
         }
+        chip = rehearsed.placement.topology.chip
+        if chip.family == "tpu":
+            program = read_program(rehearsed.text)
+            result |= {"chip": chip.name, "parts": parts_of(program, rehearsed.time, chip)}
     return result
 
 

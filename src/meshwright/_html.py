@@ -237,6 +237,7 @@ TIME = {
     "memory": GREEN,
     "starting kernels": GREY,
     "exposed communication": RED,
+    "exposed host transfers": AMBER,
 }
 CAUSES = {
     "implicit resharding": RED,

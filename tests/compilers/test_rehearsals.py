@@ -66,7 +66,13 @@ def test_memory_and_program_are_those_of_jit(on, spec, slices, cache):
     assert found.memory.arguments == report.argument_size_in_bytes
     assert found.memory.outputs == report.output_size_in_bytes
     assert found.memory.aliased == report.alias_size_in_bytes
-    assert found.memory.temporaries == report.temp_size_in_bytes
+    if on.startswith("v5"):  # of which libtpu reports more temporaries than it allocates
+        beside = report.argument_size_in_bytes + report.output_size_in_bytes
+        beside -= report.alias_size_in_bytes
+        assert found.memory.temporaries + beside == report.peak_memory_in_bytes
+        assert found.memory.temporaries <= report.temp_size_in_bytes
+    else:
+        assert found.memory.temporaries == report.temp_size_in_bytes
     for kind in ("all-gather", "all-reduce", "reduce-scatter", "collective-permute"):
         assert found.text.count(f" {kind}") == here.as_text().count(f" {kind}")
     assert found.flops * found.placement.topology.num_devices == 5 * 2 * 128 * 512 * 2048

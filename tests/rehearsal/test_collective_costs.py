@@ -27,19 +27,22 @@ def test_a_gibibyte_over_an_axis_takes_the_axis_time(spec, on, slices):
     placed = mw.explain(spec, on=on, slices=slices)
     tp = "replica_groups={{0,1,2,3},{4,5,6,7}}"
     dp = "replica_groups={{0,4},{1,5},{2,6},{3,7}}"
+    # Of a TPU's links an all-gather reaches 0.90, an all-reduce 0.59; one starts in 15 us.
+    tpu = on.startswith("v5e")
+    gathered, reduced, start = (0.90, 0.59, 15e-6) if tpu else (1.0, 1.0, 0.0)
     for axis, groups in zip(placed.axes, (dp, tp), strict=True):
         gather = gibibyte("all-gather", groups, spec=spec, on=on)
-        assert gather.seconds == pytest.approx(axis.cost.all_gather)
+        assert gather.seconds == pytest.approx(axis.cost.all_gather / gathered + start, 1e-3)
         reduce = gibibyte("all-reduce", groups, spec=spec, on=on)
-        assert reduce.seconds == pytest.approx(axis.cost.all_reduce)
+        assert reduce.seconds == pytest.approx(axis.cost.all_reduce / reduced + start, 1e-3)
         scatter = gibibyte("reduce-scatter", groups, spec=spec, on=on)
-        assert scatter.seconds == pytest.approx(axis.cost.all_gather)
+        assert scatter.seconds == pytest.approx(axis.cost.all_gather / reduced + start, 1e-3)
 
 
 def test_a_product_of_axes_is_measured_as_one():
     both = gibibyte("all-gather", "replica_groups={}", spec="dp:2, tp:4", on="v5e:2x4")
     one = mw.explain("all:8", on="v5e:2x4").axes[0]
-    assert both.seconds == pytest.approx(one.cost.all_gather)
+    assert both.seconds == pytest.approx(one.cost.all_gather / 0.90 + 15e-6, 1e-3)
 
 
 def test_small_messages_pay_latency():
@@ -83,7 +86,7 @@ def test_an_all_to_all_on_a_ring_takes_what_its_busiest_link_takes():
     assert plan.cost.bandwidth == 100  # a ring of 16, both ways at 50 GB/s
     size = 2**30
     seconds = group_cost("all-to-all", size, plan, pod).seconds
-    assert seconds == pytest.approx(all_to_all_on_a_ring(16) * size / 16 / 50e9, rel=0.1)
+    assert seconds == pytest.approx(all_to_all_on_a_ring(16) * size / 16 / 45e9, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -102,14 +105,14 @@ def test_a_permutation_takes_what_its_busiest_link_takes(pairs, load):
     seconds, kind = permutation_cost(pod, coords, 10**9)
     hops = max(abs(a - b) for a, b in pairs)
     assert kind == ("torus" if load else "")
-    assert seconds == pytest.approx(load * 1e9 / 50e9 + hops * 1e-6)
+    assert seconds == pytest.approx(load * 1e9 / 45e9 + hops * 1e-6)
 
 
 def test_a_permutation_goes_the_short_way_round():
     pod = mw.topology("v5e:16x16")
     coords = np.array([[((i + 15) % 16, 0), (i, 0)] for i in range(16)])
     seconds, _ = permutation_cost(pod, coords, 10**9)
-    assert seconds == pytest.approx(1e9 / 50e9 + 1e-6)
+    assert seconds == pytest.approx(1e9 / 45e9 + 1e-6)
 
 
 def test_a_permutation_between_hosts_waits_for_the_network():

@@ -158,7 +158,7 @@ def test_types_have_their_own_speed():
 
 
 def test_cores_share_their_chip():
-    assert speeds(CHIPS["tpu7x"]).flops == pytest.approx(2307e12 / 2 * 0.7)
+    assert speeds(CHIPS["tpu7x"]).flops == pytest.approx(2307e12 / 2 * 0.9)
 
 
 def test_hidden_communication_and_the_compilers_own_estimate_have_lines_of_their_own():

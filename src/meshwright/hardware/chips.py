@@ -24,6 +24,7 @@ class Chip:
     - `tflops`: bf16 peak; `memory_gb`, `memory_tbps`: size and bandwidth of its memory.
     - `link`: GB/s per torus link of a TPU; per device into its NVLink switch on a GPU.
     - `network`: GB/s per chip out of its slice, NVLink domain or host.
+    - `bus`: GB/s between a chip and the memory of its host, each way; 0 where it is not known.
     - `torus`: how many dimensions the interconnect has (0: a switch).
     - `cores`: how many JAX devices share a chip; `core`: GB/s between them.
     - `host`: the box of chips that one host holds. `domain`: the most GPUs of one NVLink domain.
@@ -40,6 +41,7 @@ class Chip:
     memory_tbps: float
     link: float
     network: float
+    bus: float = 0.0
     torus: int = 0
     cores: int = 1
     core: float = 0.0
@@ -64,6 +66,7 @@ CHIPS: Mapping[str, Chip] = {
             memory_tbps=1.2,  # cloud docs, TPU v4: HBM2 bandwidth 1,200 GB/s
             link=50,  # cloud docs, TPU v4: 6 links, 300 GB/s a chip one way
             network=25 / 4,  # 25 GB/s a host, 4 chips a host
+            bus=16,  # scaling book, "All about TPUs": PCIe, 16 GB/s each way
             torus=3,
             host=(2, 2, 1),
             pod=4096,  # cloud docs, TPU v4: pod size
@@ -78,6 +81,7 @@ CHIPS: Mapping[str, Chip] = {
             memory_tbps=0.82,  # cloud docs, TPU v5e: 819 GB/s
             link=50,  # cloud docs, TPU v5e: 400 GB/s both ways over 4 links
             network=25 / 8,  # cloud docs, TPU v5e: 6.4 Tb/s for a pod of 256
+            bus=15,  # scaling book, "All about TPUs": PCIe, typically 1.5e10 bytes/s a chip
             torus=2,
             host=(2, 2),
             pod=256,  # cloud docs, TPU v5e: pod size
@@ -91,6 +95,7 @@ CHIPS: Mapping[str, Chip] = {
             memory_tbps=2.765,  # cloud docs, TPU v5p: 2,765 GB/s
             link=100,  # cloud docs, TPU v5p: 1,200 GB/s both ways over 6 links
             network=25 / 4,  # cloud docs, TPU v5p: 50 Gb/s a chip
+            bus=15,  # scaling book, as of v5e
             torus=3,
             host=(2, 2, 1),
             pod=8960,  # cloud docs, TPU v5p: 16x20x28
@@ -105,6 +110,7 @@ CHIPS: Mapping[str, Chip] = {
             memory_tbps=1.6,  # cloud docs, TPU v6e: 1,600 GB/s
             link=100,  # cloud docs, TPU v6e: 800 GB/s both ways over 4 links
             network=100 / 8,  # cloud docs, TPU v6e: 100 Gb/s a chip
+            bus=32,  # scaling book, "All about TPUs": PCIe of v6e
             torus=2,
             host=(2, 2),
             pod=256,  # cloud docs, TPU v6e: pod size
@@ -134,6 +140,7 @@ CHIPS: Mapping[str, Chip] = {
             memory_tbps=2.0,  # datasheet: 2,039 GB/s
             link=300,  # datasheet: NVLink 3, 600 GB/s both ways
             network=200 / 8,  # HGX with eight 200 Gb/s adapters
+            bus=31.5,  # PCIe 4 with 16 lanes
             host=(8,),
             domain=8,
         ),
@@ -146,6 +153,7 @@ CHIPS: Mapping[str, Chip] = {
             memory_tbps=3.35,  # datasheet, SXM
             link=450,  # datasheet: NVLink 4, 900 GB/s both ways
             network=400 / 8,  # HGX with eight 400 Gb/s adapters
+            bus=63,  # PCIe 5 with 16 lanes
             host=(8,),
             domain=8,
         ),
@@ -158,6 +166,7 @@ CHIPS: Mapping[str, Chip] = {
             memory_tbps=4.8,  # datasheet, SXM
             link=450,  # datasheet: NVLink 4, 900 GB/s both ways
             network=400 / 8,  # HGX with eight 400 Gb/s adapters
+            bus=63,  # PCIe 5 with 16 lanes
             host=(8,),
             domain=8,
         ),
@@ -170,6 +179,7 @@ CHIPS: Mapping[str, Chip] = {
             memory_tbps=8.0,  # datasheet, HGX
             link=900,  # datasheet: NVLink 5, 1,800 GB/s both ways
             network=400 / 8,  # HGX with eight 400 Gb/s adapters
+            bus=63,  # PCIe 5 with 16 lanes
             host=(8,),
             domain=8,
         ),
@@ -182,6 +192,7 @@ CHIPS: Mapping[str, Chip] = {
             memory_tbps=8.0,  # datasheet, NVL72
             link=900,  # datasheet: NVLink 5, 1,800 GB/s both ways
             network=3600 / 72,  # 3,600 GB/s out of a domain of 72
+            bus=225,  # NVLink-C2C, 900 GB/s both ways; the two GPUs of a CPU share it
             host=(4,),  # datasheet: a compute tray holds four GPUs
             domain=72,
         ),

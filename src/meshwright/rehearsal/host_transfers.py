@@ -1,41 +1,29 @@
 """`HostTransfers`: what a program moves between a device and the memory of its host.
 
 Offloaded arrays (`jax.checkpoint` policies that offload, `memory_kind="pinned_host"`) cross the bus
-between host and device, a wire of its own. In optimised HLO host memory is the memory space 5.
+between host and device, a wire of its own with two directions. In optimised HLO host memory is the
+memory space 5. How much of its time the kernels hide is in `step_time`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
+from collections.abc import Iterator
 from typing import Any, Literal
 
+from meshwright._html import GREY, TIME, Lane, Part
 from meshwright._text import amount, duration
 from meshwright.hardware.chips import Chip
 from meshwright.hlo.instructions import Computation, Instruction
 from meshwright.hlo.program import Program
+from meshwright.rehearsal.kernel_speeds import speeds
+from meshwright.rehearsal.kernels import running
 
 Direction = Literal["to host", "to device"]
 
-# GB/s of a device each way. TPUs: the scaling book ("16GB/s each way" for v4, "1.6e10 per chip" for
-# newer ones, twice that for v6e); TPU7x is not published. GPUs: PCIe 4 and 5 with 16 lanes; GB200:
-# NVLink-C2C, which two GPUs share.
-_BUS = {
-    "v4": 16.0,
-    "v5e": 16.0,
-    "v5p": 16.0,
-    "v6e": 32.0,
-    "a100": 31.5,
-    "h100": 63.0,
-    "h200": 63.0,
-    "b200": 63.0,
-    "gb200": 225.0,
-}
-_REACHED = 0.84  # of the bus, by 1 GiB to and from pinned memory on an H200 (52.7 and 53.2 GB/s)
-
-_HOST = re.compile(r"\{[^{}]*S\(5\)[^{}]*\}")
-_ARRAY = re.compile(r"[a-z]\w*\[[^\]]*\](?:\{[^{}]*\})?")
-_PASSES = ("bitcast", "tuple", "copy", "reshape")
+HOST_SPACE = 5  # `S(5)` of a layout, on TPUs and GPUs
+_CALLS = ("fusion", "fusion-start", "async-start", "call-start")
+_COPIES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +31,7 @@ class HostTransfers:
     """Bytes a device sends to its host and takes from it in a step, in how many transfers.
 
     `seconds` is how long the bus takes for them, each way beside the other; `None` where its speed
-    is not known. It is not in the modelled step: transfers run beside kernels where they can.
+    is not known. How much of that the step waits for is in `StepTime.host_exposed`.
     """
 
     to_host: int
@@ -52,10 +40,10 @@ class HostTransfers:
     seconds: float | None
 
     def __str__(self) -> str:
-        took = "" if self.seconds is None else f", {duration(self.seconds)} of the bus at least"
+        took = f"{duration(self.seconds)} of the bus" if self.seconds is not None else _UNKNOWN
         return (
             f"Offloaded: {amount(self.to_host)} to the host and {amount(self.to_device)} back, in "
-            f"{self.transfers:,} transfers of a device{took}; not in the modelled step."
+            f"{self.transfers:,} transfers of a device, {took}."
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -63,66 +51,112 @@ class HostTransfers:
         return dataclasses.asdict(self)
 
 
+_UNKNOWN = (
+    "without their time: how fast this chip's bus to the host is, is not known here (pass "
+    "on=topology(name, speeds={'bus': GB/s}))"
+)
+
+
+def bus_lane(exposed: float, hidden: float) -> Lane:
+    """Draw the time of the bus: what the step waits for, and what runs beside its kernels."""
+    parts = (
+        Part("exposed", exposed, TIME["exposed host transfers"]),
+        Part("hidden, not in the step", hidden, GREY),
+    )
+    return Lane("transfers to and from the host", parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class HostTransfer:
+    """One transfer in a program: the names of the instructions that start it and end it.
+
+    They are the same one where nothing runs beside it. `body` is the computation that a GPU's
+    `fusion-start` runs for it.
+    """
+
+    direction: Direction
+    bytes: int
+    start: str
+    end: str
+    body: str = ""
+
+
 def find_host_transfers(program: Program, chip: Chip) -> HostTransfers | None:
     """Add up what a program moves to and from the host; `None` if nothing."""
     moved: dict[Direction, int] = {"to host": 0, "to device": 0}
     transfers = 0
-    for computation in program.computations.values():
-        times = program.run_count(computation.name).count
-        if not times:
-            continue
-        for instruction in computation.instructions:
-            transfer = _transfer(program, computation, instruction)
-            if transfer is not None:
-                direction, size = transfer
-                moved[direction] += size * times
-                transfers += times
+    for name, entries in transfers_of(program).items():
+        times = program.run_count(name).count
+        for transfer in entries:
+            moved[transfer.direction] += transfer.bytes * times
+            transfers += times
     if not transfers:
         return None
-    speed = _BUS.get(chip.name)
-    longest = max(moved.values())
-    seconds = None if speed is None else longest / (speed * 1e9 * _REACHED)
+    speed = speeds(chip)
+    seconds = speed.host(max(moved.values())) if speed.bus else None
     return HostTransfers(moved["to host"], moved["to device"], transfers, seconds)
 
 
-# In: an instruction. Out: which way it moves how many bytes, or `None`. TPUs: `copy-start`, and
-# `dynamic-slice-start` or `dynamic-update-slice-start` of a stack of layers in host memory. GPUs
-# have the slices in fusions that start and end apart. Example: `%s = (bf16[8]{0:S(5)}, bf16[8]{0},
-# u32[]) copy-start(%x)` moves 16 bytes to the host.
-def _transfer(
+def transfers_of(program: Program) -> dict[str, list[HostTransfer]]:
+    """`{computation: its transfers to and from the host, in order}`, of those that have some."""
+    entries = {each.name: list(_transfers_in(program, each)) for each in running(program)}
+    bodies = {transfer.body for transfers in entries.values() for transfer in transfers}
+    return {name: each for name, each in entries.items() if each and name not in bodies}
+
+
+# In: a computation that runs. Out: its transfers to and from the host, in order of their starts.
+# TPUs: `copy-start`, and `dynamic-slice-start` or `dynamic-update-slice-start` of a stack of layers
+# in host memory. GPUs have the slices in fusions that start and end apart. Copies between HBM and a
+# TPU's own scratch memory start and end apart too, and are none. Example: `%s = (bf16[8]{0:S(5)},
+# bf16[8]{0}, u32[]) copy-start(%x)` moves 16 bytes to the host, until `copy-done(%s)`.
+def _transfers_in(program: Program, computation: Computation) -> Iterator[HostTransfer]:
+    for instruction in computation.instructions:
+        inner, copy = _copy(program, computation, instruction)
+        if copy is None or not copy.operands:
+            continue
+        end = _end(computation, instruction)
+        operands = inner.operands(copy)
+        source = operands[1] if copy.opcode.startswith("dynamic-update-slice") else operands[0]
+        to_host, from_host = _on_host(end), _on_host(source)
+        if to_host == from_host:
+            continue
+        moved = source if to_host else end
+        direction: Direction = "to host" if to_host else "to device"
+        body = "" if inner is computation else inner.name
+        yield HostTransfer(direction, moved.shape.bytes, instruction.name, end.name, body)
+
+
+def _copy(
     program: Program, computation: Computation, instruction: Instruction
-) -> tuple[Direction, int] | None:
-    kind = _kind(program, instruction)
-    operands = computation.operands(instruction) if kind else []
-    if not operands:
-        return None
-    if kind == "copy-start":
-        target = bool(_HOST.search(_ARRAY.findall(instruction.shape.text)[0]))
-        if target == _on_host(operands[0]):
-            return None
-        return ("to host" if target else "to device"), instruction.shape.leaves[0].bytes
-    if not _on_host(operands[0]):
-        return None
-    if kind == "dynamic-update-slice-start":
-        return None if _on_host(operands[1]) else ("to host", operands[1].shape.bytes)
-    ends = [user for user in computation.users.get(instruction.name, ()) if not _on_host(user)]
-    return ("to device", ends[0].shape.bytes) if ends else None
+) -> tuple[Computation, Instruction | None]:
+    """Return the copy that an instruction is, starts or runs, and the computation that has it."""
+    if instruction.opcode.removesuffix("-start") in _COPIES:
+        return computation, instruction
+    if instruction.opcode not in _CALLS or not instruction.called:
+        return computation, None
+    inner = program.computations[instruction.called[0][1]]
+    copied = None
+    root = inner.root
+    while root.opcode in ("bitcast", "tuple", "copy", "reshape") and root.operands:
+        copied = root if root.opcode == "copy" else copied
+        root = inner.operands(root)[0]
+    return inner, root if root.opcode in _COPIES else copied
 
 
-_KINDS = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start")
-
-
-def _kind(program: Program, instruction: Instruction) -> str:
-    """Return what an instruction starts, that inside of a fusion too; empty if no transfer."""
-    kind = instruction.opcode
-    if kind in ("fusion-start", "async-start", "call-start") and instruction.called:
-        inner = program.computations[instruction.called[0][1]]
-        root = inner.root
-        while root.opcode in _PASSES and root.operands:
-            root = inner.operands(root)[0]
-        kind = f"{root.opcode}-start"
-    return kind if kind in _KINDS else ""
+def _end(computation: Computation, instruction: Instruction) -> Instruction:
+    """Return the instruction that has the result: the `-done` of a start, or itself."""
+    end = instruction
+    while end.opcode.endswith(("-start", "-update")):
+        users = [
+            user
+            for user in computation.users.get(end.name, ())
+            if user.opcode.endswith(("-update", "-done"))
+        ]
+        if not users:
+            break
+        end = users[0]
+    return end
 
 
 def _on_host(instruction: Instruction) -> bool:
-    return bool(_HOST.search(instruction.shape.text))
+    return HOST_SPACE in instruction.shape.spaces

@@ -12,16 +12,17 @@ from collections.abc import Mapping
 
 from meshwright.hardware.chips import Chip
 from meshwright.rehearsal.kernels import Kernel
+from meshwright.rehearsal.tpu_speeds import MEMORY, NOMINAL, TpuSpeeds, tpu_speeds
 
 # The part of the nominal speed that large products and plain kernels reach. GPU: products of 4,096
 # to 16,384 in bf16 and copies, reductions and updates on one H200 (770 to 837 of 990 TFLOP/s, 4.0
-# to 4.6 of 4.8 TB/s). TPU and CPU: no measurement of our own; what came closest to whole steps on
-# a GPU when these two figures were the whole model.
-_PRODUCTS = {"gpu": 0.85, "tpu": 0.7, "cpu": 0.7}
+# to 4.6 of 4.8 TB/s). TPU: `tpu_speeds`. CPU: no measurement of our own; what came closest to whole
+# steps on a GPU when these two figures were the whole model.
+_PRODUCTS = {"gpu": 0.85, "tpu": NOMINAL, "cpu": 0.7}
 # The side of a square product that reaches half of that: 0.56 of nominal at 2,048, 0.70 to 0.78 at
 # 4,096, 0.80 at 8,192 (one H200).
 _HALF_SIDE = {"gpu": 600.0, "tpu": 0.0, "cpu": 0.0}
-_MEMORY = {"gpu": 0.88, "tpu": 0.8, "cpu": 0.8}
+_MEMORY = {"gpu": 0.88, "tpu": MEMORY, "cpu": 0.8}
 # Triton fusions that reduce rows and then write them (softmax and its gradient): 2.7 to 4.0 of 4.8
 # TB/s on one H200, rows of 2,048; rows of 8,192 with two reductions 1.8.
 _ROWS = 0.62
@@ -29,6 +30,11 @@ _ROWS = 0.62
 # GPU: 256 tiny kernels in a row on one H200, in a loop 3.0 each; gaps between long ones 0.2 to 1.
 _LAUNCH = {"gpu": 3e-6, "tpu": 1e-6, "cpu": 5e-6}
 _GAP = {"gpu": 0.5e-6, "tpu": 1e-6, "cpu": 5e-6}
+
+# The part of the bus between device and host that large transfers reach. GPU: 1 GiB to and from
+# pinned memory on one H200, 52.7 and 53.2 of 63 GB/s. TPU: the published figures are taken as they
+# are; no measurement of our own.
+_BUS = {"gpu": 0.84, "tpu": 1.0, "cpu": 1.0}
 
 # Speed of multiplications by dtype against bf16. TPUs multiply float32 in bf16 by default.
 _DTYPE_SPEED = {
@@ -42,7 +48,6 @@ _DTYPE_SPEED = {
 # Measured on one H200, bf16, useful products of causal and full attention, lengths 4,096 to 32,768:
 # cuDNN at head 128 reaches 527 to 663 TFLOP/s of 990 forward and 450 to 568 backward, at head 64
 # 402 to 460 and 354 to 434; Triton's 285 to 346 forward and 250 to 346 backward.
-# Kernels of TPUs have not been measured: they go at the speed of products.
 _KERNEL_SPEED = {
     "cudnn attention forward 128": 0.58,
     "cudnn attention backward 128": 0.52,
@@ -95,7 +100,8 @@ class Speeds:
 
     `gap` is what starting a long kernel adds, `loop` the elements that a loop fusion writes.
     `functions` and `irregular`: elements a second of transcendental functions, and of sorts,
-    gathers and scatters, where they are known.
+    gathers and scatters, where they are known. `bus`: bytes to or from the host, 0 if not known.
+    `tpu` has what is different on TPUs.
     """
 
     flops: float
@@ -106,6 +112,8 @@ class Speeds:
     functions: Mapping[str, float] = dataclasses.field(default_factory=dict)
     irregular: Mapping[str, float] = dataclasses.field(default_factory=dict)
     loop: float = math.inf
+    bus: float = 0.0
+    tpu: TpuSpeeds | None = None
 
     def compute(self, flops: float, dtype: str, kind: str = "") -> float:
         """Seconds for this many operations on values of this dtype, in a kernel of a kind."""
@@ -120,6 +128,8 @@ class Speeds:
         """Seconds that a kernel computes, and that it waits for memory: the longer one counts."""
         kind = kernel.custom.speed if kernel.custom else ""
         compute = self.compute(kernel.flops, kernel.dtype, kind)
+        if self.tpu is not None:
+            return self.tpu.kernel(kernel, compute)
         slower = _ROWS / _MEMORY["gpu"] if kernel.by_rows else 1.0
         memory = max(kernel.bytes / (self.bytes * slower), kernel.looped / self.loop)
         if kind not in _KERNEL_SPEED:  # else they are in its efficiency
@@ -127,6 +137,10 @@ class Speeds:
         sorts = any(name.startswith("sorted") for name in kernel.slow) and bool(self.irregular)
         irregular = _seconds(kernel.slow, self.irregular) + (_SORT_START if sorts else 0.0)
         return compute, max(memory, irregular)
+
+    def host(self, size: float) -> float:
+        """Seconds of the bus for this many bytes one way; 0 where its speed is not known."""
+        return size / self.bus if self.bus else 0.0
 
     def launch(self, seconds: float) -> float:
         """Seconds that starting a kernel adds: while a long one runs, the next is prepared."""
@@ -149,4 +163,6 @@ def speeds(chip: Chip) -> Speeds:
         _HOPPER_FUNCTIONS if hopper else {},
         _HOPPER_IRREGULAR if hopper else {},
         _HOPPER_LOOP if hopper else math.inf,
+        chip.bus * 1e9 / chip.cores * _BUS[chip.family],
+        tpu_speeds(chip),
     )

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 
 from meshwright.hlo.instructions import Computation, Instruction, Leaf
 from meshwright.hlo.kernel_work import KernelWork
-from meshwright.hlo.program import Program, flops
+from meshwright.hlo.program import Program, estimated_cycles, flops
 
 # What takes no time of its own: it names a value, or only runs other computations.
 _FREE = frozenset(
@@ -27,6 +27,7 @@ _IN_PLACE = ("dynamic-update-slice", "scatter")
 _COMMUNICATION = re.compile(
     r"all-(gather|reduce|to-all)|reduce-scatter|collective-|ragged-all-to-all|(send|recv)(-done)?$"
 )
+_ASYNC_END = re.compile(r'"AsyncCollective(Start|Done)"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,16 @@ class Kernel:
         return self.instruction.name
 
     @property
+    def cycles(self) -> int | None:
+        """How long the compiler of a TPU expects it to take, if it says so."""
+        return estimated_cycles(self.instruction)
+
+    @property
+    def beside(self) -> bool:
+        """Whether it only starts a copy on the device, beside which others run."""
+        return self.instruction.opcode.endswith("-start") and not self.flops
+
+    @property
     def by_rows(self) -> bool:
         """Whether it is a Triton fusion that reduces rows and then works on all their elements."""
         return self.reduces and '"kind":"__triton"' in self.instruction.attributes
@@ -70,7 +81,7 @@ class Kernel:
 def kernels(program: Program, computation: Computation) -> Iterator[Kernel]:
     """List the kernels of a computation."""
     for instruction in computation.instructions:
-        if _is_free(instruction) or _is_communication(instruction):
+        if _is_free(instruction) or _is_communication(program, instruction):
             continue
         custom = program.kernel_work(instruction)
         traffic = _traffic(program, computation, instruction)
@@ -119,11 +130,16 @@ def _is_free(instruction: Instruction) -> bool:
     return instruction.opcode in _FREE or ends or instruction.only_calls
 
 
-def _is_communication(instruction: Instruction) -> bool:
-    return bool(_COMMUNICATION.match(instruction.opcode)) or (
-        instruction.opcode == "fusion"
-        and any("all-reduce-scatter" in n for _, n in instruction.called)
-    )
+def _is_communication(program: Program, instruction: Instruction) -> bool:
+    if instruction.opcode != "fusion":
+        return bool(_COMMUNICATION.match(instruction.opcode))
+    # Fusions of a TPU: an all-reduce of which a slice is kept, or one end of a collective whose
+    # pieces are in other kernels. Those pieces move the memory: an end has no work of its own.
+    names = [name for _, name in instruction.called]
+    if any("all-reduce-scatter" in name for name in names):
+        return True
+    ends = (_ASYNC_END.search(program.computations[name].root.attributes) for name in names)
+    return any(ends) and not program.flops_of(instruction)
 
 
 def _work(

@@ -57,6 +57,7 @@ from meshwright.rehearsal.collectives.types import (
     collective_rows,
     collectives_headline,
 )
+from meshwright.rehearsal.host_transfers import bus_lane
 from meshwright.rehearsal.memory import Buffer, Memory
 from meshwright.rehearsal.step_time import CUSTOM_HEADING, CUSTOM_RIGHT, custom_rows
 
@@ -370,6 +371,8 @@ def time_section(result: Rehearsal) -> Html:
         axes = sorted({entry.over for entry in result.collectives})
         colours = {axis: SERIES[at % len(SERIES)] for at, axis in enumerate(axes)}
         lanes.append(Lane("communication by axis", _seconds_by(result.collectives, _over, colours)))
+    if result.host_transfers is not None:
+        lanes.append(bus_lane(timing.host_exposed, timing.host_hidden))
     whole = max(lane.size for lane in lanes)
     drawn = (
         (bars([lane], duration, whole=whole), legend(lane.parts, duration, lane.size))

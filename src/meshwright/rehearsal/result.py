@@ -132,7 +132,7 @@ class Comparison:
 
     def _times(self) -> Iterator[tuple[str, Any, Any, str]]:
         first, second = self.first.time, self.second.time
-        for name in ("compute", "memory", "exposed", "total"):
+        for name in ("compute", "memory", "exposed", "host_exposed", "total"):
             label = "modelled step" if name == "total" else f"step: {name}"
             yield (
                 label,

@@ -1,8 +1,8 @@
 """`StepTime`: how long a step takes by a roofline model, and what it waits for.
 
 Every kernel (`kernels`) takes the longer of computing and moving its bytes, at its own speed
-(`kernel_speeds`). A collective takes its modelled time; what runs between its start and its end
-hides that much of it, the rest is exposed.
+(`kernel_speeds`). A collective, and a transfer to or from the host, takes its modelled time; what
+runs between its start and its end hides that much of it, the rest is exposed.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 from meshwright._show import short_repr
 from meshwright._text import amount, duration, table
 from meshwright.hardware.chips import Chip
-from meshwright.hlo.instructions import Computation
+from meshwright.hlo.dataflow import runs_per_call
+from meshwright.hlo.instructions import Computation, Instruction
 from meshwright.hlo.kernel_work import Trust
 from meshwright.hlo.program import Program
-from meshwright.rehearsal.collectives.types import Collective, Collectives
+from meshwright.rehearsal.collectives.types import Collectives
+from meshwright.rehearsal.host_transfers import Direction, HostTransfer, transfers_of
 from meshwright.rehearsal.kernel_speeds import Speeds, speeds
 from meshwright.rehearsal.kernels import Kernel, kernels, running
-
-# GHz: the peak of each chip divided by what its multipliers do in a cycle.
-_CLOCK = {"v4": 1.05, "v5e": 1.5, "v5p": 1.75, "v6e": 1.75, "tpu7x": 2.2}
+from meshwright.rehearsal.tpu_speeds import CLOCK
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -33,6 +33,7 @@ class StepTime:
     that nothing hides; `hidden` runs beside kernels and is not in the total. `start`: the launches
     of kernels. `compiler` is the compiler's own estimate of its kernels, where it gives one; it
     leaves custom kernels out, which are added as modelled here. `custom` lists those.
+    `host_exposed` and `host_hidden` are those of transfers to and from the host.
     """
 
     compute: float
@@ -45,11 +46,13 @@ class StepTime:
     peak_flops: float
     compiler: float | None = None
     custom: tuple[CustomKernel, ...] = ()
+    host_exposed: float = 0.0
+    host_hidden: float = 0.0
 
     @property
     def total(self) -> float:
         """Modelled seconds of one step."""
-        return self.compute + self.memory + self.start + self.exposed
+        return sum(self.parts().values())
 
     @property
     def utilisation(self) -> float:
@@ -63,6 +66,7 @@ class StepTime:
             "memory": self.memory,
             "starting kernels": self.start,
             "exposed communication": self.exposed,
+            "exposed host transfers": self.host_exposed,
         }
 
     def __repr__(self) -> str:
@@ -74,10 +78,14 @@ class StepTime:
         rows += [
             [name, duration(seconds), f"{seconds / (self.total or 1):.0%}"]
             for name, seconds in self.parts().items()
+            if seconds or name != "exposed host transfers" or self.host_hidden
         ]
         rows.append(["total", duration(self.total), f"utilisation {self.utilisation:.0%}"])
         if self.hidden:
             rows.append(["hidden communication", duration(self.hidden), "not in the total"])
+        if self.host_hidden:
+            hidden = duration(self.host_hidden)
+            rows.append(["hidden host transfers", hidden, "not in the total"])
         if self.compiler is not None:
             rows.append(["kernels as the compiler sees it", duration(self.compiler), ""])
         lines = [table(rows, [False, True, True])]
@@ -105,6 +113,7 @@ class StepTime:
             "seconds": self.total,
             "parts": self.parts(),
             "hidden": self.hidden,
+            "host_hidden": self.host_hidden,
             "flops": self.flops,
             "bytes": self.bytes,
             "utilisation": self.utilisation,
@@ -161,27 +170,30 @@ def custom_rows(entries: Sequence[CustomKernel]) -> list[list[str]]:
 
 
 _PARTS = ("compute", "memory", "start", "exposed", "hidden", "flops", "bytes")
+_PARTS += ("host_exposed", "host_hidden")
+_WAITED = ("compute", "memory", "start", "exposed", "host_exposed")  # that make up the total
 
 
 # In: a scheduled program, its collectives and a chip. Out: the modelled time of one run on one
-# device. Invariant: every kernel and every collective counts once for each time that it runs.
-# Example: an all-gather of 3 ms whose start and end have a dot of 2 ms between them adds 2 ms to
-# `hidden` and 1 ms to `exposed`; the dot adds its 2 ms to `compute`.
+# device. Invariant: every kernel, collective and transfer counts once for each time that it runs.
+# A transfer to the host reads the device's memory beside the kernels: its bytes are counted, and
+# take none of their time. Example: an all-gather of 3 ms whose start and end have a dot of 2 ms
+# between them adds 2 ms to `hidden` and 1 ms to `exposed`; the dot adds its 2 ms to `compute`.
 def step_time(program: Program, collectives: Collectives, chip: Chip) -> StepTime:
     """Model the time of a step."""
     speed = speeds(chip)
-    by_name = {name: entry for entry in collectives for name in entry.instructions}
+    runs = _Runs(program, collectives, speed)
     parts = dict.fromkeys(_PARTS, 0.0)
-    met: set[int] = set()
     custom: list[CustomKernel] = []
     for computation in running(program):
+        if computation.name in runs.bodies:
+            continue
         times = program.run_count(computation.name).count
-        work = list(kernels(program, computation))
-        custom += _custom(work, times, speed)
-        for name, value in _one_run(computation, work, speed, by_name, met).items():
+        custom += _custom(runs.kernels(computation), times, speed)
+        for name, value in runs.parts(computation).items():
             parts[name] += value * times
     for entry in collectives:
-        if id(entry) not in met:  # it runs inside of kernels, in pieces
+        if id(entry) not in runs.met:  # it runs inside of kernels, in pieces
             hidden = min(entry.seconds, speed.compute(entry.meanwhile, "bf16"))
             parts["hidden"] += hidden * entry.times.count
             parts["exposed"] += (entry.seconds - hidden) * entry.times.count
@@ -211,42 +223,115 @@ def _custom(work: list[Kernel], times: int, speed: Speeds) -> list[CustomKernel]
 
 def _compilers_estimate(program: Program, chip: Chip, custom: list[CustomKernel]) -> float | None:
     """Seconds of the TPU compiler's own kernels by its estimate, custom kernels added."""
-    cycles, clock = program.estimated_cycles, _CLOCK.get(chip.name)
+    cycles, clock = program.estimated_cycles, CLOCK.get(chip.name)
     if clock is None or (cycles is None and not custom):
         return None
     return (cycles or 0) / (clock * 1e9) + sum(kernel.seconds for kernel in custom)
 
 
-def _one_run(
-    computation: Computation,
-    kernels_here: list[Kernel],
-    speed: Speeds,
-    by_name: dict[str, Collective],
-    met: set[int],
-) -> dict[str, float]:
+class _Runs:
+    """One run of each computation of a program: its parts, and how long it takes as a whole."""
+
+    def __init__(self, program: Program, collectives: Collectives, speed: Speeds):
+        self.program, self.speed = program, speed
+        self.by_name = {name: entry for entry in collectives for name in entry.instructions}
+        self.met: set[int] = set()  # the collectives that are instructions of their own
+        self.transfers = transfers_of(program)
+        self.bodies = {each.body for entries in self.transfers.values() for each in entries}
+        self._parts: dict[str, dict[str, float]] = {}
+        self._whole: dict[str, float] = {}
+
+    def kernels(self, computation: Computation) -> list[Kernel]:
+        """The kernels of a computation; transfers to and from the host are none."""
+        starts = {transfer.start for transfer in self.transfers.get(computation.name, ())}
+        return [each for each in kernels(self.program, computation) if each.name not in starts]
+
+    def parts(self, computation: Computation) -> dict[str, float]:
+        """The parts of one run, without those of the computations that it calls."""
+        if computation.name not in self._parts:
+            self._parts[computation.name] = _one_run(self, computation)
+        return self._parts[computation.name]
+
+    def called(self, instruction: Instruction) -> float:
+        """Seconds of the computations that an instruction runs, e.g. of all rounds of a loop."""
+        if not instruction.only_calls:
+            return 0.0
+        return sum(
+            self._seconds(name) * runs_per_call(how, instruction, self.program.dataflow).count
+            for how, name in instruction.called
+            if name not in self.bodies and (how != "to_apply" or instruction.opcode == "call")
+        )
+
+    def _seconds(self, name: str) -> float:
+        """Seconds of one run of a computation and of all that it calls."""
+        if name not in self._whole:
+            computation = self.program.computations[name]
+            own = self.parts(computation)
+            nested = sum(map(self.called, computation.instructions))
+            self._whole[name] = nested + sum(own[part] for part in _WAITED)
+        return self._whole[name]
+
+
+class _Clock:
+    """How far one run is. What passes between a start and an end hides that much of a wait.
+
+    `work` counts kernels and waits for the host, beside which collectives run; `now` counts
+    everything, beside which transfers to and from the host run. Transfers one way queue up.
+    """
+
+    def __init__(self) -> None:
+        self.work = self.now = 0.0
+        self.free: dict[Direction, float] = {"to host": 0.0, "to device": 0.0}
+        self.ends: dict[str, float] = {}  # by the instruction that ends the transfer
+
+    def begin(self, transfer: HostTransfer, seconds: float) -> None:
+        self.free[transfer.direction] = max(self.now, self.free[transfer.direction]) + seconds
+        self.ends[transfer.end] = self.free[transfer.direction]
+
+    def wait(self, end: str) -> float:
+        """Wait for the end of a transfer, and return for how long."""
+        waited = max(0.0, self.ends.pop(end) - self.now)
+        self.work += waited
+        self.now += waited
+        return waited
+
+
+def _one_run(runs: _Runs, computation: Computation) -> dict[str, float]:
     """The parts of one run of a computation; the collectives that are here are added to `met`."""
     parts = dict.fromkeys(_PARTS, 0.0)
-    work = {kernel.instruction.name: kernel for kernel in kernels_here}
-    started: dict[int, float] = {}  # when, by the kernels' time so far
-    passed = 0.0
+    work = {kernel.name: kernel for kernel in runs.kernels(computation)}
+    transfers = {each.start: each for each in runs.transfers.get(computation.name, ())}
+    started: dict[int, float] = {}  # when, by the clock's `work`
+    clock, on_bus = _Clock(), 0.0
     for instruction in computation.instructions:
-        entry = by_name.get(instruction.name)
-        if entry is not None:
-            met.add(id(entry))
-            if id(entry) not in started:
-                started[id(entry)] = passed
+        if (transfer := transfers.get(instruction.name)) is not None:
+            seconds = runs.speed.host(transfer.bytes)
+            clock.begin(transfer, seconds)
+            on_bus += seconds
+            parts["bytes"] += transfer.bytes
+        if instruction.name in clock.ends:
+            parts["host_exposed"] += clock.wait(instruction.name)
+        elif (entry := runs.by_name.get(instruction.name)) is not None:
+            runs.met.add(id(entry))
+            began = started.setdefault(id(entry), clock.work)
             if instruction.name == entry.instructions[-1]:
-                hidden = min(entry.seconds, passed - started.pop(id(entry)))
+                hidden = min(entry.seconds, clock.work - began)
                 parts["hidden"] += hidden
                 parts["exposed"] += entry.seconds - hidden
-            continue
-        kernel = work.get(instruction.name)
-        if kernel is None:
-            continue
-        compute, memory = speed.kernel(kernel)
-        parts["compute" if compute > memory else "memory"] += max(compute, memory)
-        parts["start"] += speed.launch(max(compute, memory))
-        parts["flops"] += kernel.flops
-        parts["bytes"] += kernel.bytes
-        passed += max(compute, memory)
+                clock.now += entry.seconds - hidden
+        elif (kernel := work.get(instruction.name)) is not None:
+            compute, memory = runs.speed.kernel(kernel)
+            seconds, start = max(compute, memory), runs.speed.launch(max(compute, memory))
+            parts["compute" if compute > memory else "memory"] += seconds
+            parts["start"] += start
+            parts["flops"] += kernel.flops
+            parts["bytes"] += kernel.bytes
+            clock.work += seconds
+            clock.now += seconds + start
+        else:
+            seconds = runs.called(instruction)
+            clock.work += seconds
+            clock.now += seconds
+    hidden = on_bus - parts["host_exposed"]
+    parts["host_hidden"] = hidden if hidden > 1e-9 * on_bus else 0.0  # not what rounding leaves
     return parts

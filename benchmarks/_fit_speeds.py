@@ -1,0 +1,125 @@
+"""Fit the speeds of TPU kernels to published step times.
+
+python benchmarks/_fit_speeds.py [parts.json]
+
+A row of `parts.json` is a published run as `published.py --parts FILE` writes it: the seconds that
+its parts take at unit speed. The step is modelled as
+
+    products / PRODUCTS[chip] + multiplied + vectors * OPERATIONS + rest
+
+with `PRODUCTS` and `OPERATIONS` of `rehearsal/tpu_speeds.py` as unknowns; `rest` is all that has a
+source of its own (memory, wires, the bus to the host, launches). The unknowns are those of the
+least relative squares, held near what is likely (`EXPECTED`) where rows say little: ten rows are
+few. Each row is also modelled by a fit to the others (leave-one-out).
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.hardware.chips import Chip
+from meshwright.hlo.program import Program
+from meshwright.rehearsal import tpu_speeds
+from meshwright.rehearsal.kernel_speeds import speeds
+from meshwright.rehearsal.kernels import kernels, running
+from meshwright.rehearsal.step_time import StepTime
+
+PARTS = Path(__file__).parent / "data" / "tpu_parts.json"
+
+# What is likely before any row is seen, and how far off that may well be. Products: as the compiler
+# expects; their inverse is the unknown. Operations for each exponential of attention: forward about
+# ten by its program (maximum, difference, two scalings, two sums, mask, conversion), backward more.
+EXPECTED = {"product": (1.0, 0.25), "operations": (12.0, 6.0)}
+# How far off a row may be: what one measurement and one reconstruction are worth.
+_ROW = 0.05
+
+Row = Mapping[str, Any]
+ROW = ("name", "chip", "published", "parts")  # what a row has
+
+
+def parts_of(program: Program, time: StepTime, chip: Chip) -> dict[str, float]:
+    """Return the parts of a modelled step at unit speed, as the fit needs them."""
+    speed = speeds(chip)
+    cycles = _product_cycles(program)
+    products = cycles / (tpu_speeds.CLOCK[chip.name] * 1e9)
+    multiplied = sum(speed.compute(kernel.flops, "bf16") for kernel in time.custom)
+    in_kernels = sum(kernel.seconds for kernel in time.custom)
+    vectors = max(0.0, in_kernels - multiplied) / tpu_speeds.OPERATIONS
+    rest = time.total - products / tpu_speeds.PRODUCTS[chip.name] - in_kernels
+    return {"products": products, "multiplied": multiplied, "vectors": vectors, "rest": rest}
+
+
+def _product_cycles(program: Program) -> float:
+    """Cycles of all kernels with products, as the compiler expects them."""
+    return sum(
+        (kernel.cycles or 0.0) * program.run_count(computation.name).count
+        for computation in running(program)
+        for kernel in kernels(program, computation)
+        if kernel.flops and kernel.custom is None
+    )
+
+
+def fit(rows: Sequence[Row]) -> dict[str, float]:
+    """Return `{"v5e": PRODUCTS, ..., "operations": OPERATIONS}` by least relative squares."""
+    chips = sorted({row["chip"] for row in rows})
+    unknowns = [*chips, "operations"]
+    expected = [EXPECTED["product"]] * len(chips) + [EXPECTED["operations"]]
+    equations, results = [], []
+    for row in rows:
+        weight = 1 / (_ROW * row["published"])
+        known = row["parts"]["multiplied"] + row["parts"]["rest"]
+        equations.append([weight * factor for factor in _factors(row, unknowns)])
+        results.append(weight * (row["published"] - known))
+    for number, (likely, spread) in enumerate(expected):
+        equations.append([1 / spread if at == number else 0.0 for at in range(len(unknowns))])
+        results.append(likely / spread)
+    solution = np.linalg.lstsq(np.array(equations), np.array(results), rcond=None)[0]
+    values = dict(zip(unknowns, map(float, solution), strict=True))
+    return {name: value if name == "operations" else 1 / value for name, value in values.items()}
+
+
+def _factors(row: Row, unknowns: Sequence[str]) -> list[float]:
+    parts = {row["chip"]: row["parts"]["products"], "operations": row["parts"]["vectors"]}
+    return [parts.get(name, 0.0) for name in unknowns]
+
+
+def modelled(row: Row, constants: Mapping[str, float]) -> float:
+    """Seconds of a step with these constants; a chip without one has the expected speed."""
+    parts = row["parts"]
+    products = parts["products"] / constants.get(row["chip"], EXPECTED["product"][0])
+    vectors = parts["vectors"] * constants["operations"]
+    return float(products + vectors + parts["multiplied"] + parts["rest"])
+
+
+def leave_one_out(rows: Sequence[Row]) -> list[float]:
+    """Return the error of each row, modelled by a fit to all others."""
+    errors = []
+    for number, row in enumerate(rows):
+        constants = fit([*rows[:number], *rows[number + 1 :]])
+        errors.append(modelled(row, constants) / row["published"] - 1)
+    return errors
+
+
+def report(rows: Sequence[Row]) -> str:
+    """Say what the fit finds, and what its errors are with and without each row."""
+    constants = fit(rows)
+    lines = ["fitted: " + ", ".join(f"{name} {value:.3f}" for name, value in constants.items())]
+    left_out = leave_one_out(rows)
+    errors = [modelled(row, constants) / row["published"] - 1 for row in rows]
+    for row, error, without in zip(rows, errors, left_out, strict=True):
+        lines.append(f"{row['name'][:30]:30} {error:+7.1%} fitted {without:+7.1%} left out")
+    mean, mean_without = (statistics.mean(map(abs, each)) for each in (errors, left_out))
+    lines.append(f"Mean error {mean:.1%} fitted, {mean_without:.1%} by leave-one-out.")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    source = Path(sys.argv[1]) if len(sys.argv) > 1 else PARTS
+    print(report(json.loads(source.read_text(encoding="utf-8"))["rows"]))

@@ -1,0 +1,78 @@
+"""`TpuSpeeds`: how long the kernels of a TPU take.
+
+- Products take what their compiler expects of them, in cycles (`estimated_cycles` of a fusion): it
+  knows the windows in which it moves operands to the multipliers. Steps reach a part of that speed.
+- Other kernels move their bytes. The compiler's cycles of these are too many: copies and broadcasts
+  on v5p 2.5 to 10 times the bytes' time, most of a published step's rest.
+- Attention (Pallas kernels with exponentials) keeps multipliers and vector units busy in turn.
+- Copies that start and end apart run beside kernels, between main memory and the memory on chip.
+
+Figures that are a fit are that of `benchmarks/_fit_speeds.py` to the dense rows of
+`benchmarks/data/tpu_recipes.json`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from meshwright.hardware.chips import Chip
+from meshwright.rehearsal.kernels import Kernel
+
+# GHz: the peak of each chip divided by what its multipliers do in a cycle.
+CLOCK = {"v4": 1.05, "v5e": 1.5, "v5p": 1.75, "v6e": 1.75, "tpu7x": 2.2}
+
+# The part of the compiler's expectation that products reach: the fit. Chips without published
+# steps: v4 as v5p, TPU7x as v6e.
+PRODUCTS = {"v4": 1.0, "v5e": 1.0, "v5p": 1.0, "v6e": 1.0, "tpu7x": 1.0}
+
+# The part of nominal that products reach where no compiler says what it expects (programs that the
+# CPU's compiler stands in for): v6e, 8,192^3 in bf16, 827 of 918 TFLOP/s (tpu-recipes,
+# microbenchmarks/README); TPU7x 0.83 (microbenchmarks/ironwood).
+NOMINAL = 0.90
+
+# The part of nominal that kernels without products reach: a copy of 33.5 MB on v6e 1,360 of 1,600
+# GB/s, TPU7x 0.87 (tpu-recipes, as above).
+MEMORY = 0.85
+
+# Vector units: 8 x 128 lanes with 4 operations each in a cycle (scaling book, "All about TPUs").
+# How many operations attention needs for each of its exponentials (maximum, difference, sum, mask,
+# scaling, conversions), beside its products: the fit.
+_LANES = 8 * 128 * 4
+_CORES = {"v4": 2, "v5p": 2}  # of one JAX device, with a vector unit each
+OPERATIONS = 12.0
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuSpeeds:
+    """What one TPU device does in a second: cycles of products, vector operations, bytes."""
+
+    cycles: float
+    vectors: float
+    bytes: float
+
+    def kernel(self, kernel: Kernel, multiplying: float) -> tuple[float, float]:
+        """Seconds that a kernel computes, and that it waits for memory: the longer one counts.
+
+        `multiplying` is how long its products take where the compiler does not say.
+        """
+        if kernel.beside:
+            return 0.0, 0.0
+        memory = kernel.bytes / self.bytes
+        if kernel.custom is not None:
+            exponentials = kernel.custom.transcendentals.get("exponential", 0.0)
+            return multiplying + exponentials * OPERATIONS / self.vectors, memory
+        if kernel.flops and kernel.cycles:
+            return kernel.cycles / self.cycles, 0.0
+        return multiplying, memory
+
+
+def tpu_speeds(chip: Chip) -> TpuSpeeds | None:
+    """Return the speeds of one device of a TPU; `None` for other chips."""
+    if chip.family != "tpu":
+        return None
+    clock = CLOCK[chip.name] * 1e9
+    return TpuSpeeds(
+        clock * PRODUCTS[chip.name],
+        clock * _LANES * _CORES.get(chip.name, 1),
+        chip.memory_tbps * 1e12 / chip.cores * MEMORY,
+    )
