@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import importlib
 import pickle
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -103,6 +104,91 @@ def cudnn_of(capability: tuple[int, int], version: int) -> Iterator[None]:
             yield
         finally:
             vars(attention).update(before)
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetDevice:
+    """A device as kernels ask for it: by JAX's names, of hardware that need not be here.
+
+    `num_cores` are the TensorCores of a TPU that are one device, `core_count` the
+    multiprocessors of a GPU.
+    """
+
+    platform: str
+    device_kind: str
+    num_cores: int = 1
+    core_count: int = 0
+    compute_capability: str = ""
+
+
+_DESCRIBED = frozenset({"device_kind", "num_cores", "core_count", "compute_capability"})
+
+
+@contextlib.contextmanager
+def kernels_on(device: TargetDevice, count: int) -> Iterator[None]:
+    """Tell kernels inside of the block that they are for `count` devices of this kind.
+
+    Some choose their blocks by the live device while they are traced (ragged paged attention), or
+    one block for each multiprocessor (Mosaic GPU), and Pallas itself asks for the TPU's
+    generation while it lowers. The answer is for functions that read a device's kind or cores;
+    whoever else asks for devices gets those that are there. Where the mesh has an
+    `abstract_device`, JAX asks that; a mesh with one is another mesh than the user's own.
+    What is asked, and the caches of generations, are private (jax 0.10 to 0.12).
+    """
+    from jax._src.interpreters import pxla
+    from jax.extend import backend
+
+    thread = threading.get_ident()
+    was_asked = False
+
+    def answering(ask: Callable[..., Any], answer: Any) -> Callable[..., Any]:
+        def asked(*args: Any, **options: Any) -> Any:
+            nonlocal was_asked
+            names = sys._getframe(1).f_code.co_names
+            if args or options or _DESCRIBED.isdisjoint(names) or threading.get_ident() != thread:
+                return ask(*args, **options)
+            was_asked = True
+            return answer
+
+        return asked
+
+    answers = {
+        (jax, "devices"): [device] * count,
+        (jax, "local_devices"): [device] * count,
+        (jax, "device_count"): count,
+        (jax, "local_device_count"): count,
+        (pxla, "get_default_device"): device,
+        (backend, "get_default_device"): device,
+    }
+    with _PATCHING:
+        _forget_kernels(generations_only=True)
+        before = {(module, name): getattr(module, name) for module, name in answers}
+        for (module, name), answer in answers.items():
+            setattr(module, name, answering(before[module, name], answer))
+        try:
+            yield
+        finally:
+            for (module, name), ask in before.items():
+                setattr(module, name, ask)
+            _forget_kernels(generations_only=not was_asked)
+
+
+def _forget_kernels(generations_only: bool) -> None:
+    """Drop what JAX keeps of the device, and of its own kernels that were traced for it."""
+    for name, asked in (
+        ("jax._src.tpu_info", "get_tpu_info"),
+        ("jax._src.pallas.mosaic.tpu_info", "get_tpu_info"),
+        ("jax._src.pallas.triton.gpu_info", "get_gpu_info"),
+    ):
+        if hasattr(sys.modules.get(name), asked):
+            getattr(sys.modules[name], asked).cache_clear()
+    if generations_only:
+        return
+    for name, module in list(sys.modules.items()):
+        if name.startswith("jax.experimental.pallas.ops."):
+            for value in list(vars(module).values()):
+                if hasattr(value, "clear_cache"):
+                    value.clear_cache()
 
 
 _PATCHING = threading.RLock()  # what is patched belongs to all threads

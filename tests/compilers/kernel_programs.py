@@ -19,14 +19,27 @@ from jax.experimental.pallas import tpu as pltpu
 # jax 0.12 calls some of its kernels deprecated; people run them all the same.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
+    from jax.experimental.pallas.ops.gpu import (
+        all_gather_mgpu,
+        attention_mgpu,
+        collective_matmul_mgpu,
+        decode_attention,
+        hopper_matmul_mgpu,
+        hopper_mixed_type_matmul_mgpu,
+        layer_norm,
+        ragged_dot_mgpu,
+        reduce_scatter_mgpu,
+        rms_norm,
+        softmax,
+    )
     from jax.experimental.pallas.ops.gpu import attention as triton_attention
-    from jax.experimental.pallas.ops.gpu import decode_attention, layer_norm, rms_norm, softmax
     from jax.experimental.pallas.ops.gpu import paged_attention as triton_paged
     from jax.experimental.pallas.ops.tpu import flash_attention as flash
     from jax.experimental.pallas.ops.tpu import matmul as tpu_matmul
     from jax.experimental.pallas.ops.tpu.megablox import gmm
     from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
-    from jax.experimental.pallas.ops.tpu.random import philox
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged_paged
+    from jax.experimental.pallas.ops.tpu.random import philox, threefry
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -197,6 +210,55 @@ def random_bits(seed):
     return philox.philox_random_bits(seed, 32, (256, 1024))
 
 
+def threefry_bits(key):
+    return threefry.plthreefry_random_bits(key, 32, (256, 1024))
+
+
+def ragged_pages(query, pages, lengths, indices, starts, count):
+    return ragged_paged.ragged_paged_attention(
+        query, pages, lengths, indices, starts, count, sm_scale=1.0
+    )
+
+
+# Products of Mosaic GPU: two warpgroups with 64 x 128 of a result each.
+TILES = {"tile_m": 64, "tile_n": 128, "tile_k": 64, "max_concurrent_steps": 4}
+
+
+def hopper_product(left, right):
+    return hopper_matmul_mgpu.matmul(left, right, None, hopper_matmul_mgpu.TuningConfig(**TILES))
+
+
+def mixed_product(left, right):
+    config = hopper_mixed_type_matmul_mgpu.TuningConfig(**TILES)
+    return hopper_mixed_type_matmul_mgpu.mixed_matmul_kernel(
+        left, right, out_dtype=bf16, config=config
+    )
+
+
+def hopper_ragged(tokens, weights, sizes):
+    return ragged_dot_mgpu.ragged_dot(
+        tokens, weights, group_sizes=sizes, block_m=64, block_n=64, block_k=64,
+        max_concurrent_steps=2, grid_block_n=1,
+    )  # fmt: skip
+
+
+def gathered_product(left, right):
+    config = hopper_matmul_mgpu.TuningConfig(**TILES)
+    return collective_matmul_mgpu.all_gather_lhs_matmul(left, right, "dp", config=config)
+
+
+def hopper_attention(causal, backward):
+    blocks = dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), 64)
+    config = attention_mgpu.TuningConfig(
+        block_q=64, block_kv=128, max_concurrent_steps=2, causal=causal, **blocks
+    )
+
+    def attention(query, key, value):
+        return attention_mgpu.attention(query, key, value, config)
+
+    return gradients(attention) if backward else attention
+
+
 def triton_mha(query, key, value):
     return triton_attention.mha(query, key, value, segment_ids=None, causal=True)
 
@@ -265,4 +327,32 @@ PROGRAMS = [
             (shape(2, 64, 1024), shape(1024), shape(1024)), 0, ("counted",), GPU),
     Program("Triton RMS norm", rms_norm.rms_norm,
             (shape(2, 64, 1024), shape(1024), shape(1024)), 0, ("counted",), GPU),
+    Program("threefry bits", threefry_bits, (shape(2, dtype=jnp.uint32),), 0, ("counted",)),
+    # How long its sequences are only a run knows; its blocks depend on the kind of TPU.
+    Program("ragged paged attention", ragged_pages,
+            (shape(128, 8, HEAD), shape(64, 16, 16, HEAD), shape(8, dtype=s32),
+             shape(8, 16, dtype=s32), shape(9, dtype=s32), shape(1, dtype=s32)),
+            0, ("unknown",), ("v5e:2x2", "v6e:2x2")),
+    Program("Mosaic product", hopper_product, (shape(1024, 512), shape(512, 1024)),
+            2 * 1024 * 512 * 1024, ("counted",), GPU),
+    Program("Mosaic mixed product", mixed_product,
+            (shape(1024, 512, dtype=s8), shape(512, 1024)), 2 * 1024 * 512 * 1024,
+            ("counted",), GPU),
+    # It has blocks of 64 tokens, and one more for each group after the first.
+    Program("Mosaic ragged_dot", *grouped(hopper_ragged),
+            RAGGED // TOKENS * (TOKENS + 64 * (EXPERTS - 1)), ("counted",), GPU),
+    Program("Mosaic gathered product", gathered_product,
+            (shape(1024, 512, dtype=jnp.float16), shape(512, 1024, dtype=jnp.float16)),
+            2 * 1024 * 512 * 1024, ("counted",), GPU, per_device=True),
+    # Causal: two warpgroups of 64 queries go as far as the later one must, by 128 keys.
+    Program("Mosaic attention", hopper_attention(True, False), TRITON, 2 * _HALF_BLOCKS,
+            ("counted",), GPU),
+    Program("Mosaic attention backward", hopper_attention(False, True), TRITON,
+            9 * 2 * BATCH * HEADS * LENGTH**2 * HEAD, ("counted",) * 3, GPU),
+    Program("Mosaic all-gather",
+            functools.partial(all_gather_mgpu.all_gather, axis_name=("dp",)),
+            (shape(1024, 512),), 0, ("counted",), GPU),
+    Program("Mosaic reduce-scatter",
+            functools.partial(reduce_scatter_mgpu.reduce_scatter, axis_name=("dp",)),
+            (shape(1024, 512),), 0, ("counted",), GPU),
 ]  # fmt: skip

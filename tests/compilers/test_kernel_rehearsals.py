@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu import all_gather
 from jax.sharding import PartitionSpec as P
 from kernel_programs import ATTENTION, PROGRAMS, causal_splash, gradients
 
@@ -93,6 +94,35 @@ def test_a_mask_that_only_a_run_knows_makes_an_upper_bound():
     assert r.flops == 4 * 2 * 256 * 256 * 128
     assert "upper bound" in str(r)
     assert "upper bound" in r._repr_html_()
+
+
+def test_a_kernel_that_gathers_by_remote_copies_is_rehearsed():
+    def gathered(x):  # it has a shard_map of its own
+        mesh = jax.sharding.get_abstract_mesh()
+        return all_gather.all_gather(x, mesh=mesh, axis_name="dp")
+
+    x = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16)
+    r = mw.rehearse(gathered, x, mesh="dp:4", on="v5e:2x2", in_shardings=[P("dp")], cache=False)
+    assert [(kernel.trust, kernel.kind) for kernel in r.time.custom] == [("counted", "Pallas TPU")]
+
+
+def test_kernels_are_told_the_chip_they_are_for_and_no_one_else_is():
+    asked = []
+
+    def step(x):
+        asked.append((jax.devices()[0].device_kind, jax.device_count()))
+        return x + unasked()
+
+    def unasked():
+        asked.append(jax.devices())
+        return 1
+
+    x = jax.ShapeDtypeStruct((8,), jnp.float32)
+    for on, kind in (("v5e:2x2", "TPU v5 lite"), ("h100:4", "NVIDIA H100 80GB HBM3")):
+        asked.clear()
+        mw.rehearse(step, x, mesh="dp:4", on=on, cache=False)
+        assert asked[:2] == [(kind, 4), jax.devices()]
+    assert jax.devices.__module__.startswith("jax.")
 
 
 def plus_one(x, out):

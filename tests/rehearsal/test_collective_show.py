@@ -26,19 +26,19 @@ LINES = [
 CONFLICT = ShardingConflict("copy", "f32[8]", "{devices=[4]<=[4]}", "{replicated}", "jit(f)/mul")
 
 TEXT = """\
-4 collectives: a device sends 4.012 MiB, 41.3 us if nothing runs beside them
+4 collectives: a device sends 4.012 MiB, 66.1 us if nothing runs beside them
 
-implicit resharding: 1 collective, 1 MiB sent, 4.33 us
+implicit resharding: 1 collective, 1 MiB sent, 6.73 us
 collective  array         over  bytes  times   in all  links   source
-permute*    f32[512,512]  tp    1 MiB      1  4.33 us  NVLink  model.py:5 add
+permute*    f32[512,512]  tp    1 MiB      1  6.73 us  NVLink  model.py:5 add
 
-parameter gathers: 1 collective, 12 KiB sent, 6.03 us
+parameter gathers: 1 collective, 12 KiB sent, 8.39 us
 collective  array        over   bytes  times   in all  links   source
-all-gather  f32[256,16]  tp    16 KiB      1  6.03 us  NVLink  model.py:4 dot_general
+all-gather  f32[256,16]  tp    16 KiB      1  8.39 us  NVLink  model.py:4 dot_general
 
-activation exchanges: 2 collectives, 3 MiB sent, 31.0 us
+activation exchanges: 2 collectives, 3 MiB sent, 51.0 us
 collective  array         over  bytes  times   in all  links   source
-all-reduce  f32[512,512]  tp    1 MiB      2  31.0 us  NVLink  model.py:3 dot_general
+all-reduce  f32[512,512]  tp    1 MiB      2  51.0 us  NVLink  model.py:3 dot_general
 conflict: f32[8] copy: from {devices=[4]<=[4]} to {replicated}; no collective is left of it
 * runs beside other work"""
 

@@ -251,6 +251,21 @@ def gpu_capability(chip: Chip) -> tuple[int, int]:
     return _GPU_FACTS[chip.name if chip.name in _GPU_FACTS else "h100"][1]
 
 
+# TPUs whose two TensorCores are one device to JAX (cloud docs: v4 and v5p).
+_MEGACORE = frozenset({"v4", "v5p"})
+
+
+def device_facts(chip: Chip) -> tuple[str, int, int]:
+    """Return what JAX says of a device: its kind, cores of a TPU, multiprocessors of a GPU.
+
+    >>> device_facts(CHIPS["v5p"]), device_facts(CHIPS["h200"])
+    (('TPU v5', 2, 0), ('NVIDIA H200', 1, 132))
+    """
+    if chip.name in _GPU_FACTS:
+        return _GPU_FACTS[chip.name][0], 1, _GPU_FACTS[chip.name][2]
+    return chip.kinds[0], 2 if chip.name in _MEGACORE else 1, 0
+
+
 def gpu_target_config(chip: Chip) -> str:
     """Describe a GPU to XLA: its `GpuTargetConfigProto` in text form."""
     name, (major, minor), cores, lanes, shared, shared_block, cache, clock = _GPU_FACTS[chip.name]

@@ -103,7 +103,7 @@ def count_kernel(
     if any(size < 0 for size in grid):  # decided by a run
         return None
     try:
-        evaluation = _Evaluation(tuple(grid), functions, dict(tables or {}))
+        evaluation = Evaluation(tuple(grid), functions, dict(tables or {}))
         count = evaluation.run(main, starts_with_grid="iteration_bounds" in main.attributes)
         count.blocks = tuple(evaluation.moved_blocks(main))
     except NotCountable:
@@ -114,7 +114,7 @@ def count_kernel(
 Values = dict[Any, np.ndarray]
 
 
-class _Evaluation:
+class Evaluation:
     """The scalars of one kernel at every point of its grid."""
 
     def __init__(
@@ -159,6 +159,8 @@ class _Evaluation:
                 count.add(self.branches(operation, values, weight))
             elif operation.name == "scf.for":
                 count.add(self.loop(operation, values, weight))
+            elif operation.name == "scf.index_switch":
+                count.add(self.switch(operation, values, weight))
             elif operation.name == "func.call":
                 count.add(self.call(operation, values, weight))
             elif operation.name == "scf.while":
@@ -168,11 +170,30 @@ class _Evaluation:
                 for region in operation.regions:
                     for inner in region.blocks:
                         count.add(self.block(inner, values, weight))
-                _count_operation(operation, self.times, weight, count)
+                self.count(operation, values, weight, count)
                 value = self.scalar(operation, values)
                 if value is not None:
                     values[operation.results[0]] = value
         return count
+
+    def count(self, operation: Any, values: Values, weight: np.ndarray, count: Count) -> None:
+        """Add what an operation itself does."""
+        _count_operation(operation, self.times, weight, count)
+
+    def switch(self, operation: Any, values: Values, weight: np.ndarray) -> Count:
+        """Count a choice among cases; its first region is for what is none of them."""
+        chosen = values.get(operation.operands[0])
+        cases = _integers(operation, "cases")
+        total = Count()
+        for region, case in zip(operation.regions, (None, *cases), strict=True):
+            taken: Any = 1
+            if chosen is not None and case is None:
+                taken = ~np.isin(chosen, cases)
+            elif chosen is not None:
+                taken = chosen == case
+            total.add(self.block(region.blocks[0], values, weight * taken))
+        total.at_most |= chosen is None and total.has_work()
+        return total
 
     def branches(self, operation: Any, values: Values, weight: np.ndarray) -> Count:
         condition = values.get(operation.operands[0])
@@ -381,6 +402,8 @@ _SCALARS: dict[str, Callable[..., Any]] = {
     "arith.remui": _remainder,
     "arith.floordivsi": lambda left, right: left // np.where(right == 0, 1, right),
     "arith.ceildivsi": lambda left, right: -(-left // np.where(right == 0, 1, right)),
+    "arith.shrui": np.right_shift,
+    "arith.shli": np.left_shift,
     "arith.select": lambda condition, yes, no: np.where(condition != 0, yes, no),
 }
 

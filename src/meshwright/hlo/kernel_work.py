@@ -22,6 +22,7 @@ from meshwright import _compat
 from meshwright.hlo.dataflow import Dataflow
 from meshwright.hlo.instructions import Computation, Instruction
 from meshwright.hlo.kernel_counting import Count, count_kernel
+from meshwright.hlo.mosaic_gpu_counting import count_mosaic_gpu
 
 Trust = Literal["counted", "declared", "at most", "unknown"]
 
@@ -76,8 +77,7 @@ def kernel_work(
     if target.startswith("__cudnn$fmha"):
         return _cudnn_attention(instruction, computation, "Backward" in target)
     if target.startswith("mosaic_gpu"):
-        # Lowered too far to be counted: multiplications are machine instructions in it.
-        return KernelWork("Pallas GPU (Mosaic)", "unknown")
+        return _mosaic_gpu(instruction)
     return KernelWork(target, "unknown")
 
 
@@ -178,6 +178,7 @@ def _first_dtype(instruction: Instruction, computation: Computation) -> str:
 _ESCAPED = re.compile(rb'\\([0-9A-Fa-f]{2}|[\\"nt])')
 _PLAIN = {b"\\": b"\\", b'"': b'"', b"n": b"\n", b"t": b"\t"}
 _TRITON_CODE = re.compile(r' ir = "([^"\\]*(?:\\.[^"\\]*)*)"', re.S)
+_MOSAIC_GPU_CODE = re.compile(r' module = "([^"\\]*(?:\\.[^"\\]*)*)"', re.S)
 
 
 def _triton(instruction: Instruction) -> KernelWork:
@@ -199,6 +200,18 @@ def _triton(instruction: Instruction) -> KernelWork:
         count.transcendentals,
         "triton",
     )
+
+
+def _mosaic_gpu(instruction: Instruction) -> KernelWork:
+    kind = "Pallas GPU (Mosaic)"
+    code = _MOSAIC_GPU_CODE.search(instruction.attributes)
+    module = None if code is None else _compat.read_kernel(_unescape(code[1]), "mosaic_gpu")
+    count = None if module is None else count_mosaic_gpu(module)
+    if count is None:
+        return KernelWork(kind, "unknown")
+    trust: Trust = "at most" if count.at_most else "counted"
+    slow = count.transcendentals
+    return KernelWork(kind, trust, count.flops, None, count.dtype, slow, "mosaic gpu")
 
 
 def _unescape(text: str) -> bytes:

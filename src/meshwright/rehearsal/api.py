@@ -281,7 +281,8 @@ def _read_outcome(
         return as_refused(outcome.reason, arguments, chip), Collectives(()), None, None
     program = read_program(outcome.text, decode_constants(outcome.constants))
     collectives = analyze(program, placed, read_conflicts(outcome.notes))
-    workspace = workspace_at_peak(program)
-    memory = as_compiled(outcome.memory, chip, live_buffers(program), workspace)
+    memory = as_compiled(outcome.memory, chip, live_buffers(program, chip))
+    workspace = workspace_at_peak(program, chip, memory.peak)
+    memory = dataclasses.replace(memory, temporaries=memory.temporaries + workspace)
     time = step_time(program, collectives, chip)
     return memory, collectives, time, find_host_transfers(program, chip)

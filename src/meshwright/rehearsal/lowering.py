@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from meshwright import _compat, _compat_lowering
 from meshwright._text import plural
 from meshwright.errors import PartitionError, RehearsalError, listing, short
-from meshwright.hardware.chips import CUDNN, gpu_capability
+from meshwright.hardware.chips import CUDNN, device_facts, gpu_capability
 from meshwright.hardware.topology import Topology
 from meshwright.hlo.instructions import Source
 from meshwright.meshes.devices import target_topology
@@ -85,7 +85,8 @@ def lower(
     cudnn = _compat_lowering.cudnn_of(
         gpu_capability(hardware.chip), CUDNN[0] * 10000 + CUDNN[1] * 100
     )
-    with jax.sharding.use_abstract_mesh(mesh), cudnn:
+    kernels = _compat_lowering.kernels_on(_target_device(platform, hardware), mesh.size)
+    with jax.sharding.use_abstract_mesh(mesh), cudnn, kernels:
         if _traces_itself(function) and not donate_argnums and out_shardings is None:
             traced = _trace(function, shapes, names, wrapped=False)
             # Flax's `nnx.jit` wraps what its own `jax.jit` made.
@@ -116,6 +117,13 @@ def lower(
         callbacks,
         _pickled(partitioners) if partitioners else b"",
     )
+
+
+def _target_device(platform: Platform, hardware: Topology) -> _compat_lowering.TargetDevice:
+    kind, cores, multiprocessors = device_facts(hardware.chip)
+    capability = "{}.{}".format(*gpu_capability(hardware.chip)) if platform == "cuda" else ""
+    name = {"cuda": "gpu"}.get(platform, platform)
+    return _compat_lowering.TargetDevice(name, kind, cores, multiprocessors, capability)
 
 
 def _kernel_device(jaxpr: Any, platform: Platform, hardware: Topology) -> Any:

@@ -17,6 +17,7 @@ from meshwright.hardware.chips import Chip
 from meshwright.hlo.instructions import Computation, Instruction, Source, primitives
 from meshwright.hlo.program import Program
 from meshwright.partitioning.report import LeafRow
+from meshwright.rehearsal import gpu_scratch
 from meshwright.rehearsal.live_ranges import BufferId, CallerBuffers, LiveRanges, main_memory
 
 _SHOWN = 8  # buffers that are printed
@@ -156,15 +157,13 @@ class Buffer:
         return short_repr(self, f"{self.shape}, {amount(self.bytes)}: {self.origin}")
 
 
-def as_compiled(
-    sizes: Mapping[str, int], chip: Chip, buffers: tuple[Buffer, ...], workspace: int = 0
-) -> Memory:
-    """`Memory` from the compiler's own report of sizes, and `workspace` bytes it cannot know."""
+def as_compiled(sizes: Mapping[str, int], chip: Chip, buffers: tuple[Buffer, ...]) -> Memory:
+    """`Memory` from the compiler's own report of sizes."""
     return Memory(
         sizes["argument"],
         sizes["output"],
         sizes["alias"],
-        _temporaries(sizes, chip) + workspace,
+        _temporaries(sizes, chip),
         sizes["generated_code"],
         available(chip),
         chip.name,
@@ -256,10 +255,14 @@ _ALIASED = re.compile(r"\{(\d*)\}: \((\d+),")  # of input_output_alias={ {0}: (1
 
 @dataclasses.dataclass(frozen=True)
 class _Peak:
-    """The most that a computation and all it calls hold at once."""
+    """The most that a computation and all it calls hold at once.
+
+    `scratch` is what an instruction needs for itself: in which computation, its name, bytes.
+    """
 
     bytes: int
     buffers: tuple[tuple[str, BufferId], ...]  # with the computation that holds them
+    scratch: tuple[tuple[str, str, int], ...] = ()
 
 
 # In: a scheduled program. Out: the buffers that live at the moment when they take the most bytes,
@@ -267,60 +270,43 @@ class _Peak:
 # alive at once; the compiler packs a little differently here and there, what it reports itself is
 # the truth, and this says what it consists of. Example: entry (p) -> big = broadcast; small =
 # reduce(big) peaks at `small`, with p, big and small alive.
-def live_buffers(program: Program) -> tuple[Buffer, ...]:
-    """List what lives at the peak, arguments too, largest first."""
-    buffers = []
-    for computation, (name, number) in _Peaks(program).entry().buffers:
+def live_buffers(program: Program, chip: Chip | None = None) -> tuple[Buffer, ...]:
+    """List what lives at the peak, arguments too, largest first; on a GPU, scratch too."""
+    peak = _Peaks(program, chip).entry()
+    held = []
+    for computation, (name, number) in peak.buffers:
         maker = program.computations[computation].by_name[name]
         leaf = maker.shape.leaves[number]
+        held.append((maker, str(leaf), leaf.bytes))
+    for computation, name, size in peak.scratch:
+        held.append((program.computations[computation].by_name[name], f"u8[{size}]", size))
+    buffers = []
+    for maker, shape, size in held:
         named = origin(program, maker) or maker
-        size, shape = leaf.bytes, str(leaf)
-        if not size:
-            size = cudnn_workspace(program, maker)
-            shape = f"u8[{size}]"
-        buffers.append(Buffer(name, shape, size, named.op_name, program.source(named)))
+        buffers.append(Buffer(maker.name, shape, size, named.op_name, program.source(named)))
     return tuple(sorted(buffers, key=lambda buffer: (-buffer.bytes, buffer.name)))
 
 
-def workspace_at_peak(program: Program) -> int:
-    """Bytes by which the workspaces of cuDNN's attention raise the peak of a program."""
-    calls = (each for inner in program.computations.values() for each in inner.instructions)
-    if not any(cudnn_workspace(program, call) for call in calls):
+def workspace_at_peak(program: Program, chip: Chip, allocated: int) -> int:
+    """Bytes by which what a GPU's libraries need raises the `allocated` peak of a program."""
+    if chip.family != "gpu":
         return 0
-    return _Peaks(program).entry().bytes - _Peaks(program, workspaces=False).entry().bytes
-
-
-_FMHA = re.compile(r'custom_call_target="__cudnn\$fmha(\w+)"')
-_SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{[^]]*"dimensions":\s*\[([^]]*)\]')
-
-
-# cuDNN says how much memory a call needs beside its results, and it is not asked where it is not
-# installed: the compiler leaves the last result at `u8[0]`. These are the sizes measured on an H200
-# with nine shapes, exactly: forward 256 bytes, backward a float32 copy of the query's gradient with
-# a sum for each row, and one of the keys' for each head where several share them.
-def cudnn_workspace(program: Program, call: Instruction) -> int:
-    """Bytes a call of cuDNN's attention needs for itself; 0 of others and where they are known."""
-    if call.opcode != "custom-call" or call.shape.leaves[-1].bytes:
-        return 0
-    target, scores = _FMHA.search(call.attributes), _SCORES.search(call.attributes)
-    if target is None or scores is None or "F8" in target[1]:  # of which nothing was measured
-        return 0
-    if "Backward" not in target[1]:
-        return 256
-    batch, heads, rows, columns = (int(size.strip(' "')) for size in scores[1].split(","))
-    query, keys = program.computations[call.computation].operands(call)[:2]
-    width = query.shape.leaves[0].dims[-1]
-    all_heads = batch * heads * columns * width
-    shared = 4 * all_heads if keys.shape.leaves[0].elements < all_heads else 0
-    return 256 + 4 * batch * rows * heads * (width + 1) + shared
+    peak = _Peaks(program, chip).entry()
+    more = peak.bytes - _Peaks(program).entry().bytes
+    for computation, name, _ in peak.scratch:
+        # Where CUB sorts, the compiler packed the memory of another program.
+        maker = program.computations[computation].by_name[name]
+        if gpu_scratch.library_sort(program, maker, chip) is not None:
+            more = max(more, peak.bytes - allocated)
+    return max(0, more)
 
 
 class _Peaks:
     """The peaks of a program's computations, each worked out once."""
 
-    def __init__(self, program: Program, workspaces: bool = True):
+    def __init__(self, program: Program, chip: Chip | None = None):
         self.program = program
-        self.workspaces = workspaces
+        self.chip = chip if chip is not None and chip.family == "gpu" else None
         self.known: dict[str, _Peak] = {}
 
     def entry(self) -> _Peak:
@@ -352,30 +338,63 @@ class _Peaks:
             buffer: main_memory(computation.by_name[buffer[0]], buffer[1]) for buffer in ranges
         }
         # One pass over the schedule: add what begins, look, drop what ends.
-        total, most, when = 0, -1, 0
+        results = _results(computation, ranges, sizes) if caller.counted else {}
+        total, most, when, highest = 0, -1, 0, _Peak(0, ())
         for at, instruction in enumerate(computation.instructions):
             total += sum(sizes[buffer] for buffer in begins.get(at, ()))
-            inner = self._inner(instruction)
+            inner = self._inner(instruction, at, results)
             if total + inner.bytes > most:
-                most, when = total + inner.bytes, at
+                most, when, highest = total + inner.bytes, at, inner
             total -= sum(sizes[buffer] for buffer in ends.get(at, ()))
         alive = [
             (computation.name, buffer)
             for buffer, (first, last) in ranges.items()
             if first <= when <= last and sizes[buffer]
         ]
-        inner = self._inner(computation.instructions[when])
-        return _Peak(most, (*alive, *inner.buffers))
+        return _Peak(most, (*alive, *highest.buffers), highest.scratch)
 
-    def _inner(self, instruction: Instruction) -> _Peak:
+    def _inner(self, instruction: Instruction, at: int, results: _Results) -> _Peak:
         """The largest peak among the computations that an instruction runs, one at a time."""
         if not instruction.only_calls:
-            size = cudnn_workspace(self.program, instruction) if self.workspaces else 0
-            last = (instruction.name, len(instruction.shape.leaves) - 1)
-            return _Peak(size, ((instruction.computation, last),) if size else ())
+            size = self._scratch(instruction, at, results)
+            return _Peak(
+                size, (), ((instruction.computation, instruction.name, size),) * (size > 0)
+            )
         loop = instruction.opcode == "while"
         peaks = [self.called(name, loop) for how, name in instruction.called if how != "to_apply"]
         return max(peaks, key=lambda peak: peak.bytes, default=_Peak(0, ()))
+
+    def _scratch(self, instruction: Instruction, at: int, results: _Results) -> int:
+        """Bytes that an instruction needs for itself and finds no place for in idle results."""
+        if self.chip is None:
+            return 0
+        sizes = gpu_scratch.scratch_sizes(self.program, instruction, self.chip)
+        if not sizes:
+            return 0
+        sort = gpu_scratch.library_sort(self.program, instruction, self.chip)
+        # What was packed is taken apart after the sort: its result is idle while it runs.
+        last = at - 1 if len(sizes) == gpu_scratch.PACKED_BUFFERS else at
+        idle = [size for made, size in results.values() if made > last]
+        own = frozenset(number for name, number in results if name == instruction.name)
+        replaced = gpu_scratch.own_results(instruction, own) if sort is not None else 0
+        return max(0, gpu_scratch.unplaced(sizes, idle) - replaced)
+
+
+_Results = Mapping[BufferId, tuple[int, int]]  # when results of the program are made, and bytes
+
+
+def _results(
+    computation: Computation,
+    ranges: Mapping[BufferId, tuple[int, int]],
+    sizes: Mapping[BufferId, int],
+) -> _Results:
+    position = {each.name: at for at, each in enumerate(computation.instructions)}
+    last = len(computation.instructions) - 1
+    return {
+        buffer: (position[buffer[0]], sizes[buffer])
+        for buffer, held in ranges.items()
+        if held == (0, last) and computation.by_name[buffer[0]].opcode != "parameter"
+    }
 
 
 _COPIES = ("copy", "copy-start", "copy-done", "transpose", "reshape", "convert", "bitcast")

@@ -6,6 +6,7 @@ switch or a network; over a ring of `n` chips its messages travel a quarter of t
 so it takes `n / 4` times as long (over `k` whole directions, `k * longest / 4` times).
 
 A permutation is routed pair by pair, direction by direction, and takes as long as its busiest link.
+GPUs have a model of their own, with what NCCL is known to reach (`gpu_wires`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from meshwright.hardware.topology import Topology
 from meshwright.placement.cost_model import LATENCY, PAYLOAD, covers_whole
 from meshwright.placement.placement import AxisPlan, Placement
 from meshwright.placement.placer import measure
+from meshwright.rehearsal.collectives import gpu_wires
 from meshwright.rehearsal.collectives.types import AxisPart
 from meshwright.spec.mesh_spec import MeshSpec
 
@@ -50,6 +52,9 @@ def group_cost(kind: str, size: int, plan: AxisPlan, topology: Topology) -> Cost
     """Model one run of a collective of `size` bytes over groups that lie as planned."""
     if plan.size == 1:
         return NOTHING
+    if topology.chip.family == "gpu":
+        group = gpu_wires.group_on(topology, plan.size, plan.slow)
+        return Cost(_links(topology, plan), gpu_wires.collective_seconds(kind, size, group))
     # The plan has the time of an all-gather of PAYLOAD bytes: latency apart, time grows with size.
     fixed = _latency(topology, plan)
     moving = (plan.cost.all_gather - fixed) * size / PAYLOAD
@@ -137,8 +142,11 @@ def permutation_cost(topology: Topology, coords: np.ndarray, size: int) -> tuple
     for dim, axis in reversed(list(enumerate(topology.axes))):
         if crossed[dim]:
             load, hops = _load(topology, moving, dim) if axis.kind == "torus" else (1, 1)
-            speed = axis.speed * 1e9 * (_TORUS_OTHERS if axis.kind == "torus" else 1.0)
-            here = LATENCY[axis.kind] * hops + size * load / speed
+            if topology.chip.family == "gpu":
+                here = gpu_wires.copy_seconds(size, axis.speed, axis.kind == "network")
+            else:
+                speed = axis.speed * 1e9 * (_TORUS_OTHERS if axis.kind == "torus" else 1.0)
+                here = LATENCY[axis.kind] * hops + size * load / speed
             if here > seconds:
                 seconds, slowest = here, axis.kind
     return seconds, slowest
