@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from meshwright._show import Sheet, Shown, Table, short_repr
@@ -29,7 +29,8 @@ class Memory(Shown):
     `peak` is all that is allocated at once: arguments, outputs that do not overwrite an argument
     (`aliased` are those that do), temporaries and code. `limit` is what a program may have.
     `refused`: the compiler gave up, and `temporaries` is what it said it needs beyond the
-    arguments. `buffers` are the values alive at the peak, largest first.
+    arguments. `buffers` are the values alive at the peak, largest first; `estimated` where they
+    are those of the step partitioned for simulated CPU devices, since the compiler refused.
     """
 
     arguments: int
@@ -42,6 +43,7 @@ class Memory(Shown):
     family: str
     refused: bool = False
     buffers: tuple[Buffer, ...] = ()
+    estimated: bool = False
 
     @property
     def peak(self) -> int:
@@ -102,7 +104,10 @@ class Memory(Shown):
         if self.note:
             parts.append(f"note: {self.note}")
         if self.buffers:
-            heading = ["largest at the peak", "bytes", "from"]
+            largest = "largest at the peak"
+            if self.estimated:
+                largest += ", estimated on CPU devices"
+            heading = [largest, "bytes", "from"]
             rows = [
                 [buffer.shape, amount(buffer.bytes), buffer.origin]
                 for buffer in self.buffers[:_SHOWN]
@@ -118,6 +123,7 @@ class Memory(Shown):
             "limit": self.limit,
             "margin": self.margin,
             "refused": self.refused,
+            "estimated": self.estimated,
             "parts": self.parts(),
             "note": self.note,
             "buffers": [
@@ -173,14 +179,17 @@ def as_compiled(
     )
 
 
-def as_refused(reason: str, rows: Sequence[LeafRow], chip: Chip) -> Memory:
+def as_refused(
+    reason: str, rows: Sequence[LeafRow], chip: Chip, estimated: Sequence[Buffer] = ()
+) -> Memory:
     """`Memory` from the message of a compiler that ran out of memory.
 
-    It names what it needs and what there is, not what for; of the buffers the arguments are known.
+    It names what it needs and what there is, not what for. The buffers are those `estimated` on
+    other devices; without any, the arguments.
     """
     needed, limit = _read_refusal(reason)
     arguments = sum(row.device_bytes for row in rows)
-    buffers = [
+    buffers = list(estimated) or [
         Buffer(f"argument {row.path}", _local_shape(row), row.device_bytes, "", None)
         for row in rows
     ]
@@ -195,6 +204,7 @@ def as_refused(reason: str, rows: Sequence[LeafRow], chip: Chip) -> Memory:
         chip.family,
         refused=True,
         buffers=tuple(sorted(buffers, key=lambda buffer: (-buffer.bytes, buffer.name))),
+        estimated=bool(estimated),
     )
 
 
@@ -242,7 +252,7 @@ _ALIASED = re.compile(r"\{(\d*)\}: \((\d+),")  # of input_output_alias={ {0}: (1
 
 
 @dataclasses.dataclass(frozen=True)
-class _Peak:
+class Peak:
     """The most that a computation and all it calls hold at once."""
 
     bytes: int
@@ -257,7 +267,7 @@ class _Peak:
 def live_buffers(program: Program) -> tuple[Buffer, ...]:
     """List what lives at the peak, arguments too, largest first."""
     buffers = []
-    for computation, (name, number) in _Peaks(program).entry().buffers:
+    for computation, (name, number) in Peaks(program).entry().buffers:
         maker = program.computations[computation].by_name[name]
         leaf = maker.shape.leaves[number]
         named = origin(program, maker) or maker
@@ -274,7 +284,7 @@ def workspace_at_peak(program: Program) -> int:
     calls = (each for inner in program.computations.values() for each in inner.instructions)
     if not any(cudnn_workspace(program, call) for call in calls):
         return 0
-    return _Peaks(program).entry().bytes - _Peaks(program, workspaces=False).entry().bytes
+    return Peaks(program).entry().bytes - Peaks(program, workspaces=False).entry().bytes
 
 
 _FMHA = re.compile(r'custom_call_target="__cudnn\$fmha(\w+)"')
@@ -302,15 +312,25 @@ def cudnn_workspace(program: Program, call: Instruction) -> int:
     return 256 + 4 * batch * rows * heads * (width + 1) + shared
 
 
-class _Peaks:
-    """The peaks of a program's computations, each worked out once."""
+class Peaks:
+    """The peaks of a program's computations, each worked out once.
+
+    `resized` is the same program with other sizes of its buffers, by instruction and result.
+    """
 
     def __init__(self, program: Program, workspaces: bool = True):
         self.program = program
         self.workspaces = workspaces
-        self.known: dict[str, _Peak] = {}
+        self.size: Callable[[Instruction, int], int] = main_memory
+        self.known: dict[str, Peak] = {}
+        self.ranges: dict[str, Mapping[BufferId, tuple[int, int]]] = {}
 
-    def entry(self) -> _Peak:
+    def resized(self, size: Callable[[Instruction, int], int]) -> Peaks:
+        other = Peaks(self.program, self.workspaces)
+        other.size, other.ranges = size, self.ranges
+        return other
+
+    def entry(self) -> Peak:
         donated = _ALIASED.findall(self.program.header)
         caller = CallerBuffers(
             counted=True,
@@ -319,7 +339,7 @@ class _Peaks:
         )
         return self._peak(self.program.entry, caller)
 
-    def called(self, name: str, loop: bool) -> _Peak:
+    def called(self, name: str, loop: bool) -> Peak:
         if name not in self.known:
             computation = self.program.computations[name]
             # The caller has set the results aside, and a loop's body writes over its old state.
@@ -328,16 +348,17 @@ class _Peaks:
             self.known[name] = self._peak(computation, caller)
         return self.known[name]
 
-    def _peak(self, computation: Computation, caller: CallerBuffers) -> _Peak:
-        ranges = LiveRanges(self.program, computation, caller).compute()
+    def _peak(self, computation: Computation, caller: CallerBuffers) -> Peak:
+        if computation.name not in self.ranges:
+            live = LiveRanges(self.program, computation, caller)
+            self.ranges[computation.name] = live.compute()
+        ranges = self.ranges[computation.name]
         begins: dict[int, list[BufferId]] = {}
         ends: dict[int, list[BufferId]] = {}
         for buffer, (first, last) in ranges.items():
             begins.setdefault(first, []).append(buffer)
             ends.setdefault(last, []).append(buffer)
-        sizes = {
-            buffer: main_memory(computation.by_name[buffer[0]], buffer[1]) for buffer in ranges
-        }
+        sizes = {buffer: self.size(computation.by_name[buffer[0]], buffer[1]) for buffer in ranges}
         # One pass over the schedule: add what begins, look, drop what ends.
         total, most, when = 0, -1, 0
         for at, instruction in enumerate(computation.instructions):
@@ -352,17 +373,17 @@ class _Peaks:
             if first <= when <= last and sizes[buffer]
         ]
         inner = self._inner(computation.instructions[when])
-        return _Peak(most, (*alive, *inner.buffers))
+        return Peak(most, (*alive, *inner.buffers))
 
-    def _inner(self, instruction: Instruction) -> _Peak:
+    def _inner(self, instruction: Instruction) -> Peak:
         """The largest peak among the computations that an instruction runs, one at a time."""
         if not instruction.only_calls:
             size = cudnn_workspace(self.program, instruction) if self.workspaces else 0
             last = (instruction.name, len(instruction.shape.leaves) - 1)
-            return _Peak(size, ((instruction.computation, last),) if size else ())
+            return Peak(size, ((instruction.computation, last),) if size else ())
         loop = instruction.opcode == "while"
         peaks = [self.called(name, loop) for how, name in instruction.called if how != "to_apply"]
-        return max(peaks, key=lambda peak: peak.bytes, default=_Peak(0, ()))
+        return max(peaks, key=lambda peak: peak.bytes, default=Peak(0, ()))
 
 
 _COPIES = ("copy", "copy-start", "copy-done", "transpose", "reshape", "convert", "bitcast")
