@@ -33,12 +33,14 @@ from meshwright.rehearsal.compiler import Compiler, Job, Outcome, Platform, Site
 from meshwright.rehearsal.host_transfers import HostTransfers, find_host_transfers
 from meshwright.rehearsal.lowering import lower
 from meshwright.rehearsal.memory import (
+    Buffer,
     Memory,
     as_compiled,
     as_refused,
     live_buffers,
     workspace_at_peak,
 )
+from meshwright.rehearsal.peak_estimates import PeakEstimate
 from meshwright.rehearsal.request import (
     TIMEOUT,
     CompileOptions,
@@ -222,11 +224,9 @@ def run(request: Request) -> Rehearsal:
         bar.now("reading")
         memory, collectives, time, offloaded = _read_outcome(outcome, placed, arguments.rows)
     estimate = None
-    if outcome.verdict == "exhausted":
+    if memory.refused:
         estimate = _on_cpu_devices(request)
-        known = () if estimate is None else estimate.memory.buffers
-        memory = as_refused(outcome.reason, arguments.rows, placed.topology.chip, known)
-    return Rehearsal(
+    result = Rehearsal(
         request=request,
         placement=placed,
         arguments=arguments,
@@ -243,6 +243,7 @@ def run(request: Request) -> Rehearsal:
         host_transfers=offloaded,
         estimate=estimate,
     )
+    return result if estimate is None else _with_buffers(result, PeakEstimate(result).buffers())
 
 
 def _on_cpu_devices(request: Request) -> Rehearsal | None:
@@ -254,6 +255,11 @@ def _on_cpu_devices(request: Request) -> Rehearsal | None:
         return run(dataclasses.replace(without_kernels(request), compiler="cpu"))
     except Exception:  # whatever it is, the verdict of the step's own compiler stands
         return None
+
+
+def _with_buffers(result: Rehearsal, buffers: tuple[Buffer, ...]) -> Rehearsal:
+    memory = dataclasses.replace(result.memory, buffers=buffers, estimated=True)
+    return dataclasses.replace(result, memory=memory)
 
 
 def _site(platform: Platform, placed: Placement, hardware: Topology) -> Site:

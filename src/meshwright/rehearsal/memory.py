@@ -179,17 +179,14 @@ def as_compiled(
     )
 
 
-def as_refused(
-    reason: str, rows: Sequence[LeafRow], chip: Chip, estimated: Sequence[Buffer] = ()
-) -> Memory:
+def as_refused(reason: str, rows: Sequence[LeafRow], chip: Chip) -> Memory:
     """`Memory` from the message of a compiler that ran out of memory.
 
-    It names what it needs and what there is, not what for. The buffers are those `estimated` on
-    other devices; without any, the arguments.
+    It names what it needs and what there is, not what for; of the buffers the arguments are known.
     """
     needed, limit = _read_refusal(reason)
     arguments = sum(row.device_bytes for row in rows)
-    buffers = list(estimated) or [
+    buffers = [
         Buffer(f"argument {row.path}", _local_shape(row), row.device_bytes, "", None)
         for row in rows
     ]
@@ -204,7 +201,6 @@ def as_refused(
         chip.family,
         refused=True,
         buffers=tuple(sorted(buffers, key=lambda buffer: (-buffer.bytes, buffer.name))),
-        estimated=bool(estimated),
     )
 
 

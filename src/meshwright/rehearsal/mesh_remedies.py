@@ -107,7 +107,7 @@ def larger_slice(result: Rehearsal, estimate: PeakEstimate) -> Iterator[Remedy]:
     request, topology = result.request, result.placement.topology
     sizes = _sizes(result.placement.spec)
     rows = data_rows(request.args, request.data)
-    for name, slices, devices in _larger_machines(topology):
+    for name, slices, devices in larger_machines(topology):
         factor, rest = divmod(devices, topology.num_devices)
         if rest or factor < 2:
             continue
@@ -139,7 +139,7 @@ def _grown(sizes: Mapping[str, int], meaning: str, factor: int) -> dict[str, int
     return {**sizes, name: sizes.get(name, 1) * factor}
 
 
-def _larger_machines(topology: Topology) -> Iterator[tuple[str, int, int]]:
+def larger_machines(topology: Topology) -> Iterator[tuple[str, int, int]]:
     """Yield name, slices and devices of machines with more of these chips, smallest first."""
     chip = CHIPS.get(topology.chip.name)
     if chip is None:

@@ -46,12 +46,23 @@ def rehearse_command(request: Request) -> str:
 def changed_words(before: Request, after: Request) -> str:
     """Return what of a command differs from that of another request: options with new values."""
     old, new = (_by_option(shlex.split(rehearse_command(each))) for each in (before, after))
+    new["--set"] = _changed_settings(before, after)
     words: list[str] = []
     for option, values in new.items():
         changed = [value for value in values if value not in old.get(option, ())]
         words += [option, *changed] if changed else []
     dropped = [option for option in old if option not in new]
     return " ".join([shlex.join(words), *(f"without {option}" for option in dropped)]).strip()
+
+
+def _changed_settings(before: Request, after: Request) -> list[str]:
+    """The settings of a model that differ from another request's, those of its name too."""
+    old, new = (getattr(each.model, "config", None) for each in (before, after))
+    if old is None or new is None:
+        return []
+    values = {field.name: getattr(new, field.name) for field in dataclasses.fields(new)}
+    changed = {name: value for name, value in values.items() if value != getattr(old, name)}
+    return [f"{name}={_value(value)}" for name, value in changed.items()]
 
 
 def _by_option(words: list[str]) -> dict[str, list[str]]:

@@ -22,7 +22,7 @@ from meshwright.hlo.instructions import Instruction, Leaf, primitives
 from meshwright.hlo.program import read_program
 from meshwright.partitioning.report import LeafRow
 from meshwright.rehearsal.live_ranges import main_memory
-from meshwright.rehearsal.memory import Peaks
+from meshwright.rehearsal.memory import Buffer, Peaks
 
 if TYPE_CHECKING:  # `result` imports this file
     from meshwright.rehearsal.result import Rehearsal
@@ -63,6 +63,7 @@ class PeakEstimate:
         compiled = result if result.text else result.estimate
         self.program = read_program(compiled.text) if compiled and compiled.text else None
         self.peaks = None if self.program is None else Peaks(self.program)
+        self._kinds: dict[Leaf, Kind] = {}
         # The stand-in has no flash kernels: scores that it writes out are not in the real program.
         self.hidden: Scales = {"scores": 0.0} if _has_kernel(result) else {}
 
@@ -119,6 +120,15 @@ class PeakEstimate:
         entry = self.program is not None and instruction.computation == self.program.entry.name
         if instruction.opcode == "parameter" and entry:
             return "argument"
+        return self._kind_of_shape(leaf)
+
+    # Cached: every walk asks for every buffer, and a large program has few shapes.
+    def _kind_of_shape(self, leaf: Leaf) -> Kind:
+        if leaf not in self._kinds:
+            self._kinds[leaf] = self._find_kind(leaf)
+        return self._kinds[leaf]
+
+    def _find_kind(self, leaf: Leaf) -> Kind:
         local, gathered = self._shapes
         dims = _sorted(leaf.dims)
         if dims in local:
@@ -142,6 +152,14 @@ class PeakEstimate:
             leaf = maker.shape.leaves[number]
             buffers.append((maker, number, leaf, self.kind(maker, leaf)))
         return tuple(buffers)
+
+    def buffers(self) -> tuple[Buffer, ...]:
+        """The buffers at the peak, largest first, but for scores that a kernel never writes."""
+        hidden = {
+            maker.name for maker, _, _, kind in self.alive if self.hidden.get(kind, 1.0) == 0.0
+        }
+        compiled = self.result.estimate or self.result
+        return tuple(each for each in compiled.memory.buffers if each.name not in hidden)
 
     def bytes_of(self, *kinds: Kind) -> int:
         """Bytes at the peak of these kinds, as the compiler would have them."""
@@ -199,11 +217,11 @@ class PeakEstimate:
     @functools.cached_property
     def saved(self) -> Saved | None:
         """Find what layers leave for the backward pass; `None` where no layers are to be seen."""
-        return max(
-            filter(None, (self._stacked(), self._repeated())),
-            key=lambda saved: saved.bytes,
-            default=None,
-        )
+        stacked, repeated = self._stacked(), self._repeated()
+        if stacked is None or repeated is None:
+            return stacked or repeated
+        # Stacks are sure. But a program may have a scan beside layers that are written out.
+        return stacked if stacked.bytes > repeated.bytes / 4 else repeated
 
     def _values(self) -> list[_Value]:
         """The values of layers at the peak, by where they are."""

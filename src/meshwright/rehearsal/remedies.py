@@ -142,10 +142,9 @@ def _flash_attention(result: Rehearsal, estimate: PeakEstimate) -> Iterator[Reme
     peak = estimate.peak({"scores": 0.0})
     request = result.request
     if request.model is None:
-        kernel = "implementation='cudnn'" if family == "gpu" else "splash attention"
-        how = f"jax.nn.dot_product_attention(q, k, v, {kernel})"
+        how = "jax.nn.dot_product_attention(q, k, v, implementation='cudnn')"
         if family == "tpu":
-            how = "jax.experimental.pallas.ops.tpu.splash_attention"
+            how = "make_splash_mha(...) of jax.experimental.pallas.ops.tpu.splash_attention"
         yield from of_code(result, what, how, peak)
     elif hasattr(request.model.config, "attention") and _compat.compiler_installed(family):
         _, length = batch_shape(request)

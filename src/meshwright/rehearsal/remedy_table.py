@@ -138,7 +138,7 @@ class Remedies(Shown, Sequence[Remedy]):
         return Sheet(f"{plural(len(self), 'way')} to need less memory: {memory.verdict()}", parts)
 
     def _notes(self) -> list[str]:
-        memory = self._result.memory
+        memory, mesh = self._result.memory, self._result.request.mesh
         notes = ["Peaks are estimates by the live ranges of the program's buffers."]
         if memory.estimated:
             notes = [
@@ -153,6 +153,9 @@ class Remedies(Shown, Sequence[Remedy]):
         peaks = [way.peak if way.tried is None else way.tried.memory.peak for way in self]
         if not memory.fits and min(peaks) > memory.limit:
             notes[0] += " None of these is enough alone."
-        if any(way.tried is None and not way.failed and way.request is not None for way in self):
+        untried = [way for way in self if way.tried is None and not way.failed]
+        if any(way.request is not None and way.request.mesh != mesh for way in untried):
+            notes[0] += " On another mesh the partitioner may gather more, or less."
+        if any(way.request is not None for way in untried):
             notes[0] += " remedies(check=True), or --try, compiles them."
         return notes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,7 +91,12 @@ class Rehearsal:
         >>> [remedy.how for remedy in r.remedies()]
         ['donate_argnums=0', "mesh='fsdp:8'"]
         """
-        return find_remedies(self, check=check)
+        return find_remedies(self, check=True) if check else self._remedies
+
+    # Cached: text, HTML and JSON list them, and a large program takes seconds to walk.
+    @functools.cached_property
+    def _remedies(self) -> Remedies:
+        return find_remedies(self, check=False)
 
     def compare(self, other: Rehearsal) -> Comparison:
         """Set this rehearsal and another side by side."""
