@@ -113,7 +113,8 @@ def larger_slice(result: Rehearsal, estimate: PeakEstimate) -> Iterator[Remedy]:
             continue
         # The batch is cut as far as it has rows, and tensors are from there on.
         shards = data_shards(result.placement.spec)
-        by_rows = max(f for f in _divisors(factor) if not rows or rows % (shards * f) == 0)
+        fitting = (f for f in _divisors(factor) if not rows or rows % (shards * f) == 0)
+        by_rows = max(fitting, default=1)
         axes = _grown(_grown(sizes, "fsdp", by_rows), "tensor", factor // by_rows)
         scales: Scales = {
             "activation": 1 / by_rows,

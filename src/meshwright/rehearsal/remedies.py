@@ -146,14 +146,21 @@ def _flash_attention(result: Rehearsal, estimate: PeakEstimate) -> Iterator[Reme
         if family == "tpu":
             how = "make_splash_mha(...) of jax.experimental.pallas.ops.tpu.splash_attention"
         yield from of_code(result, what, how, peak)
-    elif hasattr(request.model.config, "attention") and _compat.compiler_installed(family):
-        _, length = batch_shape(request)
-        if length is not None and length % _LANES == 0:
-            # The stand-in has no kernels: it takes the compiler of the hardware.
-            vendor = dataclasses.replace(
-                changed_model(request, attention="auto"), compiler="vendor"
-            )
-            yield from of_model(result, what, vendor, peak)
+    elif _takes_kernel(request, family):
+        # The stand-in has no kernels: it takes the compiler of the hardware.
+        auto = changed_model(request, attention="auto")
+        yield from of_model(result, what, dataclasses.replace(auto, compiler="vendor"), peak)
+
+
+def _takes_kernel(request: Request, family: str) -> bool:
+    """Whether a model's attention can be a kernel there, as `models.attention` has it."""
+    config: Any = getattr(request.model, "config", None)
+    _, length = batch_shape(request)
+    if length is None or not _compat.compiler_installed(family):
+        return False
+    if family == "tpu":
+        return length % _LANES == 0
+    return config.compute in ("bfloat16", "float16") and config.head <= 128 and not config.head % 8
 
 
 def _moments(result: Rehearsal, estimate: PeakEstimate) -> Iterator[Remedy]:
@@ -200,13 +207,14 @@ def _smaller_batch(result: Rehearsal, estimate: PeakEstimate) -> Iterator[Remedy
         return
     half: Scales = {"activation": 0.5, "scores": 0.5}
     if request.model is not None:
-        if request.model.config.stages > 1:
+        parts = request.model.config.accumulation
+        if request.model.config.stages > 1 or rows % (parts * data_shards(result.placement.spec)):
             return
         # The gradients of the parts are added up beside those of a part.
         gradients = sum(
             row.device_bytes for row in estimate.state_rows if row.path.startswith("state/params")
         )
-        changed = changed_model(request, accumulation=2 * request.model.config.accumulation)
+        changed = changed_model(request, accumulation=2 * parts)
         peak = estimate.peak(half, more=gradients)
         yield from of_model(result, "accumulate gradients over half batches", changed, peak)
         return
@@ -223,19 +231,22 @@ def _smaller_batch(result: Rehearsal, estimate: PeakEstimate) -> Iterator[Remedy
 def _rematerialisation(result: Rehearsal, estimate: PeakEstimate) -> Iterator[Remedy]:
     """Compute the values of layers again, where those that wait are a good part of the peak."""
     request, saved = result.request, estimate.saved
-    if saved is None or _is_rematerialised(result, estimate):
+    if saved is None or _is_rematerialised(result):
         return
     # A layer is computed again at a time, and the inputs of all are kept.
     peak = estimate.peak({}, without=saved.names, more=saved.inputs + saved.bytes // saved.layers)
     if request.model is None:
         how = "jax.checkpoint around each layer (nn.remat, eqx.filter_checkpoint, nnx.remat)"
         yield from of_code(result, "rematerialise layers", how, peak)
-    elif request.model.config.remat != "full":
+    else:
         changed = changed_model(request, remat="full", saved=(), offloaded=())
         yield from of_model(result, "rematerialise layers", changed, peak)
 
 
-def _is_rematerialised(result: Rehearsal, estimate: PeakEstimate) -> bool:
+def _is_rematerialised(result: Rehearsal) -> bool:
+    """Whether layers are computed again by now; a model's, whether all of them but the input."""
+    if result.request.model is not None:
+        return result.request.model.config.remat in ("full", "custom")
     compiled = result if result.text else result.estimate
     names = ("rematted_computation", "checkpoint/")
     return compiled is not None and any(name in compiled.text for name in names)
@@ -249,7 +260,7 @@ def _offload(result: Rehearsal, estimate: PeakEstimate) -> Iterator[Remedy]:
     if saved is None:
         return
     # Two layers at a time: one in use, one on its way.
-    at_once = 2 * saved.inputs // saved.layers + _recomputed(saved, result, estimate)
+    at_once = 2 * saved.inputs // saved.layers + _recomputed(saved, result)
     peak = estimate.peak({}, without=saved.names, more=at_once)
     what = "offload the inputs of layers to the host"
     if request.model is None:
@@ -264,9 +275,9 @@ def _offload(result: Rehearsal, estimate: PeakEstimate) -> Iterator[Remedy]:
         yield from of_model(result, what, changed, peak)
 
 
-def _recomputed(saved: Saved, result: Rehearsal, estimate: PeakEstimate) -> int:
+def _recomputed(saved: Saved, result: Rehearsal) -> int:
     """Bytes of the one layer that is computed again; they are there already if it is by now."""
-    return 0 if _is_rematerialised(result, estimate) else saved.bytes // saved.layers
+    return 0 if _is_rematerialised(result) else saved.bytes // saved.layers
 
 
 def _shorter_sequence(result: Rehearsal, estimate: PeakEstimate) -> Iterator[Remedy]:

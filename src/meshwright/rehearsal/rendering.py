@@ -76,7 +76,7 @@ def as_text(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> str:
         parts.append(str(result.host_transfers))
     if not result.fits:
         parts.append(str(remedies or result.remedies()))
-    if advice := _other_steps(result):
+    if advice := next_steps(result, table=True):
         parts.append("\n".join(map(_item, advice)))
     return "\n\n".join(parts)
 
@@ -100,17 +100,9 @@ def headline(result: Rehearsal) -> str:
     return "\n".join(lines)
 
 
-def next_steps(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> list[str]:
-    """List what a reader would do about it, most important first."""
-    steps = []
-    if not result.fits:
-        steps += [str(remedy) for remedy in remedies or result.remedies()]
-    return steps + _other_steps(result)
-
-
-def _other_steps(result: Rehearsal) -> list[str]:
-    """List what to do beside remedies."""
-    steps = []
+def next_steps(result: Rehearsal, table: bool = False) -> list[str]:
+    """List what a reader would do about it, most important first; `table` has the remedies."""
+    steps = [] if result.fits or table else list(map(str, result.remedies()))
     implicit = [entry for entry in result.collectives if entry.cause == IMPLICIT_RESHARDING]
     if implicit:
         worst = max(implicit, key=lambda entry: entry.total_seconds)
