@@ -17,7 +17,7 @@ from meshwright.errors import RehearsalError, short
 from meshwright.pipelines.explanation import Explanation
 from meshwright.pipelines.profiling import MeasuredTimeline
 from meshwright.rehearsal.collectives.types import IMPLICIT_RESHARDING, Collective
-from meshwright.rehearsal.remedies import Remedy
+from meshwright.rehearsal.remedy_table import Remedy
 from meshwright.rehearsal.rendering import (
     advice_list,
     memory_lane,

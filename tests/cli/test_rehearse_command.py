@@ -74,8 +74,14 @@ def test_ways_out_are_tried_when_asked(steps, capsys):
     assert main(["rehearse", *words, "--try"]) == 3
     out = capsys.readouterr().out
     assert "does NOT fit" in out
-    assert "cut parameters further (mesh='fsdp:8'): tried, " in out
-    assert "halve the batch (16384 rows instead of 32768): tried, " in out
+    table = [line for line in out.splitlines() if line.startswith(("what ", "cut ", "halve "))]
+    assert table[0].split() == ["what", "how", "peak", "saves", "tried"]
+    assert "mesh='fsdp:8'" in table[1] and "fit, " in table[1]
+    assert "16384 rows instead of 32768" in table[2] and "fit, " in table[2]
+    assert main(["rehearse", *words, "--try", "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)["remedies"]["remedies"]
+    assert [row["what"] for row in found][-2:] == ["halve the batch", "take a larger slice"]
+    assert found[-1]["fits"] is True
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,21 @@ def test_moments_are_stored_as_asked():
     )
 
 
+def test_a_batch_in_parts_is_the_same_step():
+    model, whole = tiny(accumulation=2), tiny()
+    batch = model.example(4)
+    after, metrics = jax.jit(model.train_step, compiler_options=QUICK)(fresh_state(model), batch)
+    exact, expected = jax.jit(whole.train_step, compiler_options=QUICK)(fresh_state(whole), batch)
+    assert float(metrics["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-5)
+    close(after["opt"][1][0].mu, exact["opt"][1][0].mu, rtol=1e-3, atol=1e-6)
+    with pytest.raises(ModelError, match="accumulation=2 does not divide the 3 rows") as caught:
+        jax.eval_shape(model.train_step, model.shapes(), model.batch(3))
+    assert caught.value.option == "accumulation"
+    with pytest.raises(ModelError, match="a pipeline cuts the batch itself") as caught:
+        tiny(accumulation=2, stages=2)
+    assert caught.value.option == "accumulation"
+
+
 def test_other_options_are_refused_by_name():
     for option, value, message in [
         ("attention", "flsh", "Did you mean 'flash'"),
@@ -186,6 +201,7 @@ def test_other_options_are_refused_by_name():
         ("products", "int4", "not one of compute, int8, fp8"),
         ("gated", 1, "gated: 1 is not True or False"),
         ("moments", "int8", "moments: 'int8' is no dtype"),
+        ("accumulation", 0, "accumulation: 0"),
         ("blocks", 512, "blocks: 512 is not a Blocks"),
         ("tiles", 5, "seq=32 is not divisible by tiles=5"),
     ]:

@@ -224,7 +224,7 @@ def test_ways_out_are_listed_cheapest_first(tight):
         "donate what the step replaces",
         "cut parameters further",
         "halve the batch",
-        "rematerialise",
+        "take a larger slice",
     ]
     assert [way.how for way in ways[:2]] == ["donate_argnums=0", "mesh='fsdp:8'"]
     assert all(way.tried is None for way in ways)
@@ -241,8 +241,8 @@ def test_ways_out_are_compiled_when_asked(tight):
     assert str(cut.placement.spec) == "fsdp:8"
     smaller = ways["halve the batch"].tried
     assert smaller.memory.temporaries < tight.memory.temporaries
-    assert ways["rematerialise"].tried is None
     assert "tried, " in str(ways["halve the batch"])
+    assert ways["take a larger slice"].tried.fits
 
 
 def test_a_remedy_that_fails_says_so(tight):

@@ -13,6 +13,7 @@ from meshwright.cli.terminal import call, explained
 from meshwright.errors import RehearsalError, short
 from meshwright.models.presets import model
 from meshwright.rehearsal.api import rehearse, rehearse_model
+from meshwright.rehearsal.remedy_table import Remedies
 from meshwright.rehearsal.rendering import as_text
 from meshwright.rehearsal.result import Rehearsal
 from meshwright.report import page
@@ -68,6 +69,8 @@ class RehearseCommand:
             data = result.to_json()
             if self.try_:
                 data["tried"] = [str(way) for way in ways]
+            if isinstance(ways, Remedies):
+                data["remedies"] = ways.to_json()
             print(json.dumps(data, indent=2))
         else:
             print(as_text(result, ways))

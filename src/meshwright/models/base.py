@@ -97,7 +97,8 @@ class Model(abc.ABC):
 
     def train_step(self, state: Any, batch: Any) -> tuple[dict[str, Any], dict[str, jax.Array]]:
         """Take one step of training; return the next state and metrics. Pure: `jit` it."""
-        return train_step(self.loss, self.optimizer(), state, batch)
+        parts = self.config.accumulation
+        return train_step(self.loss, self.optimizer(), state, batch, parts)
 
     def shapes(self) -> dict[str, Any]:
         """Return the shapes of the state; nothing is computed."""

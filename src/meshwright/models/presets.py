@@ -29,6 +29,7 @@ class ModelSettings(TypedDict, total=False):
     saved: tuple[str, ...]
     offloaded: tuple[str, ...]
     moments: str
+    accumulation: int
     learning_rate: float
     warmup: int
     steps: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,8 +28,10 @@ class Config:
     products. `remat` is one of `remat.POLICIES`: what the backward pass computes again. With
     "custom" it keeps the values called `saved` on the device and those called `offloaded` in the
     host's memory. `moments` is the dtype that AdamW's moments are stored in; "" is that of the
-    parameters. AdamW's learning rate rises over `warmup` steps and falls in a cosine until `steps`;
-    gradients are clipped to the norm `clip`.
+    parameters. A batch is computed in `accumulation` equal parts, one after the other, whose
+    gradients are added up: the same step with fewer activations in memory. AdamW's learning rate
+    rises over `warmup` steps and falls in a cosine until `steps`; gradients are clipped to the norm
+    `clip`.
     """
 
     stages: int = 1
@@ -38,6 +41,7 @@ class Config:
     saved: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
     moments: str = ""
+    accumulation: int = 1
     learning_rate: float = 3e-4
     warmup: int = 2000
     steps: int = 100_000
@@ -54,6 +58,12 @@ class Config:
         for name in ("params", "compute", "moments"):
             if name != "moments" or self.moments:
                 _check_dtype(name, getattr(self, name))
+        if self.accumulation > 1 and self.stages > 1:
+            raise ModelError(
+                f"accumulation={self.accumulation} with stages={self.stages}: a pipeline cuts the "
+                "batch itself. Use accumulation=1, and pipeline(..., microbatches=).",
+                option="accumulation",
+            )
         if self.warmup >= self.steps:
             raise ModelError(
                 f"warmup: {self.warmup} steps of {self.steps} in all. Use fewer.", option="warmup"
@@ -171,14 +181,16 @@ def make_state(params: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def train_step(
-    loss: Callable[..., Any], optimizer: Any, state: Any, batch: Any
+    loss: Callable[..., Any], optimizer: Any, state: Any, batch: Any, accumulation: int = 1
 ) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-    """Take one step of training; return the next state and metrics."""
+    """Take one step of training, of a batch in so many parts; return the next state and metrics."""
     optax = load_optax()
     params = state["params"]
     # Ours, not `jax.value_and_grad`: it marks what `pipeline` runs once per microbatch, and is the
     # same as JAX's where the step is not a pipeline.
     loss_and_grads = value_and_grad(loss, has_aux=True, aux="mean")
+    if accumulation > 1:
+        loss_and_grads = functools.partial(_in_parts, loss_and_grads, accumulation)
     (value, metrics), grads = loss_and_grads(params, batch)
     updates, opt = optimizer.update(grads, state["opt"], params)
     next_state = {
@@ -187,6 +199,33 @@ def train_step(
         "step": state["step"] + 1,
     }
     return next_state, {"loss": value, "grad_norm": optax.tree.norm(grads), **metrics}
+
+
+# In: a function of parameters and a batch whose results are means over its rows, and parameters
+# that its gradients have the shapes of. Out: the same means, with only the activations of a part in
+# memory at once. Every device has rows of every part: a part is not the first rows, which few
+# devices hold, but every so-manieth. Example: 8 rows in 2 parts are rows 0, 2, 4, 6 and 1, 3, 5, 7.
+def _in_parts(function: Callable[..., Any], parts: int, params: Any, batch: Any) -> Any:
+    """Compute means over the rows of a batch in equal parts, one after the other."""
+    for rows in {leaf.shape[0] for leaf in jax.tree.leaves(batch)}:
+        if rows % parts:
+            raise ModelError(
+                f"accumulation={parts} does not divide the {rows} rows of the batch. "
+                "Use a multiple of it.",
+                option="accumulation",
+            )
+
+    def cut(x: jax.Array) -> jax.Array:
+        return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
+
+    def add(total: Any, part: Any) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, function(params, part)), None
+
+    pieces = jax.tree.map(cut, batch)
+    shapes = jax.eval_shape(function, params, jax.tree.map(lambda x: x[0], pieces))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    total, _ = jax.lax.scan(add, zeros, pieces)
+    return jax.tree.map(lambda x: x / parts, total)
 
 
 def run_stages(

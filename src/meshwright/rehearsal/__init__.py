@@ -6,7 +6,9 @@
 - `lowering`, `callbacks`: trace and lower to StableHLO without devices, callbacks left out;
 - `compiler`, `compiler_worker`, `tpu_slices`: compile in a process of its own, or look it up;
 - `memory` (by `live_ranges`), `collectives`, `host_transfers`, `step_time`: read the optimised HLO;
-- `result`, `remedies`, `rendering`: the `Rehearsal`, what to do about it, how it prints.
+- `result`, `rendering`: the `Rehearsal`, how it prints;
+- `remedies`, `mesh_remedies`, `peak_estimates`, `model_commands`: what would need less memory, how
+  much less, and the command for it; `remedy_table` prints that.
 
 Names are looked up on first use: the compiling process needs few of them, and must start fast.
 """

@@ -24,7 +24,7 @@ from meshwright.hlo.literals import decode_constants
 from meshwright.hlo.program import read_program
 from meshwright.models.base import Model
 from meshwright.models.presets import model
-from meshwright.partitioning.decide import PartitionOptions, partition
+from meshwright.partitioning.decide import PartitionOptions
 from meshwright.partitioning.report import LeafRow
 from meshwright.placement.placement import Placement
 from meshwright.rehearsal.collectives.analyze import analyze
@@ -33,18 +33,22 @@ from meshwright.rehearsal.compiler import Compiler, Job, Outcome, Platform, Site
 from meshwright.rehearsal.host_transfers import HostTransfers, find_host_transfers
 from meshwright.rehearsal.lowering import lower
 from meshwright.rehearsal.memory import (
+    Buffer,
     Memory,
     as_compiled,
     as_refused,
     live_buffers,
     workspace_at_peak,
 )
+from meshwright.rehearsal.peak_estimates import PeakEstimate
 from meshwright.rehearsal.request import (
     TIMEOUT,
     CompileOptions,
     Request,
     make_request,
+    model_request,
     platform_of,
+    without_kernels,
 )
 from meshwright.rehearsal.result import Rehearsal
 from meshwright.rehearsal.step_arguments import (
@@ -55,7 +59,6 @@ from meshwright.rehearsal.step_arguments import (
 from meshwright.rehearsal.step_time import StepTime, step_time
 from meshwright.rehearsal.tpu_slices import as_slice
 from meshwright.spec.mesh_spec import SpecLike
-from meshwright.trees.specs import make_spec
 
 
 def rehearse(
@@ -172,29 +175,7 @@ def rehearse_model(
                 f"rehearse_model has no option {option!r}.{hint or near(option, known)}",
                 option=option,
             )
-    request = make_request(
-        chosen.train_step,
-        (chosen.shapes(), chosen.batch(batch, seq)),
-        mesh=mesh,
-        data=1,
-        donate_argnums=0,
-        name=chosen.name,
-        **options,
-    )
-    lighter = None
-    if chosen.config.remat != "full":
-        lighter = model_with(chosen, remat="full", saved=(), offloaded=()).train_step
-
-    def layout(on_mesh: AbstractMesh) -> tuple[Any, Any]:
-        state = partition(request.args[0], on_mesh, rules=chosen.rules(on_mesh), unused="allow")
-        return (state, chosen.batch_spec(on_mesh)), (state, make_spec())
-
-    return run(dataclasses.replace(request, layout=layout, lighter=lighter))
-
-
-def model_with(original: Model, **changes: Any) -> Model:
-    """A copy of a model with some settings of its config changed."""
-    return dataclasses.replace(original, config=dataclasses.replace(original.config, **changes))
+    return run(model_request(chosen, batch, seq, mesh, **options))
 
 
 def run(request: Request) -> Rehearsal:
@@ -242,7 +223,10 @@ def run(request: Request) -> Rehearsal:
         )
         bar.now("reading")
         memory, collectives, time, offloaded = _read_outcome(outcome, placed, arguments.rows)
-    return Rehearsal(
+    estimate = None
+    if memory.refused:
+        estimate = _on_cpu_devices(request)
+    result = Rehearsal(
         request=request,
         placement=placed,
         arguments=arguments,
@@ -257,7 +241,25 @@ def run(request: Request) -> Rehearsal:
         results=lowered.results,
         callbacks=lowered.callbacks,
         host_transfers=offloaded,
+        estimate=estimate,
     )
+    return result if estimate is None else _with_buffers(result, PeakEstimate(result).buffers())
+
+
+def _on_cpu_devices(request: Request) -> Rehearsal | None:
+    """Compile a step that its compiler refused for simulated CPU devices, for what is in memory.
+
+    `None` where that cannot be: kernels of the platform alone, or more devices than it takes.
+    """
+    try:
+        return run(dataclasses.replace(without_kernels(request), compiler="cpu"))
+    except Exception:  # whatever it is, the verdict of the step's own compiler stands
+        return None
+
+
+def _with_buffers(result: Rehearsal, buffers: tuple[Buffer, ...]) -> Rehearsal:
+    memory = dataclasses.replace(result.memory, buffers=buffers, estimated=True)
+    return dataclasses.replace(result, memory=memory)
 
 
 def _site(platform: Platform, placed: Placement, hardware: Topology) -> Site:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from meshwright._show import Sheet, Shown, Table, short_repr
@@ -30,7 +30,8 @@ class Memory(Shown):
     `peak` is all that is allocated at once: arguments, outputs that do not overwrite an argument
     (`aliased` are those that do), temporaries and code. `limit` is what a program may have.
     `refused`: the compiler gave up, and `temporaries` is what it said it needs beyond the
-    arguments. `buffers` are the values alive at the peak, largest first.
+    arguments. `buffers` are the values alive at the peak, largest first; `estimated` where they
+    are those of the step partitioned for simulated CPU devices, since the compiler refused.
     """
 
     arguments: int
@@ -43,6 +44,7 @@ class Memory(Shown):
     family: str
     refused: bool = False
     buffers: tuple[Buffer, ...] = ()
+    estimated: bool = False
 
     @property
     def peak(self) -> int:
@@ -103,7 +105,10 @@ class Memory(Shown):
         if self.note:
             parts.append(f"note: {self.note}")
         if self.buffers:
-            heading = ["largest at the peak", "bytes", "from"]
+            largest = "largest at the peak"
+            if self.estimated:
+                largest += ", estimated on CPU devices"
+            heading = [largest, "bytes", "from"]
             rows = [
                 [buffer.shape, amount(buffer.bytes), buffer.origin]
                 for buffer in self.buffers[:_SHOWN]
@@ -119,6 +124,7 @@ class Memory(Shown):
             "limit": self.limit,
             "margin": self.margin,
             "refused": self.refused,
+            "estimated": self.estimated,
             "parts": self.parts(),
             "note": self.note,
             "buffers": [
@@ -254,7 +260,7 @@ _ALIASED = re.compile(r"\{(\d*)\}: \((\d+),")  # of input_output_alias={ {0}: (1
 
 
 @dataclasses.dataclass(frozen=True)
-class _Peak:
+class Peak:
     """The most that a computation and all it calls hold at once.
 
     `scratch` is what an instruction needs for itself: in which computation, its name, bytes.
@@ -272,7 +278,7 @@ class _Peak:
 # reduce(big) peaks at `small`, with p, big and small alive.
 def live_buffers(program: Program, chip: Chip | None = None) -> tuple[Buffer, ...]:
     """List what lives at the peak, arguments too, largest first; on a GPU, scratch too."""
-    peak = _Peaks(program, chip).entry()
+    peak = Peaks(program, chip).entry()
     held = []
     for computation, (name, number) in peak.buffers:
         maker = program.computations[computation].by_name[name]
@@ -291,8 +297,8 @@ def workspace_at_peak(program: Program, chip: Chip, allocated: int) -> int:
     """Bytes by which what a GPU's libraries need raises the `allocated` peak of a program."""
     if chip.family != "gpu":
         return 0
-    peak = _Peaks(program, chip).entry()
-    more = peak.bytes - _Peaks(program).entry().bytes
+    peak = Peaks(program, chip).entry()
+    more = peak.bytes - Peaks(program).entry().bytes
     for computation, name, _ in peak.scratch:
         # Where CUB sorts, the compiler packed the memory of another program.
         maker = program.computations[computation].by_name[name]
@@ -301,15 +307,25 @@ def workspace_at_peak(program: Program, chip: Chip, allocated: int) -> int:
     return max(0, more)
 
 
-class _Peaks:
-    """The peaks of a program's computations, each worked out once."""
+class Peaks:
+    """The peaks of a program's computations, each worked out once.
+
+    `resized` is the same program with other sizes of its buffers, by instruction and result.
+    """
 
     def __init__(self, program: Program, chip: Chip | None = None):
         self.program = program
         self.chip = chip if chip is not None and chip.family == "gpu" else None
-        self.known: dict[str, _Peak] = {}
+        self.size: Callable[[Instruction, int], int] = main_memory
+        self.known: dict[str, Peak] = {}
+        self.ranges: dict[str, Mapping[BufferId, tuple[int, int]]] = {}
 
-    def entry(self) -> _Peak:
+    def resized(self, size: Callable[[Instruction, int], int]) -> Peaks:
+        other = Peaks(self.program, self.chip)
+        other.size, other.ranges = size, self.ranges
+        return other
+
+    def entry(self) -> Peak:
         donated = _ALIASED.findall(self.program.header)
         caller = CallerBuffers(
             counted=True,
@@ -318,7 +334,7 @@ class _Peaks:
         )
         return self._peak(self.program.entry, caller)
 
-    def called(self, name: str, loop: bool) -> _Peak:
+    def called(self, name: str, loop: bool) -> Peak:
         if name not in self.known:
             computation = self.program.computations[name]
             # The caller has set the results aside, and a loop's body writes over its old state.
@@ -327,19 +343,20 @@ class _Peaks:
             self.known[name] = self._peak(computation, caller)
         return self.known[name]
 
-    def _peak(self, computation: Computation, caller: CallerBuffers) -> _Peak:
-        ranges = LiveRanges(self.program, computation, caller).compute()
+    def _peak(self, computation: Computation, caller: CallerBuffers) -> Peak:
+        if computation.name not in self.ranges:
+            live = LiveRanges(self.program, computation, caller)
+            self.ranges[computation.name] = live.compute()
+        ranges = self.ranges[computation.name]
         begins: dict[int, list[BufferId]] = {}
         ends: dict[int, list[BufferId]] = {}
         for buffer, (first, last) in ranges.items():
             begins.setdefault(first, []).append(buffer)
             ends.setdefault(last, []).append(buffer)
-        sizes = {
-            buffer: main_memory(computation.by_name[buffer[0]], buffer[1]) for buffer in ranges
-        }
+        sizes = {buffer: self.size(computation.by_name[buffer[0]], buffer[1]) for buffer in ranges}
         # One pass over the schedule: add what begins, look, drop what ends.
         results = _results(computation, ranges, sizes) if caller.counted else {}
-        total, most, when, highest = 0, -1, 0, _Peak(0, ())
+        total, most, when, highest = 0, -1, 0, Peak(0, ())
         for at, instruction in enumerate(computation.instructions):
             total += sum(sizes[buffer] for buffer in begins.get(at, ()))
             inner = self._inner(instruction, at, results)
@@ -351,18 +368,18 @@ class _Peaks:
             for buffer, (first, last) in ranges.items()
             if first <= when <= last and sizes[buffer]
         ]
-        return _Peak(most, (*alive, *highest.buffers), highest.scratch)
+        return Peak(most, (*alive, *highest.buffers), highest.scratch)
 
-    def _inner(self, instruction: Instruction, at: int, results: _Results) -> _Peak:
+    def _inner(self, instruction: Instruction, at: int, results: _Results) -> Peak:
         """The largest peak among the computations that an instruction runs, one at a time."""
         if not instruction.only_calls:
             size = self._scratch(instruction, at, results)
-            return _Peak(
+            return Peak(
                 size, (), ((instruction.computation, instruction.name, size),) * (size > 0)
             )
         loop = instruction.opcode == "while"
         peaks = [self.called(name, loop) for how, name in instruction.called if how != "to_apply"]
-        return max(peaks, key=lambda peak: peak.bytes, default=_Peak(0, ()))
+        return max(peaks, key=lambda peak: peak.bytes, default=Peak(0, ()))
 
     def _scratch(self, instruction: Instruction, at: int, results: _Results) -> int:
         """Bytes that an instruction needs for itself and finds no place for in idle results."""

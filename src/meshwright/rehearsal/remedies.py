@@ -1,78 +1,60 @@
-"""`Remedy`: ways to need less memory, cheapest first, each with what it should save.
+"""Find what would make a step need less memory, cheapest first, and try it.
 
-- Donation that was missed: results that could overwrite an argument of the same shape.
-- More fsdp: parameters sharded over devices that hold copies of them now.
-- A smaller batch: half the temporaries, in two steps instead of one.
-- Rematerialisation: fewer activations kept, at the price of computing them again. Only the
-  function itself can do that, so it is advice here.
+A remedy is listed where there is evidence in the program that it helps: donation that was missed,
+scores that a flash kernel never writes, two moments in float32, layers whose values wait for the
+backward pass. `mesh_remedies` has those that cut the step otherwise, or over more hardware. Peaks
+are estimated (`peak_estimates`) or, with `check`, compiled. Where the step is a model of this
+package a remedy is a command; else it is the line of code to write.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+import numpy as np
 
-from meshwright._show import short_repr
-from meshwright._text import amount
-from meshwright.axes import role
+from meshwright import _compat
 from meshwright.errors import MeshwrightError
 from meshwright.rehearsal.lowering import is_jitted
-from meshwright.rehearsal.request import Request, shrunk
-from meshwright.rehearsal.step_arguments import argument_names, has_rows
-from meshwright.spec.mesh_spec import MeshSpec
+from meshwright.rehearsal.mesh_remedies import (
+    argument_bytes_of,
+    data_rows,
+    data_shards,
+    larger_slice,
+    other_meshes,
+)
+from meshwright.rehearsal.model_commands import changed_words, rehearse_command
+from meshwright.rehearsal.peak_estimates import PeakEstimate, Saved, Scales
+from meshwright.rehearsal.remedy_table import Remedies, Remedy
+from meshwright.rehearsal.request import Request, batch_shape, changed_model, shrunk
+from meshwright.rehearsal.step_arguments import has_rows
 
 if TYPE_CHECKING:  # `result` imports this file
     from meshwright.rehearsal.result import Rehearsal
 
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Remedy:
-    """One change that saves memory: what to change and how, and the peak to expect in bytes.
-
-    `peak` is `None` where it is not known: a compiler that gave up says nothing of results.
-    `request` is the changed request, where the change can be made here; `tried` is its rehearsal,
-    or `failed` why there is none, after `remedies(check=True)`.
-    """
-
-    what: str
-    how: str
-    peak: int | None
-    request: Request | None = None
-    tried: Rehearsal | None = None
-    failed: str = ""
-
-    def __str__(self) -> str:
-        change = f"{self.what} ({self.how})"
-        if self.tried is not None:
-            return f"{change}: tried, {self.tried.memory.verdict()}"
-        if self.failed:
-            return f"{change}: tried, {self.failed}"
-        if self.peak is None:
-            saves = "what that saves is not known before it is tried"
-        else:
-            saves = f"about {amount(self.peak)} a device"
-        yours = "; yours to try" if self.request is None else ""
-        return f"{change}: {saves}{yours}"
-
-    def __repr__(self) -> str:
-        return short_repr(self, str(self))
+_NOTEWORTHY = 0.02  # of the peak: what saves less is not listed
+_LANES = 128  # positions in a block of a TPU's flash kernel
 
 
-def find_remedies(result: Rehearsal, *, check: bool) -> tuple[Remedy, ...]:
+def find_remedies(result: Rehearsal, *, check: bool) -> Remedies:
     """List all remedies that apply, cheapest first; with `check`, compile them."""
+    estimate = PeakEstimate(result)
     remedies = (
-        *_donation(result),
-        *_more_fsdp(result),
-        *_smaller_batch(result),
-        *_rematerialisation(result),
+        *_donation(result, estimate),
+        *_flash_attention(result, estimate),
+        *_moments(result, estimate),
+        *other_meshes(result, estimate),
+        *_rematerialisation(result, estimate),
+        *_smaller_batch(result, estimate),
+        *_offload(result, estimate),
+        *_shorter_sequence(result, estimate),
+        *larger_slice(result, estimate),
     )
-    return tuple(map(_try, remedies)) if check else remedies
+    return Remedies(result, map(_try, remedies) if check else remedies)
 
 
 def _try(remedy: Remedy) -> Remedy:
@@ -90,9 +72,40 @@ def _try(remedy: Remedy) -> Remedy:
         return dataclasses.replace(remedy, failed=reason if ours else f"the step failed: {reason}")
 
 
+def of_model(result: Rehearsal, what: str, request: Request, peak: int) -> Iterator[Remedy]:
+    """Yield a change of a model, as a command where the model has a name."""
+    before = result.memory.peak
+    if before - peak < _NOTEWORTHY * before:
+        return
+    command = rehearse_command(request)
+    how = changed_words(result.request, request) if command else _code(result.request, request)
+    yield Remedy(what, how, peak, before, request, command)
+
+
+def _code(before: Request, after: Request) -> str:
+    """Say in Python what differs between the requests of a model."""
+    words = []
+    if (old := before.model) is not None and (new := after.model) is not None:
+        words = [
+            f"{field.name}={getattr(new.config, field.name)!r}"
+            for field in dataclasses.fields(new.config)
+            if getattr(new.config, field.name) != getattr(old.config, field.name)
+        ]
+    if batch_shape(before) != batch_shape(after):
+        words.append("batch={}, seq={}".format(*batch_shape(after)))
+    return ", ".join(words)
+
+
+def of_code(result: Rehearsal, what: str, how: str, peak: int) -> Iterator[Remedy]:
+    """Yield a change that only the author of the step can make."""
+    before = result.memory.peak
+    if before - peak >= _NOTEWORTHY * before:
+        yield Remedy(what, how, peak, before)
+
+
 # Arguments are matched with results by shape and dtype, each result once, in the order of the
 # arguments: (params, opt_state, batch) -> (params, opt_state, loss) donates 0 and 1.
-def _donation(result: Rehearsal) -> Iterator[Remedy]:
+def _donation(result: Rehearsal, estimate: PeakEstimate) -> Iterator[Remedy]:
     request = result.request
     if result.memory.aliased or is_jitted(request.function):
         return
@@ -106,99 +119,218 @@ def _donation(result: Rehearsal) -> Iterator[Remedy]:
             chosen.append(i)
     if chosen:
         donated = (*request.donate_argnums, *chosen)
+        peak = result.memory.peak
         yield Remedy(
             "donate what the step replaces",
             f"donate_argnums={donated if len(donated) > 1 else donated[0]}",
-            result.memory.peak - _argument_bytes(result, chosen),
+            peak - estimate.argument_bytes(chosen),
+            peak,
             dataclasses.replace(request, donate_argnums=donated),
         )
-
-
-def _argument_bytes(result: Rehearsal, numbers: Iterable[int]) -> int:
-    """Return the bytes of these arguments on one device."""
-    names = argument_names(result.request.function, len(result.request.args))
-    wanted = {names[number] for number in numbers}
-    rows = result.arguments.rows
-    return sum(row.device_bytes for row in rows if row.path.partition("/")[0] in wanted)
 
 
 def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], str]:
     return tuple(getattr(leaf, "shape", ())), str(getattr(leaf, "dtype", type(leaf)))
 
 
-def _more_fsdp(result: Rehearsal) -> Iterator[Remedy]:
-    """Double fsdp at the cost of an axis over which parameters are replicated."""
-    placed, request = result.placement, result.request
-    sizes = dict(zip(placed.spec.names, placed.spec.sizes, strict=True))
-    fsdp = next((name for name in sizes if role(name).name == "fsdp"), None)
-    data = next((n for n in sizes if role(n).name == "data" and sizes[n] % 2 == 0), None)
-    if fsdp is None and data is not None:
-        axes = {("fsdp" if name == data else name): size for name, size in sizes.items()}
-    elif fsdp is not None and data is not None:
-        axes = {**sizes, fsdp: sizes[fsdp] * 2, data: sizes[data] // 2}
-    else:
+def _flash_attention(result: Rehearsal, estimate: PeakEstimate) -> Iterator[Remedy]:
+    """Attention by a kernel, where scores are among the buffers at the peak."""
+    family = result.placement.topology.chip.family
+    what = "attention by a flash kernel"
+    if family == "cpu" or not estimate.bytes_of("scores"):
         return
-    spec = MeshSpec.parse(axes)
-    factor = sizes[data] if fsdp is None else 2
-    state = _argument_bytes(result, set(range(len(request.args))) - set(request.data))
-    peak = result.memory.peak - state * (factor - 1) // factor
-    yield Remedy(
-        "cut parameters further",
-        f"mesh='{spec}'",
-        peak,
-        # Given shardings name the axes of the old mesh.
-        None if request.in_shardings is not None else _on_mesh(result, spec),
-    )
-
-
-def _on_mesh(result: Rehearsal, spec: MeshSpec) -> Request:
-    """Return the request with another mesh on the same machine."""
+    peak = estimate.peak({"scores": 0.0})
     request = result.request
-    if not isinstance(request.mesh, (Mesh, AbstractMesh)):
-        return dataclasses.replace(request, mesh=str(spec))
-    # A mesh object stood for its devices as well; those are named by `on` now.
-    machine = dataclasses.replace(result.placement.topology, devices=None)
-    return dataclasses.replace(request, mesh=str(spec), on=machine, slices=1)
+    if request.model is None:
+        how = "jax.nn.dot_product_attention(q, k, v, implementation='cudnn')"
+        if family == "tpu":
+            how = "make_splash_mha(...) of jax.experimental.pallas.ops.tpu.splash_attention"
+        yield from of_code(result, what, how, peak)
+    elif _takes_kernel(request, family):
+        # The stand-in has no kernels: it takes the compiler of the hardware.
+        auto = changed_model(request, attention="auto")
+        yield from of_model(result, what, dataclasses.replace(auto, compiler="vendor"), peak)
 
 
-def _smaller_batch(result: Rehearsal) -> Iterator[Remedy]:
-    request, memory = result.request, result.memory
-    smaller = shrunk(request.args, request.data, 2) if request.data else None
-    if smaller is None:
+def _takes_kernel(request: Request, family: str) -> bool:
+    """Whether a model's attention can be a kernel there, as `models.attention` has it."""
+    config: Any = getattr(request.model, "config", None)
+    _, length = batch_shape(request)
+    if length is None or not _compat.compiler_installed(family):
+        return False
+    if family == "tpu":
+        return length % _LANES == 0
+    return config.compute in ("bfloat16", "float16") and config.head <= 128 and not config.head % 8
+
+
+def _moments(result: Rehearsal, estimate: PeakEstimate) -> Iterator[Remedy]:
+    """Optimizer moments in bfloat16, where there are two trees of them in float32."""
+    what, request, memory = "optimizer moments in bfloat16", result.request, result.memory
+    if request.model is not None:
+        changed = changed_model(request, moments="bfloat16")
+        arguments = argument_bytes_of(changed)
+        if arguments is not None:
+            yield from of_model(result, what, changed, estimate.peak({}, arguments=arguments))
         return
-    placed = result.placement
-    shards = math.prod(
-        size
-        for name, size in zip(placed.spec.names, placed.spec.sizes, strict=True)
-        if role(name).name in ("data", "fsdp")
-    )
-    rows = min(
-        (
-            leaf.shape[0]
-            for i in request.data
-            for leaf in filter(has_rows, jax.tree.leaves(smaller[i]))
-        ),
-        default=0,
-    )
-    if rows and rows % shards == 0:
-        yield Remedy(
-            "halve the batch",
-            f"{rows} rows instead of {2 * rows}",
-            None if memory.refused else memory.peak - memory.temporaries // 2,
-            dataclasses.replace(request, args=smaller),
-        )
+    first = _first_moments(estimate)
+    if first:
+        # Without donation the new moments lie beside the old ones.
+        copies = 1 if memory.aliased else 2
+        saved = copies * first // 2
+        how = "optax.adamw(..., mu_dtype=jnp.bfloat16), the first of the two"
+        yield from of_code(result, what, how, memory.peak - saved)
 
 
-def _rematerialisation(result: Rehearsal) -> Iterator[Remedy]:
-    memory, request = result.memory, result.request
-    # `rehearse_model` sets a layout, and a lighter step unless the model has full remat already.
-    already = request.layout is not None and request.lighter is None
-    if memory.temporaries > memory.peak // 4 and not already:
-        yield Remedy(
-            "rematerialise",
-            "jax.checkpoint around each layer",
-            None if memory.refused else memory.peak - memory.temporaries // 2,
-            None
-            if request.lighter is None
-            else dataclasses.replace(request, function=request.lighter, lighter=None),
+def _first_moments(estimate: PeakEstimate) -> int:
+    """Bytes on a device of the first moments in float32; 0 where there are no two trees of them."""
+    rows = [row for row in estimate.state_rows if row.shape and row.text.startswith("f32")]
+    named = [row for row in rows if "mu" in row.path.split("/")]
+    if named and any("nu" in row.path.split("/") for row in rows):
+        return sum(row.device_bytes for row in named)
+    # Without Optax's names: three arrays of every shape are a parameter and its two moments.
+    shapes = collections.Counter(row.shape for row in estimate.state_rows if row.shape)
+    if not shapes or any(count % 3 for count in shapes.values()):
+        return 0
+    in_float32 = collections.Counter(row.shape for row in rows)
+    if any(in_float32[shape] < 2 * count // 3 for shape, count in shapes.items()):
+        return 0
+    whole = {row.shape: row.device_bytes for row in rows}
+    return sum(whole[shape] * (count // 3) for shape, count in shapes.items())
+
+
+def _smaller_batch(result: Rehearsal, estimate: PeakEstimate) -> Iterator[Remedy]:
+    """Half the batch at once, twice, where every device keeps a row."""
+    request = result.request
+    smaller = shrunk(request.args, request.data, 2) if request.data else None
+    rows = 0 if smaller is None else data_rows(smaller, request.data)
+    if smaller is None or not rows or rows % data_shards(result.placement.spec):
+        return
+    half: Scales = {"activation": 0.5, "scores": 0.5}
+    if request.model is not None:
+        parts = request.model.config.accumulation
+        if request.model.config.stages > 1 or rows % (parts * data_shards(result.placement.spec)):
+            return
+        # The gradients of the parts are added up beside those of a part.
+        gradients = sum(
+            row.device_bytes for row in estimate.state_rows if row.path.startswith("state/params")
         )
+        changed = changed_model(request, accumulation=2 * parts)
+        peak = estimate.peak(half, more=gradients)
+        yield from of_model(result, "accumulate gradients over half batches", changed, peak)
+        return
+    data = argument_bytes_of(dataclasses.replace(request, args=smaller))
+    yield Remedy(
+        "halve the batch",
+        f"{rows} rows instead of {2 * rows}; jax.lax.scan over both halves adds up gradients",
+        estimate.peak(half, arguments=data),
+        result.memory.peak,
+        dataclasses.replace(request, args=smaller),
+    )
+
+
+def _rematerialisation(result: Rehearsal, estimate: PeakEstimate) -> Iterator[Remedy]:
+    """Compute the values of layers again, where those that wait are a good part of the peak."""
+    request, saved = result.request, estimate.saved
+    if saved is None or _is_rematerialised(result):
+        return
+    # A layer is computed again at a time, and the inputs of all are kept.
+    peak = estimate.peak({}, without=saved.names, more=saved.inputs + saved.bytes // saved.layers)
+    if request.model is None:
+        how = "jax.checkpoint around each layer (nn.remat, eqx.filter_checkpoint, nnx.remat)"
+        yield from of_code(result, "rematerialise layers", how, peak)
+    else:
+        changed = changed_model(request, remat="full", saved=(), offloaded=())
+        yield from of_model(result, "rematerialise layers", changed, peak)
+
+
+def _is_rematerialised(result: Rehearsal) -> bool:
+    """Whether layers are computed again by now; a model's, whether all of them but the input."""
+    if result.request.model is not None:
+        return result.request.model.config.remat in ("full", "custom")
+    compiled = result if result.text else result.estimate
+    names = ("rematted_computation", "checkpoint/")
+    return compiled is not None and any(name in compiled.text for name in names)
+
+
+def _offload(result: Rehearsal, estimate: PeakEstimate) -> Iterator[Remedy]:
+    """Keep the inputs of layers in the host's memory, where they are a good part of the peak."""
+    request, saved = result.request, estimate.saved
+    if result.placement.topology.chip.family == "cpu" or result.host_transfers is not None:
+        return
+    if saved is None:
+        return
+    # Two layers at a time: one in use, one on its way.
+    at_once = 2 * saved.inputs // saved.layers + _recomputed(saved, result)
+    peak = estimate.peak({}, without=saved.names, more=at_once)
+    what = "offload the inputs of layers to the host"
+    if request.model is None:
+        how = (
+            "jax.checkpoint(layer, policy=jax.checkpoint_policies"
+            ".save_and_offload_only_these_names(...))"
+        )
+        yield from of_code(result, what, how, peak)
+    elif hasattr(request.model.config, "kv_heads") and not result.stand_in:
+        names = ("decoder_layer_input",)
+        changed = changed_model(request, remat="custom", saved=(), offloaded=names)
+        yield from of_model(result, what, changed, peak)
+
+
+def _recomputed(saved: Saved, result: Rehearsal) -> int:
+    """Bytes of the one layer that is computed again; they are there already if it is by now."""
+    return 0 if _is_rematerialised(result) else saved.bytes // saved.layers
+
+
+def _shorter_sequence(result: Rehearsal, estimate: PeakEstimate) -> Iterator[Remedy]:
+    """Half the positions, where data are tokens."""
+    request, what = result.request, "halve the sequence"
+    scales: Scales = {"activation": 0.5, "scores": 0.25}
+    if request.model is not None:
+        _, length = batch_shape(request)
+        if length is None or length % 2:
+            return
+        config: Any = request.model.config
+        kernel = config.attention != "dot" and length % _LANES == 0
+        if (length // 2) % config.tiles or (kernel and (length // 2) % _LANES):
+            return
+        changed = changed_model(request, seq=length // 2)
+        arguments = argument_bytes_of(changed)
+        if arguments is not None:
+            yield from of_model(result, what, changed, estimate.peak(scales, arguments=arguments))
+        return
+    length = _token_length(request)
+    if length is None or length % 2:
+        return
+    shorter = tuple(
+        jax.tree.map(lambda leaf: _halved(leaf, length), arg) if number in request.data else arg
+        for number, arg in enumerate(request.args)
+    )
+    changed = dataclasses.replace(request, args=shorter)
+    arguments = argument_bytes_of(changed)
+    if arguments is not None:
+        how = f"rows of {length // 2} tokens instead of {length}"
+        before, peak = result.memory.peak, estimate.peak(scales, arguments=arguments)
+        if before - peak >= _NOTEWORTHY * before:
+            yield Remedy(what, how, peak, before, changed)
+
+
+def _token_length(request: Request) -> int | None:
+    """The length of rows of tokens: the one second dim of the integers among the data."""
+    lengths = {
+        leaf.shape[1]
+        for leaf in _data_leaves(request)
+        if len(leaf.shape) == 2 and np.issubdtype(leaf.dtype, np.integer)
+    }
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def _data_leaves(request: Request) -> Sequence[Any]:
+    leaves: Iterable[Any] = (x for i in request.data for x in jax.tree.leaves(request.args[i]))
+    return [leaf for leaf in leaves if hasattr(leaf, "dtype") and has_rows(leaf)]
+
+
+def _halved(leaf: Any, length: int) -> Any:
+    """An array of `length` positions with half of them."""
+    if len(getattr(leaf, "shape", ())) < 2 or leaf.shape[1] != length:
+        return leaf
+    shape = (leaf.shape[0], length // 2, *leaf.shape[2:])
+    return jax.ShapeDtypeStruct(shape, leaf.dtype)  # type: ignore[no-untyped-call]

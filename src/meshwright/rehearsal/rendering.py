@@ -62,7 +62,7 @@ from meshwright.rehearsal.memory import Buffer, Memory
 from meshwright.rehearsal.step_time import CUSTOM_HEADING, CUSTOM_RIGHT, custom_rows
 
 if TYPE_CHECKING:  # `result` imports this file, and a `Rehearsal` prints itself with it
-    from meshwright.rehearsal.remedies import Remedy
+    from meshwright.rehearsal.remedy_table import Remedy
     from meshwright.rehearsal.result import Rehearsal
 
 _WORST = 3  # replicated arrays that are named
@@ -75,7 +75,9 @@ def as_text(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> str:
         parts += [str(result.collectives), str(result.time)]
     if result.host_transfers is not None:
         parts.append(str(result.host_transfers))
-    if advice := next_steps(result, remedies):
+    if not result.fits:
+        parts.append(str(remedies or result.remedies()))
+    if advice := next_steps(result, table=True):
         parts.append("\n".join(map(_item, advice)))
     return "\n\n".join(parts)
 
@@ -99,11 +101,9 @@ def headline(result: Rehearsal) -> str:
     return "\n".join(lines)
 
 
-def next_steps(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> list[str]:
-    """List what a reader would do about it, most important first."""
-    steps = []
-    if not result.fits:
-        steps += [str(remedy) for remedy in remedies or result.remedies()]
+def next_steps(result: Rehearsal, table: bool = False) -> list[str]:
+    """List what a reader would do about it, most important first; `table` has the remedies."""
+    steps = [] if result.fits or table else list(map(str, result.remedies()))
     implicit = [entry for entry in result.collectives if entry.cause == IMPLICIT_RESHARDING]
     if implicit:
         worst = max(implicit, key=lambda entry: entry.total_seconds)
@@ -142,6 +142,7 @@ def as_json(result: Rehearsal) -> dict[str, Any]:
         "arguments": result.arguments.to_json(),
         "host_transfers": result.host_transfers and result.host_transfers.to_json(),
         "callbacks": [callback.to_json() for callback in result.callbacks],
+        "remedies": None if result.fits else result.remedies().to_json(),
         "next": next_steps(result),
     }
 
@@ -205,8 +206,8 @@ def _remedy_lane(remedy: Remedy) -> Lane:
     title = f"{remedy.what} ({remedy.how})"
     if remedy.tried is not None:
         return memory_lane(f"{title}, compiled", remedy.tried.memory)
-    if remedy.peak is None or remedy.failed:
-        return Lane(f"{title}: {remedy.failed or 'not tried'}", ())
+    if remedy.failed:
+        return Lane(f"{title}: {remedy.failed}", ())
     expected = Part("expected", max(0, remedy.peak), GREY)
     return Lane(f"{title}: about {amount(remedy.peak)}", (expected,))
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, Unpack
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh
@@ -21,12 +21,13 @@ from meshwright.hardware.topology import topology as read_topology
 from meshwright.meshes.build import abstract_mesh, explain_mesh, placement_of, warn_idle
 from meshwright.meshes.devices import target_topology
 from meshwright.models.base import Model
-from meshwright.partitioning.decide import Options
+from meshwright.partitioning.decide import Options, partition
 from meshwright.pipelines.step import PipelineStep
 from meshwright.placement.placement import Placement
 from meshwright.rehearsal.compiler import PLATFORMS, Platform, default_folder
 from meshwright.rehearsal.step_arguments import argument_names, decide_specs, has_rows, is_state
 from meshwright.spec.mesh_spec import MeshSpec
+from meshwright.trees.specs import make_spec
 
 CompilerChoice = Literal["vendor", "cpu"]
 
@@ -50,8 +51,8 @@ class CompileOptions(TypedDict, total=False):
 class Request:
     """The arguments of `rehearse`, checked.
 
-    `lighter` is the function with rematerialisation, where that is known; `layout`, if given,
-    makes `in_shardings` and `out_shardings` for any mesh and replaces those two. `tells_device`
+    `layout`, if given, makes `in_shardings` and `out_shardings` for any mesh and replaces those
+    two; `model_request` gives one, and `model` is the model whose step it is. `tells_device`
     says that the step asks the ambient mesh for its kind of device, as our models do; a mesh with
     a device equals none without, which users may have in a `shard_map`.
     """
@@ -71,7 +72,6 @@ class Request:
     cache: Path | None
     options: Mapping[str, Any]
     name: str
-    lighter: Callable[..., Any] | None = None
     layout: Callable[[AbstractMesh], tuple[Sequence[Any], Any]] | None = None
     tells_device: bool = False
 
@@ -117,6 +117,12 @@ class Request:
             self.args, self.argument_names, mesh, in_specs, self.data, self.options
         )
         return decided, out_specs
+
+    @property
+    def model(self) -> Model | None:
+        """The model, if this is its own step by its own rules."""
+        owner = getattr(self.function, "__self__", None)
+        return owner if self.layout is not None and isinstance(owner, Model) else None
 
     @property
     def argument_names(self) -> list[str]:
@@ -202,6 +208,61 @@ def make_request(
         name=str(name or getattr(function, "__name__", "step")),
         tells_device=isinstance(getattr(function, "__self__", None), Model),
     )
+
+
+def model_request(
+    chosen: Model, batch: int, seq: int | None, mesh: Any, **options: Unpack[CompileOptions]
+) -> Request:
+    """Make the request for a train step of a model, sharded by the model's own rules."""
+    request = make_request(
+        chosen.train_step,
+        (chosen.shapes(), chosen.batch(batch, seq)),
+        mesh=mesh,
+        data=1,
+        donate_argnums=0,
+        name=chosen.name,
+        **options,
+    )
+
+    def layout(on_mesh: AbstractMesh) -> tuple[Any, Any]:
+        state = partition(request.args[0], on_mesh, rules=chosen.rules(on_mesh), unused="allow")
+        return (state, chosen.batch_spec(on_mesh)), (state, make_spec())
+
+    return dataclasses.replace(request, layout=layout)
+
+
+def changed_model(
+    request: Request, *, batch: int | None = None, seq: int | None = None, **settings: Any
+) -> Request:
+    """Return a model's request with another batch or sequence, or other settings of the model."""
+    model = request.model
+    if model is None:
+        raise RehearsalError(f"{request.name} is no model of this package.")
+    rows, length = batch_shape(request)
+    own = {name: getattr(request, name) for name in ("on", "slices", "dcn", "compiler", "timeout")}
+    changed = dataclasses.replace(model, config=dataclasses.replace(model.config, **settings))
+    return model_request(
+        changed,
+        rows if batch is None else batch,
+        length if seq is None else seq,
+        request.mesh,
+        cache=False if request.cache is None else request.cache,
+        **own,
+    )
+
+
+def batch_shape(request: Request) -> tuple[int, int | None]:
+    """Return the rows of a model's batch and, of tokens, their length."""
+    tokens = request.args[1].get("inputs")
+    if tokens is not None and hasattr(getattr(request.model, "config", None), "seq"):
+        return tokens.shape[0], tokens.shape[1]
+    return jax.tree.leaves(request.args[1])[0].shape[0], None
+
+
+def without_kernels(request: Request) -> Request:
+    """Return a model's request with attention as CPU devices have it, if it asks for a kernel."""
+    attention = getattr(getattr(request.model, "config", None), "attention", "auto")
+    return request if attention in ("auto", "dot") else changed_model(request, attention="auto")
 
 
 def _check_option_names(caller: str, options: Mapping[str, Any]) -> None:

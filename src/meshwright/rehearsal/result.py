@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,8 @@ from meshwright.rehearsal.host_transfers import HostTransfers
 from meshwright.rehearsal.memory import Memory
 
 # `remedies` and `rendering` know this file's classes as types alone, so no import is in a function.
-from meshwright.rehearsal.remedies import Remedy, find_remedies
+from meshwright.rehearsal.remedies import find_remedies
+from meshwright.rehearsal.remedy_table import Remedies
 from meshwright.rehearsal.rendering import as_html, as_json, as_text
 from meshwright.rehearsal.request import Request
 from meshwright.rehearsal.step_time import StepTime
@@ -32,7 +34,8 @@ class Rehearsal:
     `stand_in`: compiled for simulated CPU devices instead of the hardware. `text` is the
     optimised HLO itself, `results` the shapes of what it returns. `callbacks` to the host were
     left out of the program: each with its `kind` and `source` line. `host_transfers` is what
-    offloading moves, if anything.
+    offloading moves, if anything. `estimate` is the step compiled for simulated CPU devices, where
+    the hardware's compiler ran out of memory and says nothing of the buffers.
     """
 
     request: Request
@@ -49,6 +52,7 @@ class Rehearsal:
     results: tuple[Any, ...] = ()
     callbacks: tuple[Callback, ...] = ()
     host_transfers: HostTransfers | None = None
+    estimate: Rehearsal | None = None
 
     @property
     def name(self) -> str:
@@ -75,8 +79,11 @@ class Rehearsal:
         """Bytes the kernels read and write of a device's memory."""
         return None if self.time is None else self.time.bytes
 
-    def remedies(self, *, check: bool = False) -> tuple[Remedy, ...]:
+    def remedies(self, *, check: bool = False) -> Remedies:
         """List ways to need less memory, cheapest first; with `check` compile each as well.
+
+        They print as a table: what to change, how (an option, a line of code; of a model the
+        whole command), the peak to expect, what that saves, and what a trial said.
 
         >>> import jax, meshwright as mw
         >>> w = jax.ShapeDtypeStruct((512, 512), "float32")
@@ -84,7 +91,12 @@ class Rehearsal:
         >>> [remedy.how for remedy in r.remedies()]
         ['donate_argnums=0', "mesh='fsdp:8'"]
         """
-        return find_remedies(self, check=check)
+        return find_remedies(self, check=True) if check else self._remedies
+
+    # Cached: text, HTML and JSON list them, and a large program takes seconds to walk.
+    @functools.cached_property
+    def _remedies(self) -> Remedies:
+        return find_remedies(self, check=False)
 
     def compare(self, other: Rehearsal) -> Comparison:
         """Set this rehearsal and another side by side."""

@@ -1,0 +1,66 @@
+"""Steps that the vendors' compilers refuse, or that do not fit: remedies against real compiles."""
+
+import pytest
+
+import meshwright as mw
+from meshwright.rehearsal.api import run
+
+pytestmark = pytest.mark.compilers
+
+# Of the peak before the change: a TPU compiler names a total alone, the rest is the CPU's.
+TOLERANCE = 0.25
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+def decoder(**settings):
+    sizes = {"layers": 4, "embed": 2048, "heads": 16, "kv_heads": 8, "mlp": 8192, "vocab": 32000}
+    return mw.models.model("llama3-8b", **sizes, **settings)
+
+
+def by_what(remedies):
+    return {remedy.what: remedy for remedy in remedies}
+
+
+def assert_near(remedy):
+    compiled = run(remedy.request).memory
+    assert remedy.peak == pytest.approx(compiled.peak, abs=TOLERANCE * remedy.before), remedy
+    return compiled
+
+
+def test_a_refused_decoder_has_estimated_buffers_and_ways_out(cache):
+    found = mw.rehearse_model(
+        decoder(remat="none"), batch=64, seq=2048, mesh="fsdp:4", on="v5e:2x2", cache=cache
+    )
+    assert found.memory.refused and found.memory.estimated
+    assert found.estimate.stand_in
+    text = str(found)
+    assert "largest at the peak, estimated on CPU devices" in text
+    assert "the same step on simulated CPU devices" in text
+    # Splash attention writes no scores, and the CPU devices' are not shown as if it did.
+    assert not any("2048,2048]" in buffer.shape for buffer in found.memory.buffers)
+    ways = by_what(found.remedies())
+    for what in ("rematerialise layers", "accumulate gradients over half batches"):
+        assert_near(ways[what])
+    assert assert_near(ways["take a larger slice"]).fits
+    assert {"offload the inputs of layers to the host", "halve the sequence"} <= set(ways)
+
+
+def test_a_decoder_too_large_for_gpus_is_told_of_cudnns_attention(cache):
+    found = mw.rehearse_model(
+        decoder(remat="none", attention="dot"),
+        batch=32,
+        seq=4096,
+        mesh="fsdp:8",
+        on="h100:8",
+        cache=cache,
+    )
+    assert not found.fits and not found.memory.refused
+    ways = by_what(found.remedies())
+    flash = ways["attention by a flash kernel"]
+    assert "--set attention=auto" in flash.how
+    assert assert_near(flash).peak < 0.6 * found.memory.peak
+    assert_near(ways["rematerialise layers"])
