@@ -24,6 +24,7 @@ from meshwright.models.base import Model
 from meshwright.partitioning.decide import Options
 from meshwright.pipelines.step import PipelineStep
 from meshwright.placement.placement import Placement
+from meshwright.rehearsal.collectives.causes import Batch
 from meshwright.rehearsal.compiler import PLATFORMS, Platform, default_folder
 from meshwright.rehearsal.step_arguments import argument_names, decide_specs, has_rows, is_state
 from meshwright.spec.mesh_spec import MeshSpec
@@ -117,6 +118,18 @@ class Request:
             self.args, self.argument_names, mesh, in_specs, self.data, self.options
         )
         return decided, out_specs
+
+    @property
+    def batch(self) -> Batch:
+        """Which arguments are data, and their rows."""
+        names = self.argument_names
+        rows = {
+            int(leaf.shape[0])
+            for i in self.data
+            for leaf in filter(has_rows, jax.tree.leaves(self.args[i]))
+            if hasattr(leaf, "shape")
+        }
+        return Batch(frozenset(names[i] for i in self.data), frozenset(rows - {1}))
 
     @property
     def argument_names(self) -> list[str]:
