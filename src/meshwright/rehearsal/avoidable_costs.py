@@ -25,7 +25,9 @@ from meshwright.axes import role
 from meshwright.errors import MeshwrightError
 from meshwright.hlo.instructions import Shape, Source, primitives
 from meshwright.partitioning.report import LeafRow
+from meshwright.rehearsal.collectives.causes import BY_HAND
 from meshwright.rehearsal.collectives.types import (
+    GRADIENT_SUMS,
     IMPLICIT_RESHARDING,
     PARAMETER_GATHERS,
     Collective,
@@ -50,12 +52,13 @@ _MOST, _MOST_TRIED = 8, 3
 class AvoidableCost:
     """One cost: what it is, what to write against it, and its modelled seconds in a step.
 
-    `array` is the largest one concerned. `request` is the changed request, where the change can be
-    made here; `tried` is its rehearsal, or `failed` why there is none, after `costs(check=True)`.
+    `what` is the largest array concerned, or how often work is done. `request` is the changed
+    request, where the change can be made here; `tried` is its rehearsal, or `failed` why there is
+    none, after `costs(check=True)`.
     """
 
     kind: Kind
-    array: str
+    what: str
     over: str
     seconds: float
     source: Source | None
@@ -72,9 +75,9 @@ class AvoidableCost:
         return str(self.source or self.operation or "an operation without a name")
 
     def __str__(self) -> str:
-        array = f" ({self.array})" if self.array else ""
+        what = f" ({self.what})" if self.what else ""
         over = f" over {self.over}" if self.over else ""
-        return f"{self.kind}{over} at {self.where}{array}: {duration(self.seconds)}. {self.write}"
+        return f"{self.kind}{over} at {self.where}{what}: {duration(self.seconds)}. {self.write}"
 
     def __repr__(self) -> str:
         return short_repr(self, f"{self.kind} at {self.where}, {duration(self.seconds)}")
@@ -84,7 +87,7 @@ class AvoidableCost:
         tried = None if self.tried is None or self.tried.time is None else self.tried.time.total
         return {
             "kind": self.kind,
-            "array": self.array,
+            "what": self.what,
             "over": self.over,
             "seconds": self.seconds,
             "source": None if self.source is None else dataclasses.asdict(self.source),
@@ -96,7 +99,7 @@ class AvoidableCost:
         }
 
 
-_HEADING = ("avoidable cost", "array", "over", "time", "of the step", "at", "a step if changed")
+_HEADING = ("avoidable cost", "what", "over", "time", "of the step", "at", "a step if changed")
 _RIGHT = (False, False, False, True, True, False, True)
 
 
@@ -146,7 +149,7 @@ class AvoidableCosts(Shown):
         part = f"{cost.seconds / self.step:.0%}" if self.step else ""
         time = None if cost.tried is None else cost.tried.time
         after = "-" if time is None else duration(time.total)
-        return [cost.kind, cost.array, cost.over, duration(cost.seconds), part, at, after]
+        return [cost.kind, cost.what, cost.over, duration(cost.seconds), part, at, after]
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return every cost as plain data, the largest first."""
@@ -156,9 +159,10 @@ class AvoidableCosts(Shown):
 def find_costs(result: Rehearsal, *, check: bool) -> AvoidableCosts:
     """List what could be saved; with `check`, compile the largest that can be changed here."""
     step = 0.0 if result.time is None else result.time.total
-    listed = [*_exchanges(result), *_repeated(result)]
-    large = [cost for cost in listed if cost.seconds > _LEAST * step]
-    costs = sorted(large, key=lambda cost: -cost.seconds)
+    least = _LEAST * step
+    exchanges = [cost for cost in _exchanges(result) if cost.seconds > least]
+    costs = [*exchanges, *_repeated(result, least)]
+    costs.sort(key=lambda cost: -cost.seconds)
     if check:
         costs = _tried(result, costs)
     return AvoidableCosts(tuple(costs), step)
@@ -195,10 +199,11 @@ def _exchanges(result: Rehearsal) -> Iterator[AvoidableCost]:
 
 def _kind(result: Rehearsal, entry: Collective) -> Kind | None:
     """What is avoidable about a collective; `None` if nothing is known to be."""
-    if entry.cause == PARAMETER_GATHERS:
+    by_hand = not BY_HAND.isdisjoint(primitives(entry.op_name))
+    if entry.cause == PARAMETER_GATHERS or by_hand:
         return None
     data = any(role(part.name).moves == "weights" for part in entry.axes or ())
-    if data and _rows(result, entry) is not None and entry.cause != "gradient sums":
+    if data and _rows(result, entry) is not None and entry.cause != GRADIENT_SUMS:
         if entry.kind in ("all-reduce", "reduce-scatter"):
             return "activation summed whole"
         return "batch gathered" if entry.kind == "all-gather" else "implicit resharding"
@@ -271,8 +276,10 @@ def _constrained(request: Request, constraints: Sequence[RowConstraint]) -> Requ
 # the parameter that is whole over these axes, or a constraint of the rows.
 
 
-def _repeated(result: Rehearsal) -> Iterator[AvoidableCost]:
+def _repeated(result: Rehearsal, least: float) -> Iterator[AvoidableCost]:
     for work in () if result.time is None else result.time.repeated:
+        if work.seconds <= least:
+            continue
         write, request, constraint = _against(result, work)
         yield AvoidableCost(
             "repeated work",
@@ -338,7 +345,7 @@ def _with_spec(result: Rehearsal, row: LeafRow, entries: Sequence[Any]) -> Reque
     request = result.request
     if request.layout is not None:
         return None  # its specs are a model's, for any mesh
-    specs, _ = request.specs(_mesh_of(result))
+    specs, _ = request.specs(request.abstract(result.placement, "cpu"))
     name, _, inside = row.path.partition("/")
     if name not in request.argument_names:
         return None
@@ -351,11 +358,6 @@ def _with_spec(result: Rehearsal, row: LeafRow, entries: Sequence[Any]) -> Reque
         change, specs[number], is_leaf=lambda value: isinstance(value, jax.sharding.PartitionSpec)
     )
     return dataclasses.replace(request, in_shardings=specs, options={})
-
-
-def _mesh_of(result: Rehearsal) -> Any:
-    request, placed = result.request, result.placement
-    return request.abstract(placed, "cpu")
 
 
 # Trying: the largest costs that can be changed here one by one, then the constraints together,

@@ -57,6 +57,7 @@ class Replication:
         self._partitions: list[np.ndarray] = []
         self._names: dict[bytes, int] = {}
         self._joined: dict[tuple[int, int], int] = {}
+        self._exchanges: dict[tuple[str, str, int], int] = {}
         self._results: dict[Any, _Value] = {}
         self._of: dict[Instruction, int] = {}
         self._equal = self._named(np.zeros(self.devices, np.int64))
@@ -196,24 +197,31 @@ class Replication:
         return _Array(self._merge((chosen, *results)))
 
     def _collective(self, kind: str, instruction: Instruction, operands: list[_Value]) -> _Value:
-        exchange = functools.partial(self._exchanged, kind, instruction)
+        permutes = kind == "collective-permute"
+        groups = instruction.attribute("source_target_pairs") if permutes else None
+        exchange = functools.partial(self._exchanged, kind, groups or groups_text(instruction))
         if kind in ("all-to-all", "ragged-all-to-all") or len(operands) == 1:
             return _Array(exchange(self._merge(tuple(operands))))
         return tuple(_Array(exchange(self._merge(operand))) for operand in operands)
 
-    def _exchanged(self, kind: str, instruction: Instruction, same: int) -> int:
-        """Classes of what a collective gives, by those of what it takes."""
-        before = self._partitions[same]
+    def _exchanged(self, kind: str, groups: str, same: int) -> int:
+        """The partition of what a collective gives, by that of what it takes."""
+        key = kind, groups, same  # programs repeat few collectives many times
+        if key not in self._exchanges:
+            self._exchanges[key] = self._new_exchange(kind, groups, self._partitions[same])
+        return self._exchanges[key]
+
+    def _new_exchange(self, kind: str, groups: str, before: np.ndarray) -> int:
         after = np.arange(self.devices) + before.max() + 1
         if kind == "collective-permute":
-            pairs = read_pairs(instruction.attribute("source_target_pairs") or "")
+            pairs = read_pairs(groups)
             after[:] = before.max() + 1  # zeros where nothing arrives
             after[pairs[:, 1]] = before[pairs[:, 0]]
             return self._named(after)
         if kind == "ragged-all-to-all":
             return self._different
         seen: dict[Any, int] = {}
-        for group in read_groups(groups_text(instruction), self.devices):
+        for group in read_groups(groups, self.devices):
             together = before[group].tobytes()
             for place, device in enumerate(group):
                 own = place if kind in ("reduce-scatter", "all-to-all") else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,12 +100,16 @@ class Rehearsal:
         >>> w, x = (jax.ShapeDtypeStruct((512, 512), "float32") for _ in range(2))
         >>> options = {"mesh": "dp:2, tp:4", "on": "cpu:8", "in_shardings": [P(), P("dp")]}
         >>> r = mw.rehearse(lambda w, x: x @ w, w, x, **options)
-        >>> [(cost.kind, cost.array, cost.over) for cost in r.costs()]
+        >>> [(cost.kind, cost.what, cost.over) for cost in r.costs()]
         [('repeated work', '4 times', 'tp')]
         >>> r.costs()[0].write
         'cut w over tp, too: P(None, "tp"), by a rule or in_shardings.'
         """
-        return find_costs(self, check=check)
+        return find_costs(self, check=True) if check else self._costs
+
+    @functools.cached_property
+    def _costs(self) -> AvoidableCosts:
+        return find_costs(self, check=False)
 
     def compare(self, other: Rehearsal) -> Comparison:
         """Set this rehearsal and another side by side."""

@@ -50,11 +50,11 @@ from meshwright.rehearsal.collectives.types import (
 
 _SUMS = ("all-reduce", "reduce-scatter")
 # Primitives of JAX that are collectives, or that ask for a sharding by name.
-_WRITTEN = frozenset(
+BY_HAND = frozenset(
     "psum pmax pmin psum2 psum_invariant pmean all_gather all_gather_invariant all_to_all "
-    "ppermute pbroadcast psend precv reduce_scatter psum_scatter ragged_all_to_all pcast "
-    "sharding_constraint reshard".split()
+    "ppermute pbroadcast psend precv reduce_scatter psum_scatter ragged_all_to_all pcast".split()
 )
+_WRITTEN = BY_HAND | {"sharding_constraint", "reshard"}
 # Primitives that need all of an operand along some dim, so that a sharded one must be gathered.
 _NEEDS_ALL = re.compile(
     r"dot_general|conv_general_dilated|reduce|arg(max|min)|cum|sort|top_k|gather|scatter|"
