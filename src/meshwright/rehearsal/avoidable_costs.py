@@ -232,10 +232,11 @@ def _constraint(result: Rehearsal, entry: Collective) -> tuple[str, RowConstrain
     if entry.dim is not None and entry.axes:
         written = _written_spec(len(dims), entry.dim, tuple(part.name for part in entry.axes))
         return f"keep it as it is cut: jax.lax.with_sharding_constraint(x, {written}).", None
-    before = f" (it goes from {entry.conflict.before} to {entry.conflict.after})"
+    conflict = entry.conflict
+    moved = f" (it goes from {conflict.before} to {conflict.after})" if conflict else ""
     return (
         "constrain what it works on to one sharding, with jax.lax.with_sharding_constraint"
-        f"{before if entry.conflict else ''}.",
+        f"{moved}.",
         None,
     )
 

@@ -40,7 +40,7 @@ class RowConstraint:
             return None
         entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * len(dims)
         entries[at] = self.axes if len(self.axes) > 1 else self.axes[0]
-        return PartitionSpec(*entries)
+        return PartitionSpec(*entries)  # type: ignore[no-untyped-call]
 
 
 def with_constraints(

@@ -299,7 +299,8 @@ def _computed(instruction: Instruction, operands: list[np.ndarray]) -> np.ndarra
     if opcode == "dynamic-slice" and elements == 1 and len(operands) == 2:
         start = np.clip(operands[1][:, 0], 0, first.shape[1] - 1)
         rows = np.zeros_like(start) if first.shape[0] == 1 else np.arange(first.shape[0])
-        return first[rows, start][:, None]
+        looked_up: np.ndarray = first[rows, start][:, None]
+        return looked_up
     if any(each.shape[1] != elements for each in operands):
         return None
     if opcode in _ARITHMETIC:
