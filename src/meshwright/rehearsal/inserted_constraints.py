@@ -34,9 +34,9 @@ class RowConstraint:
     axes: tuple[str, ...]
 
     def spec(self, dims: Sequence[int], sizes: dict[str, int]) -> PartitionSpec | None:
-        """The spec for an array, other dims left open; `None` for one without the rows."""
+        """The spec for an array, other dims left open; `None` for one without rows in front."""
         at = self.batch.dim(dims)
-        if at is None or dims[at] % math.prod(sizes[axis] for axis in self.axes):
+        if at != 0 or dims[at] % math.prod(sizes[axis] for axis in self.axes):
             return None
         entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * len(dims)
         entries[at] = self.axes if len(self.axes) > 1 else self.axes[0]

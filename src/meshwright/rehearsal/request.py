@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import jax
+import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
 from meshwright import _compat
@@ -123,13 +124,18 @@ class Request:
     def batch(self) -> Batch:
         """Which arguments are data, and their rows."""
         names = self.argument_names
-        rows = {
-            int(leaf.shape[0])
-            for i in self.data
-            for leaf in filter(has_rows, jax.tree.leaves(self.args[i]))
-            if hasattr(leaf, "shape")
-        }
-        return Batch(frozenset(names[i] for i in self.data), frozenset(rows - {1}))
+        shapes = [
+            [tuple(np.shape(leaf)) for leaf in filter(has_rows, jax.tree.leaves(arg))]
+            for arg in self.args
+        ]
+        data = [shape for i in self.data for shape in shapes[i] if shape[0] > 1]
+        others = (shapes[i] for i in range(len(shapes)) if i not in self.data)
+        return Batch(
+            frozenset(names[i] for i in self.data),
+            frozenset(shape[0] for shape in data),
+            frozenset(shape[0] * shape[1] for shape in data if len(shape) > 1),
+            frozenset(shape for one in others for shape in one),
+        )
 
     @property
     def argument_names(self) -> list[str]:

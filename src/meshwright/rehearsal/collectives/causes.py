@@ -77,10 +77,16 @@ class Cause:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """What is known of the data: names of arguments, and how many rows they have on all devices."""
+    """What is known of the data, on all devices together.
+
+    `names` of arguments, their `rows`; rows and positions as one dim (`merged`); and the shapes of
+    `parameters`, which hold no rows whatever their sizes.
+    """
 
     names: frozenset[str] = frozenset()
     rows: frozenset[int] = frozenset()
+    merged: frozenset[int] = frozenset()
+    parameters: frozenset[tuple[int, ...]] = frozenset()
 
     def has(self, argument: str) -> bool:
         """Whether an argument of a program, such as `batch['image']`, is data."""
@@ -89,15 +95,15 @@ class Batch:
     def dim(self, dims: Sequence[int]) -> int | None:
         """Which dim of an array holds all rows of the batch; `None` if none does.
 
-        >>> Batch(rows=frozenset({64})).dim((64, 256, 512)), Batch(rows=frozenset({64})).dim((8, 2))
-        (0, None)
+        >>> batch = Batch(rows=frozenset({64}), merged=frozenset({64 * 256}))
+        >>> batch.dim((64, 256, 512)), batch.dim((16384, 512)), batch.dim((16, 256, 512))
+        (0, 0, None)
         """
-        if len(dims) < 2:
+        if len(dims) < 2 or tuple(dims) in self.parameters:
             return None
-        whole = next((at for at, size in enumerate(dims) if size in self.rows), None)
-        if whole is None and any(dims[0] % rows == 0 for rows in self.rows):
-            return 0  # rows and positions may be one dim
-        return whole
+        if dims[0] in self.merged:
+            return 0
+        return next((at for at, size in enumerate(dims) if size in self.rows), None)
 
 
 NO_BATCH = Batch()
