@@ -374,9 +374,7 @@ class Peaks:
         """The largest peak among the computations that an instruction runs, one at a time."""
         if not instruction.only_calls:
             size = self._scratch(instruction, at, results)
-            return Peak(
-                size, (), ((instruction.computation, instruction.name, size),) * (size > 0)
-            )
+            return Peak(size, (), ((instruction.computation, instruction.name, size),) * (size > 0))
         loop = instruction.opcode == "while"
         peaks = [self.called(name, loop) for how, name in instruction.called if how != "to_apply"]
         return max(peaks, key=lambda peak: peak.bytes, default=Peak(0, ()))
