@@ -74,6 +74,21 @@ def source_frames(eqn: Eqn) -> list[tuple[str, int]]:
     return [(frame.file_name, frame.start_line) for frame in frames]
 
 
+def moves_to_host(eqn: Eqn) -> bool:
+    """Whether an equation moves an array to the host's memory: `device_put`, or a remat policy.
+
+    The memory space of an array's type is not public yet (jax 0.10 to 0.12).
+    """
+    if eqn.primitive.name != "device_put":
+        return False
+    before, after = ([_space(v) for v in variables] for variables in (eqn.invars, eqn.outvars))
+    return any(new == "Host" != old for old, new in zip(before, after, strict=True))
+
+
+def _space(variable: Any) -> str:
+    return str(getattr(getattr(variable.aval, "memory_space", None), "name", ""))
+
+
 _KERNEL_PLATFORMS = {"mosaic": "tpu", "triton": "cuda", "mosaic_gpu": "cuda"}
 
 

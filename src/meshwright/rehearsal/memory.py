@@ -7,6 +7,7 @@ ranges of the scheduled program.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from meshwright.hlo.instructions import Computation, Instruction, Source, primit
 from meshwright.hlo.program import Program
 from meshwright.partitioning.report import LeafRow
 from meshwright.rehearsal import gpu_scratch
-from meshwright.rehearsal.live_ranges import BufferId, CallerBuffers, LiveRanges, main_memory
+from meshwright.rehearsal.live_ranges import BufferId, CallerBuffers, LiveRanges, bytes_in
 
 _SHOWN = 8  # buffers that are printed
 
@@ -276,9 +277,10 @@ class Peak:
 # alive at once; the compiler packs a little differently here and there, what it reports itself is
 # the truth, and this says what it consists of. Example: entry (p) -> big = broadcast; small =
 # reduce(big) peaks at `small`, with p, big and small alive.
-def live_buffers(program: Program, chip: Chip | None = None) -> tuple[Buffer, ...]:
-    """List what lives at the peak, arguments too, largest first; on a GPU, scratch too."""
-    peak = Peaks(program, chip).entry()
+def live_buffers(program: Program, chip: Chip | None = None, space: int = 0) -> tuple[Buffer, ...]:
+    """List what lives at the peak of a memory space, arguments and a GPU's scratch too, largest
+    first."""
+    peak = Peaks(program, chip, space).entry()
     held = []
     for computation, (name, number) in peak.buffers:
         maker = program.computations[computation].by_name[name]
@@ -313,15 +315,16 @@ class Peaks:
     `resized` is the same program with other sizes of its buffers, by instruction and result.
     """
 
-    def __init__(self, program: Program, chip: Chip | None = None):
-        self.program = program
-        self.chip = chip if chip is not None and chip.family == "gpu" else None
-        self.size: Callable[[Instruction, int], int] = main_memory
+    def __init__(self, program: Program, chip: Chip | None = None, space: int = 0):
+        self.program, self.space = program, space
+        scratch = chip is not None and chip.family == "gpu" and space == 0
+        self.chip = chip if scratch else None
+        self.size: Callable[[Instruction, int], int] = functools.partial(bytes_in, space=space)
         self.known: dict[str, Peak] = {}
         self.ranges: dict[str, Mapping[BufferId, tuple[int, int]]] = {}
 
     def resized(self, size: Callable[[Instruction, int], int]) -> Peaks:
-        other = Peaks(self.program, self.chip)
+        other = Peaks(self.program, self.chip, self.space)
         other.size, other.ranges = size, self.ranges
         return other
 

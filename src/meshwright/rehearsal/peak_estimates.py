@@ -21,7 +21,7 @@ from meshwright.hlo.dataflow import trip_count
 from meshwright.hlo.instructions import Instruction, Leaf, primitives
 from meshwright.hlo.program import read_program
 from meshwright.partitioning.report import LeafRow
-from meshwright.rehearsal.live_ranges import main_memory
+from meshwright.rehearsal.live_ranges import bytes_in
 from meshwright.rehearsal.memory import Buffer, Peaks
 
 if TYPE_CHECKING:  # `result` imports this file
@@ -184,7 +184,7 @@ class PeakEstimate:
         dropped = frozenset(without)
 
         def size(instruction: Instruction, number: int) -> int:
-            bytes_ = main_memory(instruction, number)
+            bytes_ = bytes_in(instruction, number)
             if not bytes_:
                 return 0
             if dropped and (instruction.computation, instruction.name, number) in dropped:

@@ -58,7 +58,7 @@ from meshwright.rehearsal.collectives.types import (
     collective_rows,
     collectives_headline,
 )
-from meshwright.rehearsal.host_transfers import bus_lane
+from meshwright.rehearsal.host_transfers import bus_lane, offload_lost_line
 from meshwright.rehearsal.memory import Buffer, Memory
 from meshwright.rehearsal.step_time import CUSTOM_HEADING, CUSTOM_RIGHT, custom_rows
 
@@ -79,9 +79,8 @@ def as_text(
         parts += [str(result.collectives), str(result.time)]
     if costs := costs or result.costs():
         parts.append(str(costs))
-    if result.host_transfers is not None:
-        parts.append(str(result.host_transfers))
-    if not result.fits:
+    parts += [str(each) for each in (result.host_transfers, result.host_memory) if each is not None]
+    if not result.memory.fits:
         parts.append(str(remedies or result.remedies()))
     if advice := next_steps(result, table=True):
         parts.append("\n".join(map(_item, advice)))
@@ -104,12 +103,16 @@ def headline(result: Rehearsal) -> str:
         )
     if result.callbacks:
         lines.append(callbacks_line(result.callbacks))
+    if result.offload_lost:
+        lines.append(offload_lost_line(result.offloads, placed.topology.chip, result.stand_in))
+    if result.host_memory is not None and result.host_memory.fits is False:
+        lines.append(f"It {result.host_memory.verdict()}.")
     return "\n".join(lines)
 
 
 def next_steps(result: Rehearsal, table: bool = False) -> list[str]:
     """List what a reader would do about it, most important first; `table` has the remedies."""
-    steps = [] if result.fits or table else list(map(str, result.remedies()))
+    steps = [] if result.memory.fits or table else list(map(str, result.remedies()))
     if costs := result.costs():
         steps.append(f"Largest avoidable cost: {costs[0]}")
     # Small arrays are well replicated; one is named where its copies take 5 % of a device together.
@@ -141,9 +144,11 @@ def as_json(result: Rehearsal) -> dict[str, Any]:
         "time": None if result.time is None else result.time.to_json(),
         "arguments": result.arguments.to_json(),
         "costs": result.costs().to_json(),
+        "host_memory": result.host_memory and result.host_memory.to_json(),
         "host_transfers": result.host_transfers and result.host_transfers.to_json(),
+        "offload_lost": result.offload_lost,
         "callbacks": [callback.to_json() for callback in result.callbacks],
-        "remedies": None if result.fits else result.remedies().to_json(),
+        "remedies": None if result.memory.fits else result.remedies().to_json(),
         "next": next_steps(result),
     }
 
@@ -192,7 +197,8 @@ def memory_section(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> Html:
     lanes = [memory_lane(alike, use), *map(_remedy_lane, remedies)]
     drawn = bars(lanes, amount, limit=use.limit)
     note = tag("p", f"Note: {use.note}.", class_="note") if use.note else ""
-    return join([drawn, legend(_memory_parts(use), amount, use.peak), note, _buffers(use)])
+    host = Html(result.host_memory._repr_html_()) if result.host_memory else ""
+    return join([drawn, legend(_memory_parts(use), amount, use.peak), note, _buffers(use), host])
 
 
 def memory_lane(title: str, use: Memory) -> Lane:
