@@ -212,12 +212,16 @@ def _kind(result: Rehearsal, entry: Collective) -> Kind | None:
 
 def _rows(result: Rehearsal, entry: Collective) -> int | None:
     """The dim of its largest array that holds all rows of the batch."""
-    return result.request.batch.dim(Shape(entry.shape).leaves[0].dims)
+    return result.request.batch.dim(_dims(entry))
+
+
+def _dims(entry: Collective) -> tuple[int, ...]:
+    return next((leaf.dims for leaf in Shape(entry.shape).leaves), ())
 
 
 def _constraint(result: Rehearsal, entry: Collective) -> tuple[str, RowConstraint | None]:
     """What to write, and the same as data."""
-    dims = Shape(entry.shape).leaves[0].dims
+    dims = _dims(entry)
     at, axes = _rows(result, entry), _data_axes(result)
     if at is not None and axes:
         written = _written_spec(len(dims), at, axes)
