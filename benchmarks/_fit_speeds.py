@@ -5,12 +5,13 @@ python benchmarks/_fit_speeds.py [parts.json]
 A row of `parts.json` is a published run as `published.py --parts FILE` writes it: the seconds that
 its parts take at unit speed. The step is modelled as
 
-    products / PRODUCTS[chip] + multiplied + vectors * OPERATIONS + rest
+    products / PRODUCTS[side of the multipliers] + multiplied + vectors * OPERATIONS + rest
 
 with `PRODUCTS` and `OPERATIONS` of `rehearsal/tpu_speeds.py` as unknowns; `rest` is all that has a
 source of its own (memory, wires, the bus to the host, launches). The unknowns are those of the
 least relative squares, held near what is likely (`EXPECTED`) where rows say little: ten rows are
-few. Each row is also modelled by a fit to the others (leave-one-out).
+few. A row far off counts less (Huber): it may not be the program that was run. Each row is also
+modelled by a fit to the others (leave-one-out).
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ PARTS = Path(__file__).parent / "data" / "tpu_parts.json"
 # What is likely before any row is seen, and how far off that may well be. Products: as the compiler
 # expects; their inverse is the unknown. Operations for each exponential of attention: forward about
 # ten by its program (maximum, difference, two scalings, two sums, mask, conversion), backward more.
-EXPECTED = {"product": (1.0, 0.25), "operations": (12.0, 6.0)}
+EXPECTED = {"products": (1.0, 0.15), "operations": (12.0, 6.0)}
 # How far off a row may be: what one measurement and one reconstruction are worth.
 _ROW = 0.05
+_ROUNDS = 30  # of weighing the rows anew
 
 Row = Mapping[str, Any]
 ROW = ("name", "chip", "published", "parts")  # what a row has
@@ -52,7 +54,9 @@ def parts_of(program: Program, time: StepTime, chip: Chip) -> dict[str, float]:
     multiplied = sum(speed.compute(kernel.flops, "bf16") for kernel in time.custom)
     in_kernels = sum(kernel.seconds for kernel in time.custom)
     vectors = max(0.0, in_kernels - multiplied) / tpu_speeds.OPERATIONS
-    rest = time.total - products / tpu_speeds.PRODUCTS[chip.name] - in_kernels
+    rest = (
+        time.total - products / tpu_speeds.PRODUCTS[tpu_speeds.MULTIPLIER[chip.name]] - in_kernels
+    )
     return {"products": products, "multiplied": multiplied, "vectors": vectors, "rest": rest}
 
 
@@ -67,33 +71,46 @@ def _product_cycles(program: Program) -> float:
 
 
 def fit(rows: Sequence[Row]) -> dict[str, float]:
-    """Return `{"v5e": PRODUCTS, ..., "operations": OPERATIONS}` by least relative squares."""
-    chips = sorted({row["chip"] for row in rows})
-    unknowns = [*chips, "operations"]
-    expected = [EXPECTED["product"]] * len(chips) + [EXPECTED["operations"]]
+    """Return `{"128": PRODUCTS[128], ..., "operations": OPERATIONS}`."""
+    sides = sorted({_side(row) for row in rows})
+    unknowns = [*sides, "operations"]
+    trust = [1.0] * len(rows)
+    for _ in range(_ROUNDS):
+        values = _least_squares(rows, unknowns, trust)
+        constants = {name: 1 / values[name] for name in sides}
+        constants["operations"] = values["operations"]
+        errors = (abs(modelled(row, constants) / row["published"] - 1) for row in rows)
+        trust = [min(1.0, _ROW / max(error, 1e-9)) for error in errors]
+    return constants
+
+
+def _least_squares(
+    rows: Sequence[Row], unknowns: Sequence[str], trust: Sequence[float]
+) -> dict[str, float]:
+    """Solve for the inverse of each speed of products, and for the operations."""
     equations, results = [], []
-    for row in rows:
-        weight = 1 / (_ROW * row["published"])
+    for row, weight in zip(rows, trust, strict=True):
+        scale = weight**0.5 / (_ROW * row["published"])
+        parts = {_side(row): row["parts"]["products"], "operations": row["parts"]["vectors"]}
         known = row["parts"]["multiplied"] + row["parts"]["rest"]
-        equations.append([weight * factor for factor in _factors(row, unknowns)])
-        results.append(weight * (row["published"] - known))
-    for number, (likely, spread) in enumerate(expected):
+        equations.append([scale * parts.get(name, 0.0) for name in unknowns])
+        results.append(scale * (row["published"] - known))
+    for number, name in enumerate(unknowns):
+        likely, spread = EXPECTED.get(name, EXPECTED["products"])
         equations.append([1 / spread if at == number else 0.0 for at in range(len(unknowns))])
         results.append(likely / spread)
     solution = np.linalg.lstsq(np.array(equations), np.array(results), rcond=None)[0]
-    values = dict(zip(unknowns, map(float, solution), strict=True))
-    return {name: value if name == "operations" else 1 / value for name, value in values.items()}
+    return dict(zip(unknowns, map(float, solution), strict=True))
 
 
-def _factors(row: Row, unknowns: Sequence[str]) -> list[float]:
-    parts = {row["chip"]: row["parts"]["products"], "operations": row["parts"]["vectors"]}
-    return [parts.get(name, 0.0) for name in unknowns]
+def _side(row: Row) -> str:
+    return str(tpu_speeds.MULTIPLIER[row["chip"]])
 
 
 def modelled(row: Row, constants: Mapping[str, float]) -> float:
-    """Seconds of a step with these constants; a chip without one has the expected speed."""
+    """Seconds of a step with these constants; multipliers without one have the expected speed."""
     parts = row["parts"]
-    products = parts["products"] / constants.get(row["chip"], EXPECTED["product"][0])
+    products = parts["products"] / constants.get(_side(row), EXPECTED["products"][0])
     vectors = parts["vectors"] * constants["operations"]
     return float(products + vectors + parts["multiplied"] + parts["rest"])
 

@@ -116,23 +116,9 @@ def _from_json(name: str, row: dict[str, Any]) -> Run:
         slices=row["slices"],
         batch=round(per_device * devices),
         seq=row["sequence"],
-        flags=_flags(row, mesh),
+        flags=(row.get("xla_flags") or {}).get("libtpu_init_args") or "",
         seconds=float(seconds),
     )
-
-
-# Products over a tensor axis send their pieces by permutations, beside which the other pieces are
-# multiplied; libtpu 0.0.42 waits for them unless it is told otherwise. MaxText-128B on 256 v5e, whose
-# flags of 2023 do not say so, moves 450 GB in this way: 9 s one after the other, beside 9.6 s of products at
-# nominal speed, and its step took 14.7 s, so compilers of the time did not wait.
-_ASYNC_PERMUTE = "--xla_enable_async_collective_permute"
-
-
-def _flags(row: dict[str, Any], mesh: dict[str, int]) -> str:
-    flags: str = (row.get("xla_flags") or {}).get("libtpu_init_args") or ""
-    if "tensor" in mesh and _ASYNC_PERMUTE not in flags and row["hardware"].startswith("v"):
-        flags = f"{flags} {_ASYNC_PERMUTE}=true".strip()
-    return flags
 
 
 def _settings(row: dict[str, Any]) -> dict[str, Any]:

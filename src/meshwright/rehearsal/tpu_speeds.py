@@ -21,9 +21,10 @@ from meshwright.rehearsal.kernels import Kernel
 # GHz: the peak of each chip divided by what its multipliers do in a cycle.
 CLOCK = {"v4": 1.05, "v5e": 1.5, "v5p": 1.75, "v6e": 1.75, "tpu7x": 2.2}
 
-# The part of the compiler's expectation that products reach: the fit. Chips without published
-# steps: v4 as v5p, TPU7x as v6e.
-PRODUCTS = {"v4": 1.0, "v5e": 1.0, "v5p": 1.0, "v6e": 1.0, "tpu7x": 1.0}
+# The part of the compiler's expectation that products reach, by the side of the chip's multipliers:
+# the fit, to six rows on v5e and v5p and four on v6e (none of v4 and TPU7x).
+MULTIPLIER = {"v4": 128, "v5e": 128, "v5p": 128, "v6e": 256, "tpu7x": 256}
+PRODUCTS = {128: 1.09, 256: 0.84}
 
 # The part of nominal that products reach where no compiler says what it expects (programs that the
 # CPU's compiler stands in for): v6e, 8,192^3 in bf16, 827 of 918 TFLOP/s (tpu-recipes,
@@ -34,12 +35,12 @@ NOMINAL = 0.90
 # GB/s, TPU7x 0.87 (tpu-recipes, as above).
 MEMORY = 0.85
 
-# Vector units: 8 x 128 lanes with 4 operations each in a cycle (scaling book, "All about TPUs").
+# Vector units: 8 x 128 lanes with 4 operations each in a cycle (scaling book, tpus.md).
 # How many operations attention needs for each of its exponentials (maximum, difference, sum, mask,
 # scaling, conversions), beside its products: the fit.
 _LANES = 8 * 128 * 4
 _CORES = {"v4": 2, "v5p": 2}  # of one JAX device, with a vector unit each
-OPERATIONS = 12.0
+OPERATIONS = 11.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +73,7 @@ def tpu_speeds(chip: Chip) -> TpuSpeeds | None:
         return None
     clock = CLOCK[chip.name] * 1e9
     return TpuSpeeds(
-        clock * PRODUCTS[chip.name],
+        clock * PRODUCTS[MULTIPLIER[chip.name]],
         clock * _LANES * _CORES.get(chip.name, 1),
         chip.memory_tbps * 1e12 / chip.cores * MEMORY,
     )
