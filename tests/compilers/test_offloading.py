@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
 
 import meshwright as mw
 
@@ -57,6 +58,26 @@ def test_every_layers_input_goes_to_the_host_and_back(on, bus):
     assert kept.memory.peak > result.memory.peak
     assert kept.time.host_exposed == kept.time.host_hidden == 0.0
     assert "Offloaded" not in str(kept)
+
+
+@pytest.mark.parametrize("on", ["v5e:2x4", "h100:8"])
+def test_an_argument_on_the_host_stays_there_until_the_step_takes_it(on):
+    mesh = mw.mesh("fsdp:8", on=on)
+    lies = NamedSharding(mesh, PartitionSpec("fsdp"), memory_kind="pinned_host")
+    here = NamedSharding(mesh, PartitionSpec("fsdp"))
+    moments = jax.ShapeDtypeStruct((4096, 1024), "float32", sharding=lies)
+    w = jax.ShapeDtypeStruct((4096, 1024), "float32", sharding=here)
+
+    def update(w, moments):
+        return w - jax.device_put(moments, jax.memory.Space.Device)
+
+    result = mw.rehearse(update, w, moments, mesh=mesh)
+    size = 4096 * 1024 * 4 // 8
+    assert result.host_memory.arguments == size
+    assert result.memory.arguments == size
+    found = result.host_transfers
+    assert (found.to_host, found.to_device) == (0, size)
+    assert result.time.host_exposed > 0
 
 
 def unrolled(w, x, prevent_cse):

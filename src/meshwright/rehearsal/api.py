@@ -191,7 +191,8 @@ def run(request: Request) -> Rehearsal:
         bar.now("shardings")
         in_specs, out_specs = request.specs(mesh)
         names = request.argument_names
-        shapes = as_shapes(request.args, in_specs, mesh)
+        # Simulated CPU devices have one memory alone.
+        shapes = as_shapes(request.args, in_specs, mesh, keep_on_host=platform != "cpu")
         bar.now("tracing")
         lowered = lower(
             request.function,
