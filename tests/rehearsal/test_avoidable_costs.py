@@ -36,7 +36,8 @@ def test_a_gathered_batch_is_named_with_the_constraint_to_write(result):
     assert (cost.kind, cost.what, cost.over) == ("batch gathered", "f32[64,512]", "fsdp")
     assert cost.source.file.endswith("test_avoidable_costs.py")
     assert 'jax.lax.with_sharding_constraint(x, P("fsdp", P.UNCONSTRAINED))' in cost.write
-    assert cost.seconds == pytest.approx(sum(e.total_seconds for e in result.collectives), rel=0.5)
+    gathers = [e.total_seconds for e in result.collectives if e.source == cost.source]
+    assert cost.seconds == pytest.approx(sum(gathers)) and cost.seconds > 0
 
 
 def test_costs_are_shown_as_text_html_and_json(result):
@@ -67,8 +68,9 @@ def test_a_batch_of_floats_is_no_parameter():
 def test_a_combined_collective_is_named_by_its_largest_array():
     (entry,) = collectives_of(
         [
-            '%a = f32[] constant(1), metadata={op_name="jit(f)/small"}',
-            '%b = f32[64,64] constant(1), metadata={op_name="jit(f)/jvp()/large"}',
+            "%one = f32[] constant(1)",
+            '%a = f32[] negate(%one), metadata={op_name="jit(f)/small"}',
+            '%b = f32[64,64] broadcast(%one), metadata={op_name="jit(f)/jvp()/large"}',
             "ROOT %r = (f32[], f32[64,64]) all-reduce(%a, %b), replica_groups={{0,1,2,3},{4,5,6,7}}"
             ', metadata={op_name="jit(f)/small"}',
         ]
@@ -138,7 +140,7 @@ def test_a_step_without_avoidable_costs_says_nothing():
     r = rehearse(lambda w, x: x @ w, W, X, mesh="fsdp:8")
     assert len(r.costs()) == 0 and not r.costs()
     assert str(r.costs()) == "no avoidable costs found"
-    assert "avoidable" not in str(r)
+    assert "avoidable cost" not in str(r)
 
 
 def test_a_step_too_large_has_no_costs(result):
