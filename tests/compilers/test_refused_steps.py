@@ -11,11 +11,6 @@ pytestmark = pytest.mark.compilers
 TOLERANCE = 0.25
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
 def decoder(**settings):
     sizes = {"layers": 4, "embed": 2048, "heads": 16, "kv_heads": 8, "mlp": 8192, "vocab": 32000}
     return mw.models.model("llama3-8b", **sizes, **settings)
@@ -31,9 +26,9 @@ def assert_near(remedy):
     return compiled
 
 
-def test_a_refused_decoder_has_estimated_buffers_and_ways_out(cache):
+def test_a_refused_decoder_has_estimated_buffers_and_ways_out():
     found = mw.rehearse_model(
-        decoder(remat="none"), batch=64, seq=2048, mesh="fsdp:4", on="v5e:2x2", cache=cache
+        decoder(remat="none"), batch=64, seq=2048, mesh="fsdp:4", on="v5e:2x2"
     )
     assert found.memory.refused and found.memory.estimated
     assert found.estimate.stand_in
@@ -49,14 +44,13 @@ def test_a_refused_decoder_has_estimated_buffers_and_ways_out(cache):
     assert {"offload the inputs of layers to the host", "halve the sequence"} <= set(ways)
 
 
-def test_a_decoder_too_large_for_gpus_is_told_of_cudnns_attention(cache):
+def test_a_decoder_too_large_for_gpus_is_told_of_cudnns_attention():
     found = mw.rehearse_model(
         decoder(remat="none", attention="dot"),
         batch=32,
         seq=4096,
         mesh="fsdp:8",
         on="h100:8",
-        cache=cache,
     )
     assert not found.fits and not found.memory.refused
     ways = by_what(found.remedies())

@@ -16,28 +16,26 @@ SIZES = {
     "lm1b": {"width": 128, "rows": 32, "length": 128, "vocab": 1024},
     "vit": {"width": 128, "rows": 64, "side": 32},
 }
-LM1B = {"logical": models_linen.LM1B_TABLE, "unmatched": "replicate"}
+LM1B = {
+    "mesh": "dp:2, fsdp:2, tp:2",
+    "logical": models_linen.LM1B_TABLE,
+    "unmatched": "replicate",
+}
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-def rehearsed(parts, cache, **options):
+def rehearsed(parts, mesh="dp:2, fsdp:4", **options):
     step, args = parts
-    where = {"mesh": "dp:2, fsdp:4", "on": "h100:8", "compiler": "cpu"}
-    return mw.rehearse(step, *args, cache=cache, **where, **options)
+    return mw.rehearse(step, *args, mesh=mesh, on="h100:8", compiler="cpu", **options)
 
 
 @pytest.fixture(scope="module")
-def lm1b(cache):
-    return rehearsed(models_linen.lm1b(**SIZES["lm1b"]), cache, **LM1B)
+def lm1b():
+    return rehearsed(models_linen.lm1b(**SIZES["lm1b"]), **LM1B)
 
 
 @pytest.fixture(scope="module")
-def vit(cache):
-    return rehearsed(models_equinox.vit(**SIZES["vit"]), cache)
+def vit():
+    return rehearsed(models_equinox.vit(**SIZES["vit"]))
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -56,19 +54,19 @@ def estimated(result, what):
     return next(way for way in result.remedies() if way.what == what)
 
 
-def test_rematerialised_layers_of_linen_are_as_estimated(lm1b, cache, monkeypatch):
+def test_rematerialised_layers_of_linen_are_as_estimated(lm1b, monkeypatch):
     way = estimated(lm1b, "rematerialise layers")
     monkeypatch.setattr(models_linen, "Lm1bBlock", nn.remat(models_linen.Lm1bBlock))
-    lighter = rehearsed(models_linen.lm1b(**SIZES["lm1b"]), cache, **LM1B)
+    lighter = rehearsed(models_linen.lm1b(**SIZES["lm1b"]), **LM1B)
     assert way.peak == pytest.approx(lighter.memory.peak, abs=TOLERANCE * way.before)
     assert "rematerialise layers" not in {each.what for each in lighter.remedies()}
 
 
-def test_first_moments_in_bfloat16_are_as_estimated(lm1b, cache, monkeypatch):
+def test_first_moments_in_bfloat16_are_as_estimated(lm1b, monkeypatch):
     way = estimated(lm1b, "optimizer moments in bfloat16")
     adamw = optax.adamw
     monkeypatch.setattr(optax, "adamw", lambda rate: adamw(rate, mu_dtype="bfloat16"))
-    lighter = rehearsed(models_linen.lm1b(**SIZES["lm1b"]), cache, **LM1B)
+    lighter = rehearsed(models_linen.lm1b(**SIZES["lm1b"]), **LM1B)
     saved = lm1b.memory.peak - lighter.memory.peak
     assert way.saves == pytest.approx(saved, abs=0.02 * way.before)
 
