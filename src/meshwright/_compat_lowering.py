@@ -81,12 +81,13 @@ def moves_to_host(eqn: Eqn) -> bool:
     """
     if eqn.primitive.name != "device_put":
         return False
-    before, after = ([_space(v) for v in variables] for variables in (eqn.invars, eqn.outvars))
-    return any(new == "Host" != old for old, new in zip(before, after, strict=True))
+    pairs = zip(eqn.invars, eqn.outvars, strict=True)
+    return any(is_on_host(new.aval) and not is_on_host(old.aval) for old, new in pairs)
 
 
-def _space(variable: Any) -> str:
-    return str(getattr(getattr(variable.aval, "memory_space", None), "name", ""))
+def is_on_host(aval: Any) -> bool:
+    """Whether values of a type are in the host's memory, by its space: not public yet, as above."""
+    return getattr(getattr(aval, "memory_space", None), "name", "") == "Host"
 
 
 _KERNEL_PLATFORMS = {"mosaic": "tpu", "triton": "cuda", "mosaic_gpu": "cuda"}

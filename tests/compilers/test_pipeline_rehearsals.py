@@ -152,3 +152,22 @@ def offloading_loss(params, x):
 
     x = mw.stage_end(layers(x, params["a"]))
     return jnp.mean(layers(x, params["b"]) ** 2)
+
+
+@pytest.mark.parametrize("on", ["v5e:2x4", "h100:8"])
+def test_what_a_forward_leaves_on_the_host_its_backward_takes_from_there(on, cache):
+    groups = mw.MpmdMesh(mw.mesh("pp:2, dp:4", on=on), "pp")
+    step = mw.pipeline(offloading_loss, groups, microbatches=2)
+    weight = jax.ShapeDtypeStruct((4, 1024, 1024), "float32")
+    batch = jax.ShapeDtypeStruct((2048, 1024), "float32")
+    result = mw.rehearse_pipeline(step, {"a": weight, "b": weight}, batch, cache=cache)
+    size = 4 * 2048 // 2 // 4 * 1024 * 4  # layers x rows of a microbatch on a device
+    for group in result.groups:
+        tasks = {str(task.kind): task for task in group.tasks}
+        assert tasks["F"].host_transfers.to_host == size
+        if on.startswith("v5e"):
+            assert tasks["BW"].host_transfers.to_device == size
+            assert tasks["BW"].time.host_exposed + tasks["BW"].time.host_hidden > 0
+    assert not result.offload_lost
+    assert ("is taken to come back in no time" in str(result)) == on.startswith("h100")
+    assert "Offloaded: 4 MiB to the host" in str(result)

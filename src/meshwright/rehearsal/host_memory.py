@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,7 +16,12 @@ from meshwright._text import amount, plural
 from meshwright.hardware.topology import Topology
 from meshwright.hlo.instructions import HOST_SPACE
 from meshwright.hlo.program import Program
+from meshwright.rehearsal.host_transfers import offload_lost_line
 from meshwright.rehearsal.memory import Buffer, live_buffers
+from meshwright.rehearsal.step_arguments import count_on_host
+
+if TYPE_CHECKING:  # a `Rehearsal` has a `HostMemory`
+    from meshwright.rehearsal.result import Rehearsal
 
 _SHOWN = 4  # buffers that are printed
 
@@ -90,6 +95,22 @@ class HostMemory(Shown):
             },
             "buffers": [{"shape": each.shape, "bytes": each.bytes} for each in self.buffers],
         }
+
+
+def host_notes(result: Rehearsal) -> list[str]:
+    """Say what of a step's use of the host differs from what it asks for; empty if nothing."""
+    chip, notes = result.placement.topology.chip, []
+    count = count_on_host(result.request.args)
+    if count and (result.stand_in or chip.family != "tpu"):
+        notes.append(
+            f"{plural(count, 'array')} of the arguments on the host: taken to be on the device, "
+            "since only the TPU's compiler places arguments there."
+        )
+    if result.offload_lost:
+        notes.append(offload_lost_line(result.offloads, chip, result.stand_in))
+    if result.host_memory is not None and result.host_memory.fits is False:
+        notes.append(f"It {result.host_memory.verdict()}.")
+    return notes
 
 
 def host_memory(

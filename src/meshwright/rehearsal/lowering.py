@@ -50,7 +50,7 @@ class Lowered:
     likes. `options` are its `jit`'s compiler options, `inputs` the shardings that its `jit` gives
     the flat arguments. `callbacks` were left out; `partitioners` are those of functions with
     `custom_partitioning`, pickled, or empty. `offloads` are the lines that move arrays to the
-    host's memory.
+    host's memory, `host_results` says which results are there.
     """
 
     code: bytes
@@ -62,6 +62,7 @@ class Lowered:
     callbacks: tuple[Callback, ...] = ()
     partitioners: bytes = b""
     offloads: tuple[Source | None, ...] = ()
+    host_results: tuple[bool, ...] = ()
 
     def job(self, name: str, site: Site) -> Job:
         """Return what the compiling process is asked for."""
@@ -148,6 +149,7 @@ def lower_trace(
         callbacks,
         _pickled(partitioners) if partitioners else b"",
         find_offloads(traced.jaxpr),
+        tuple(map(_compat_lowering.is_on_host, traced.jaxpr.out_avals)),
     )
 
 

@@ -40,6 +40,7 @@ from meshwright.rehearsal.lowering import cudnn_of_chip
 from meshwright.rehearsal.memory import Memory, available, workspace_at_peak
 from meshwright.rehearsal.repeated_work import find_repeated_work
 from meshwright.rehearsal.request import TIMEOUT, choose_folder
+from meshwright.rehearsal.step_arguments import ON_HOST
 from meshwright.rehearsal.step_time import StepTime, step_time
 from meshwright.rehearsal.task_compiler import CompiledTask, Exhausted, TaskCompiler
 from meshwright.rehearsal.tpu_slices import stand_in_name
@@ -148,6 +149,12 @@ class PipelineRehearsal:
         if self.offload_lost:
             chip = CHIPS[self.groups[0].memory.chip]
             notes.append(offload_lost_line(self.offloads, chip))
+        moved = [task.host_transfers for group in self.groups for task in group.tasks]
+        if any(moved) and not any(each.to_device for each in moved if each is not None):
+            notes.append(
+                "What tasks leave on the host is taken to come back in no time: only the TPU's "
+                "compiler places arguments of the next task there."
+            )
         return notes + [
             f"task {task.name}: {task.host_transfers}"
             for group in self.groups
@@ -410,7 +417,9 @@ def _working(function: TaskFunction, chip: Chip) -> int:
 
 
 def bytes_on_device(builder: StepBuilder, slot: int) -> int:
-    """Bytes that a device holds of the value in a slot."""
+    """Bytes that a device holds of the value in a slot; those of its host's memory are no part."""
     aval, sharding = builder.avals[slot], builder.slot_shardings[slot]
+    if sharding is not None and sharding.memory_kind == ON_HOST:
+        return 0
     shape = aval.shape if sharding is None else sharding.shard_shape(aval.shape)
     return math.ceil(math.prod(shape) * bits(aval.dtype) / 8)

@@ -58,7 +58,8 @@ from meshwright.rehearsal.collectives.types import (
     collective_rows,
     collectives_headline,
 )
-from meshwright.rehearsal.host_transfers import bus_lane, offload_lost_line
+from meshwright.rehearsal.host_memory import host_notes
+from meshwright.rehearsal.host_transfers import bus_lane
 from meshwright.rehearsal.memory import Buffer, Memory
 from meshwright.rehearsal.step_time import CUSTOM_HEADING, CUSTOM_RIGHT, custom_rows
 
@@ -103,10 +104,7 @@ def headline(result: Rehearsal) -> str:
         )
     if result.callbacks:
         lines.append(callbacks_line(result.callbacks))
-    if result.offload_lost:
-        lines.append(offload_lost_line(result.offloads, placed.topology.chip, result.stand_in))
-    if result.host_memory is not None and result.host_memory.fits is False:
-        lines.append(f"It {result.host_memory.verdict()}.")
+    lines += host_notes(result)
     return "\n".join(lines)
 
 

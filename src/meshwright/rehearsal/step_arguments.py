@@ -214,7 +214,7 @@ def as_shapes(
     return tied
 
 
-_ON_HOST = "pinned_host"  # the memory kind that JAX offloads to
+ON_HOST = "pinned_host"  # the memory kind that JAX offloads to
 
 
 def _shapes(arg: Any, specs: Any, mesh: AbstractMesh, keep_on_host: bool) -> Any:
@@ -234,8 +234,16 @@ def _shapes(arg: Any, specs: Any, mesh: AbstractMesh, keep_on_host: bool) -> Any
 
 
 def _memory_kind(leaf: Leaf, keep_on_host: bool) -> str | None:
-    kind = getattr(getattr(leaf.value, "sharding", None), "memory_kind", None)
-    return _ON_HOST if keep_on_host and kind == _ON_HOST else None
+    return ON_HOST if keep_on_host and _is_on_host(leaf) else None
+
+
+def _is_on_host(leaf: Leaf) -> bool:
+    return getattr(getattr(leaf.value, "sharding", None), "memory_kind", None) == ON_HOST
+
+
+def count_on_host(args: Sequence[Any]) -> int:
+    """Count the arrays of the arguments whose own sharding is in the host's memory."""
+    return sum(_is_on_host(leaf) for arg in args for leaf in walk(arg).arrays)
 
 
 def with_jit_shardings(

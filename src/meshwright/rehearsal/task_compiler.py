@@ -21,6 +21,7 @@ from meshwright.rehearsal.callbacks import Callback
 from meshwright.rehearsal.compiler import PLATFORMS, Job, Outcome, Site, compile_or_load
 from meshwright.rehearsal.lowering import Lowered, lower_trace
 from meshwright.rehearsal.memory import Memory, as_refused
+from meshwright.rehearsal.step_arguments import ON_HOST
 from meshwright.rehearsal.tpu_slices import slice_for
 
 
@@ -70,7 +71,12 @@ class TaskCompiler:
             memory = as_refused(outcome.reason, (), job.site.topology.chip)
             raise Exhausted(job.name, operation.group, memory)
         mesh = self.groups.meshes[operation.group]
-        return CompiledTask(outcome, _compat.named_shardings(outcome.shardings, mesh))
+        shardings = _compat.named_shardings(outcome.shardings, mesh)
+        # What a task leaves on the host the next one takes from there.
+        on_host = zip(shardings, lowered.host_results, strict=True)
+        return CompiledTask(
+            outcome, [each.with_memory_kind(ON_HOST) if host else each for each, host in on_host]
+        )
 
     def stop(self) -> None:
         """End the compilers that are still at work."""
