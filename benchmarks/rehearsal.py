@@ -15,7 +15,7 @@ import meshwright as mw
 from meshwright.hlo.program import read_program
 from meshwright.meshes.build import placement_of
 from meshwright.rehearsal.collectives.analyze import analyze
-from meshwright.rehearsal.memory import live_buffers
+from meshwright.rehearsal.peak import live_buffers
 from meshwright.rehearsal.step_arguments import as_shapes
 from meshwright.rehearsal.step_time import step_time
 from meshwright.spec.mesh_spec import MeshSpec

@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.hlo.program import read_program
-from meshwright.rehearsal.memory import live_buffers
+from meshwright.rehearsal.peak import live_buffers
 
 HEAD = "HloModule jit_f, is_scheduled=true, num_partitions=1"
 

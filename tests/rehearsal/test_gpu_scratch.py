@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.hardware.chips import CHIPS
 from meshwright.hlo.program import read_program
-from meshwright.rehearsal.memory import live_buffers, workspace_at_peak
+from meshwright.rehearsal.peak import live_buffers, workspace_at_peak
 
 MEASURED = json.loads(
     (Path(__file__).parents[2] / "benchmarks" / "data" / "h200_steps.json").read_text()

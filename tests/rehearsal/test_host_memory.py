@@ -13,7 +13,7 @@ from meshwright.hlo.instructions import HOST_SPACE, Source
 from meshwright.hlo.program import read_program
 from meshwright.rehearsal.host_memory import HostMemory, host_memory
 from meshwright.rehearsal.host_transfers import offload_lost_line
-from meshwright.rehearsal.memory import live_buffers
+from meshwright.rehearsal.peak import live_buffers
 
 GIB = 2**30
 STACK, LAYER = "f32[4,1024,1024]{2,1,0:S(5)}", "f32[1,1024,1024]{2,1,0}"

@@ -9,13 +9,8 @@ import pytest
 import meshwright as mw
 from meshwright.hardware.chips import CHIPS
 from meshwright.hlo.program import read_program
-from meshwright.rehearsal.memory import (
-    as_compiled,
-    as_refused,
-    available,
-    live_buffers,
-    workspace_at_peak,
-)
+from meshwright.rehearsal.memory import as_compiled, as_refused, available
+from meshwright.rehearsal.peak import live_buffers, workspace_at_peak
 
 GIB = 2**30
 SIZES = {"argument": GIB, "output": GIB, "alias": GIB, "temp": 3 * GIB, "generated_code": 0}

@@ -6,8 +6,8 @@
 - `request`, `step_arguments`: check the options, decide how the arguments are sharded;
 - `lowering`, `callbacks`: trace and lower to StableHLO without devices, callbacks left out;
 - `compiler`, `compiler_worker`, `tpu_slices`: compile in a process of its own, or look it up;
-- `memory` (by `live_ranges`), `host_memory`, `collectives`, `host_transfers`, `step_time`: read the
-  optimised HLO;
+- `memory`, `peak` (by `live_ranges`), `host_memory`, `collectives`, `host_transfers`, `step_time`:
+  read the optimised HLO;
 - `result`, `rendering`: the `Rehearsal`, how it prints;
 - `remedies`, `mesh_remedies`, `peak_estimates`, `model_commands`: what would need less memory, how
   much less, and the command for it; `remedy_table` prints that.

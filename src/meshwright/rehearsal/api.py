@@ -32,14 +32,8 @@ from meshwright.rehearsal.compiler import Compiler, Outcome, Platform, Site, com
 from meshwright.rehearsal.host_memory import HostMemory, host_memory
 from meshwright.rehearsal.host_transfers import HostTransfers, find_host_transfers
 from meshwright.rehearsal.lowering import lower
-from meshwright.rehearsal.memory import (
-    Buffer,
-    Memory,
-    as_compiled,
-    as_refused,
-    live_buffers,
-    workspace_at_peak,
-)
+from meshwright.rehearsal.memory import Buffer, Memory, as_compiled, as_refused
+from meshwright.rehearsal.peak import live_buffers, workspace_at_peak
 from meshwright.rehearsal.peak_estimates import PeakEstimate
 from meshwright.rehearsal.repeated_work import find_repeated_work
 from meshwright.rehearsal.request import (

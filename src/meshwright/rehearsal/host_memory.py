@@ -17,7 +17,8 @@ from meshwright.hardware.topology import Topology
 from meshwright.hlo.instructions import HOST_SPACE
 from meshwright.hlo.program import Program
 from meshwright.rehearsal.host_transfers import offload_lost_line
-from meshwright.rehearsal.memory import Buffer, live_buffers
+from meshwright.rehearsal.memory import Buffer
+from meshwright.rehearsal.peak import live_buffers
 from meshwright.rehearsal.step_arguments import count_on_host
 
 if TYPE_CHECKING:  # a `Rehearsal` has a `HostMemory`

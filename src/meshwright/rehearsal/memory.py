@@ -1,25 +1,21 @@
 """`Memory`: what a program takes of a device, part by part, against what there is.
 
-Sizes are the compiler's own. What lives at the peak (`Buffer`) is worked out here from the live
-ranges of the scheduled program.
+Sizes are the compiler's own. What lives at the peak (`Buffer`) is worked out by `peak`, from the
+live ranges of the scheduled program.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright._show import Sheet, Shown, Table, short_repr
 from meshwright._text import amount
 from meshwright.hardware.chips import Chip
-from meshwright.hlo.instructions import Computation, Instruction, Source, primitives
-from meshwright.hlo.program import Program
+from meshwright.hlo.instructions import Source, primitives
 from meshwright.partitioning.report import LeafRow
-from meshwright.rehearsal import gpu_scratch
-from meshwright.rehearsal.live_ranges import BufferId, CallerBuffers, LiveRanges, bytes_in
 
 _SHOWN = 8  # buffers that are printed
 
@@ -255,212 +251,3 @@ def available(chip: Chip) -> int:
     if chip.name in _AVAILABLE:
         return int(_AVAILABLE[chip.name] * _GIB)
     return int(chip.memory_gb * 1e9) // chip.cores
-
-
-_ALIASED = re.compile(r"\{(\d*)\}: \((\d+),")  # of input_output_alias={ {0}: (1, {}, may-alias) }
-
-
-@dataclasses.dataclass(frozen=True)
-class Peak:
-    """The most that a computation and all it calls hold at once.
-
-    `scratch` is what an instruction needs for itself: in which computation, its name, bytes.
-    """
-
-    bytes: int
-    buffers: tuple[tuple[str, BufferId], ...]  # with the computation that holds them
-    scratch: tuple[tuple[str, str, int], ...] = ()
-
-
-# In: a scheduled program. Out: the buffers that live at the moment when they take the most bytes,
-# those of called computations included, largest first. Invariant: their sizes add up to what is
-# alive at once; the compiler packs a little differently here and there, what it reports itself is
-# the truth, and this says what it consists of. Example: entry (p) -> big = broadcast; small =
-# reduce(big) peaks at `small`, with p, big and small alive.
-def live_buffers(program: Program, chip: Chip | None = None, space: int = 0) -> tuple[Buffer, ...]:
-    """List what lives at the peak of a memory space, arguments and a GPU's scratch too, largest
-    first."""
-    peak = Peaks(program, chip, space).entry()
-    held = []
-    for computation, (name, number) in peak.buffers:
-        maker = program.computations[computation].by_name[name]
-        leaf = maker.shape.leaves[number]
-        held.append((maker, str(leaf), leaf.bytes))
-    for computation, name, size in peak.scratch:
-        held.append((program.computations[computation].by_name[name], f"u8[{size}]", size))
-    buffers = []
-    for maker, shape, size in held:
-        named = origin(program, maker) or maker
-        buffers.append(Buffer(maker.name, shape, size, named.op_name, program.source(named)))
-    return tuple(sorted(buffers, key=lambda buffer: (-buffer.bytes, buffer.name)))
-
-
-def workspace_at_peak(program: Program, chip: Chip, allocated: int) -> int:
-    """Bytes by which what a GPU's libraries need raises the `allocated` peak of a program."""
-    if chip.family != "gpu":
-        return 0
-    peak = Peaks(program, chip).entry()
-    more = peak.bytes - Peaks(program).entry().bytes
-    for computation, name, _ in peak.scratch:
-        # Where CUB sorts, the compiler packed the memory of another program.
-        maker = program.computations[computation].by_name[name]
-        if gpu_scratch.library_sort(program, maker, chip) is not None:
-            more = max(more, peak.bytes - allocated)
-    return max(0, more)
-
-
-class Peaks:
-    """The peaks of a program's computations, each worked out once.
-
-    `resized` is the same program with other sizes of its buffers, by instruction and result.
-    """
-
-    def __init__(self, program: Program, chip: Chip | None = None, space: int = 0):
-        self.program, self.space = program, space
-        scratch = chip is not None and chip.family == "gpu" and space == 0
-        self.chip = chip if scratch else None
-        self.size: Callable[[Instruction, int], int] = functools.partial(bytes_in, space=space)
-        self.known: dict[str, Peak] = {}
-        self.ranges: dict[str, Mapping[BufferId, tuple[int, int]]] = {}
-
-    def resized(self, size: Callable[[Instruction, int], int]) -> Peaks:
-        other = Peaks(self.program, self.chip, self.space)
-        other.size, other.ranges = size, self.ranges
-        return other
-
-    def entry(self) -> Peak:
-        donated = _ALIASED.findall(self.program.header)
-        caller = CallerBuffers(
-            counted=True,
-            results=frozenset(int(result or 0) for result, _ in donated),
-            parameters=frozenset(int(parameter) for _, parameter in donated),
-        )
-        return self._peak(self.program.entry, caller)
-
-    def called(self, name: str, loop: bool) -> Peak:
-        if name not in self.known:
-            computation = self.program.computations[name]
-            # The caller has set the results aside, and a loop's body writes over its old state.
-            results = frozenset(range(len(computation.root.shape.leaves)))
-            caller = CallerBuffers(results=results, parameters=frozenset({0} if loop else ()))
-            self.known[name] = self._peak(computation, caller)
-        return self.known[name]
-
-    def _peak(self, computation: Computation, caller: CallerBuffers) -> Peak:
-        if computation.name not in self.ranges:
-            live = LiveRanges(self.program, computation, caller)
-            self.ranges[computation.name] = live.compute()
-        ranges = self.ranges[computation.name]
-        begins: dict[int, list[BufferId]] = {}
-        ends: dict[int, list[BufferId]] = {}
-        for buffer, (first, last) in ranges.items():
-            begins.setdefault(first, []).append(buffer)
-            ends.setdefault(last, []).append(buffer)
-        sizes = {buffer: self.size(computation.by_name[buffer[0]], buffer[1]) for buffer in ranges}
-        # One pass over the schedule: add what begins, look, drop what ends.
-        results = _results(computation, ranges, sizes) if caller.counted else {}
-        total, most, when, highest = 0, -1, 0, Peak(0, ())
-        for at, instruction in enumerate(computation.instructions):
-            total += sum(sizes[buffer] for buffer in begins.get(at, ()))
-            inner = self._inner(instruction, at, results)
-            if total + inner.bytes > most:
-                most, when, highest = total + inner.bytes, at, inner
-            total -= sum(sizes[buffer] for buffer in ends.get(at, ()))
-        alive = [
-            (computation.name, buffer)
-            for buffer, (first, last) in ranges.items()
-            if first <= when <= last and sizes[buffer]
-        ]
-        return Peak(most, (*alive, *highest.buffers), highest.scratch)
-
-    def _inner(self, instruction: Instruction, at: int, results: _Results) -> Peak:
-        """The largest peak among the computations that an instruction runs, one at a time."""
-        if not instruction.only_calls:
-            size = self._scratch(instruction, at, results)
-            return Peak(size, (), ((instruction.computation, instruction.name, size),) * (size > 0))
-        loop = instruction.opcode == "while"
-        peaks = [self.called(name, loop) for how, name in instruction.called if how != "to_apply"]
-        return max(peaks, key=lambda peak: peak.bytes, default=Peak(0, ()))
-
-    def _scratch(self, instruction: Instruction, at: int, results: _Results) -> int:
-        """Bytes that an instruction needs for itself and finds no place for in idle results."""
-        if self.chip is None:
-            return 0
-        sizes = gpu_scratch.scratch_sizes(self.program, instruction, self.chip)
-        if not sizes:
-            return 0
-        sort = gpu_scratch.library_sort(self.program, instruction, self.chip)
-        # What was packed is taken apart after the sort: its result is idle while it runs.
-        last = at - 1 if len(sizes) == gpu_scratch.PACKED_BUFFERS else at
-        idle = [size for made, size in results.values() if made > last]
-        own = frozenset(number for name, number in results if name == instruction.name)
-        replaced = gpu_scratch.own_results(instruction, own) if sort is not None else 0
-        return max(0, gpu_scratch.unplaced(sizes, idle) - replaced)
-
-
-_Results = Mapping[BufferId, tuple[int, int]]  # when results of the program are made, and bytes
-
-
-def _results(
-    computation: Computation,
-    ranges: Mapping[BufferId, tuple[int, int]],
-    sizes: Mapping[BufferId, int],
-) -> _Results:
-    position = {each.name: at for at, each in enumerate(computation.instructions)}
-    last = len(computation.instructions) - 1
-    return {
-        buffer: (position[buffer[0]], sizes[buffer])
-        for buffer, held in ranges.items()
-        if held == (0, last) and computation.by_name[buffer[0]].opcode != "parameter"
-    }
-
-
-_COPIES = ("copy", "copy-start", "copy-done", "transpose", "reshape", "convert", "bitcast")
-_STEPS = 6  # away from the instruction itself
-
-
-# In: the instruction that makes a buffer. Out: one that carries the name of a user's operation, or
-# `None`. Compilers copy, widen and set aside memory on behalf of others: a copy belongs to what it
-# copies, and memory that is set aside to what fills it, which may be the body of a loop.
-# Example: a nameless broadcast that starts a scan's stacked results is named by the
-# dynamic-update-slice in the loop's body.
-def origin(program: Program, instruction: Instruction, steps: int = _STEPS) -> Instruction | None:
-    """Find the instruction that names a user's operation for this one; itself, if it does."""
-    if is_named(program, instruction):
-        return instruction
-    if not steps:
-        return None
-    for neighbour in _neighbours(program, instruction):
-        named = origin(program, neighbour, steps - 1)
-        if named is not None:
-            return named
-    return None
-
-
-def is_named(program: Program, instruction: Instruction) -> bool:
-    """Whether it has the name of an argument, or the path of an operation."""
-    if instruction.opcode == "parameter":
-        return instruction.op_name in program.arguments - {""}
-    return "/" in instruction.op_name or program.source(instruction) is not None
-
-
-def _neighbours(program: Program, instruction: Instruction) -> Iterator[Instruction]:
-    """Yield instructions that may have a name instead: the source of a copy, readers, writers."""
-    where = program.computations[instruction.computation]
-    if instruction.opcode in _COPIES:
-        yield from where.operands(instruction)[:1]
-    for user in where.users.get(instruction.name, ()):
-        if user.opcode != "tuple":
-            yield user
-            continue
-        number = user.operands.index(instruction.name)
-        for loop in where.users.get(user.name, ()):
-            yield from _left_by_body(program, loop, number)
-
-
-def _left_by_body(program: Program, loop: Instruction, number: int) -> Iterator[Instruction]:
-    """Yield what the body of a loop leaves at a place of its state; nothing if it is no loop."""
-    for how, name in loop.called:
-        body = program.computations[name]
-        if loop.opcode == "while" and how == "body" and number < len(body.root.operands):
-            yield body.by_name[body.root.operands[number]]

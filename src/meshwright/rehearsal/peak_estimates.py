@@ -22,7 +22,8 @@ from meshwright.hlo.instructions import Instruction, Leaf, primitives
 from meshwright.hlo.program import read_program
 from meshwright.partitioning.report import LeafRow
 from meshwright.rehearsal.live_ranges import bytes_in
-from meshwright.rehearsal.memory import Buffer, Peaks
+from meshwright.rehearsal.memory import Buffer
+from meshwright.rehearsal.peak import Peaks
 
 if TYPE_CHECKING:  # `result` imports this file
     from meshwright.rehearsal.result import Rehearsal

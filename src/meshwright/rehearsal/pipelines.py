@@ -37,7 +37,8 @@ from meshwright.rehearsal.host_transfers import (
     offload_lost_line,
 )
 from meshwright.rehearsal.lowering import cudnn_of_chip
-from meshwright.rehearsal.memory import Memory, available, workspace_at_peak
+from meshwright.rehearsal.memory import Memory, available
+from meshwright.rehearsal.peak import workspace_at_peak
 from meshwright.rehearsal.repeated_work import find_repeated_work
 from meshwright.rehearsal.request import TIMEOUT, choose_folder
 from meshwright.rehearsal.step_arguments import ON_HOST
