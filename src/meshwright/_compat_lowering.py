@@ -62,6 +62,22 @@ def equations(jaxpr: Jaxpr, *callers: Eqn) -> Iterator[tuple[Eqn, ...]]:
                         yield from equations(inner, eqn, *callers)
 
 
+def moves_to_host(eqn: Eqn) -> bool:
+    """Whether an equation moves an array to the host's memory: `device_put`, or a remat policy.
+
+    The memory space of an array's type is not public yet (jax 0.10 to 0.12).
+    """
+    if eqn.primitive.name != "device_put":
+        return False
+    pairs = zip(eqn.invars, eqn.outvars, strict=True)
+    return any(is_on_host(new.aval) and not is_on_host(old.aval) for old, new in pairs)
+
+
+def is_on_host(aval: Any) -> bool:
+    """Whether values of a type are in the host's memory, by its space: not public yet, as above."""
+    return getattr(getattr(aval, "memory_space", None), "name", "") == "Host"
+
+
 _KERNEL_PLATFORMS = {"mosaic": "tpu", "triton": "cuda", "mosaic_gpu": "cuda"}
 
 

@@ -11,7 +11,7 @@ from meshwright import _compat
 from meshwright.errors import RehearsalError
 from meshwright.pipelines.step_graph import Operation, TaskFunction
 from meshwright.rehearsal.compiler import Compiler, Outcome
-from meshwright.rehearsal.pipelines import TaskCompiler
+from meshwright.rehearsal.task_compiler import TaskCompiler
 from meshwright.rehearsal.tpu_slices import slice_for
 from meshwright.trees.split import split_arrays
 
@@ -36,9 +36,10 @@ def task():
     mesh = step.groups.meshes[1]
     lies = NamedSharding(mesh, PartitionSpec("fsdp"))
     shape = jax.ShapeDtypeStruct((8, 8), "float32", sharding=lies)
-    program = jax.jit(lambda x: [x + 1]).lower(shape)
     code = TaskFunction("group 1: update 0", lambda x: [x + 1], [None])
-    return step.groups, (code, Operation(1, "update", (0,), (1,), code), program)
+    operation = Operation(1, "update", (0,), (1,), code)
+    program = TaskCompiler(step.groups, 1.0, None).lower(code, operation, jax.jit(code.fn), [shape])
+    return step.groups, (code, operation, program)
 
 
 @pytest.mark.slow
@@ -46,7 +47,8 @@ def test_a_task_is_the_same_compiled_elsewhere(tmp_path):
     step = step_over_groups()
     here = step.plan_of(PARAMS, X)
     compiler = TaskCompiler(step.groups, 300.0, tmp_path)
-    there = step.planner.plan(split_arrays((PARAMS, X), 1), step.local_groups, step.link, compiler)
+    parts = split_arrays((PARAMS, X), 1)
+    there = step.planner.plan(parts, step.local_groups, step.link, compiler, compiler.lower)
     assert there.assembled.builder.slot_shardings == here.assembled.builder.slot_shardings
     for one, other in zip(here.operations, there.operations, strict=True):
         if one.function is None:
@@ -122,6 +124,42 @@ def test_the_timeout_and_the_end_are_heeded():
     compiler.stop()
     with pytest.raises(RehearsalError, match="has ended"):
         compiler(*lowered)
+
+
+def test_callbacks_of_a_task_are_left_out_and_noted():
+    step = step_over_groups()
+    lies = NamedSharding(step.groups.meshes[1], PartitionSpec("fsdp"))
+    shape = jax.ShapeDtypeStruct((8, 8), "float32", sharding=lies)
+
+    def noisy(x):
+        jax.debug.print("{}", x.sum())
+        seen = jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct((), "float32"), x.sum())
+        return [x + seen]
+
+    code = TaskFunction("group 1: update 0", noisy, [None])
+    compiler = TaskCompiler(step.groups, 1.0, None)
+    operation = Operation(1, "update", (0,), (1,), code)
+    for _ in range(2):  # a line is noted once
+        lowered = compiler.lower(code, operation, jax.jit(noisy), [shape])
+    assert [callback.kind for callback in compiler.callbacks] == ["debug.print", "pure_callback"]
+    assert all("test_pipeline_compiling.py" in str(one.source) for one in compiler.callbacks)
+    assert b"custom_call" not in lowered.code
+
+
+def test_what_cannot_be_lowered_names_the_group_and_the_task():
+    step = step_over_groups()
+    lies = NamedSharding(step.groups.meshes[1], PartitionSpec("fsdp"))
+    shape = jax.ShapeDtypeStruct((8, 8), "float32", sharding=lies)
+
+    def ordered(x):
+        jax.debug.print("{}", x.sum(), ordered=True)
+        return [x]
+
+    code = TaskFunction("group 1: update 0", ordered, [None])
+    with pytest.raises(RehearsalError, match=r"group 1: update 0: .*ordered=True on 4 devices"):
+        TaskCompiler(step.groups, 1.0, None).lower(
+            code, Operation(1, "update", (0,), (1,), code), jax.jit(ordered), [shape]
+        )
 
 
 def test_a_group_of_live_devices_is_hardware_of_its_size():

@@ -25,6 +25,7 @@ class Chip:
     - `link`: GB/s per torus link of a TPU; per device into its NVLink switch on a GPU.
     - `network`: GB/s per chip out of its slice, NVLink domain or host.
     - `bus`: GB/s between a chip and the memory of its host, each way; 0 where it is not known.
+    - `ram_gb`: GB of its host's memory for each chip; 0 where it is not known.
     - `torus`: how many dimensions the interconnect has (0: a switch).
     - `cores`: how many JAX devices share a chip; `core`: GB/s between them.
     - `host`: the box of chips that one host holds. `domain`: the most GPUs of one NVLink domain.
@@ -42,6 +43,7 @@ class Chip:
     link: float
     network: float
     bus: float = 0.0
+    ram_gb: float = 0.0
     torus: int = 0
     cores: int = 1
     core: float = 0.0
@@ -82,6 +84,7 @@ CHIPS: Mapping[str, Chip] = {
             link=50,  # cloud docs, TPU v5e: 400 GB/s both ways over 4 links
             network=25 / 8,  # cloud docs, TPU v5e: 6.4 Tb/s for a pod of 256
             bus=15,  # scaling book, "All about TPUs": PCIe, typically 1.5e10 bytes/s a chip
+            ram_gb=48,  # cloud docs, TPU v5e: 192 GB for 4 chips (ct5lp-hightpu-4t), 384 for 8
             torus=2,
             host=(2, 2),
             pod=256,  # cloud docs, TPU v5e: pod size
@@ -96,6 +99,7 @@ CHIPS: Mapping[str, Chip] = {
             link=100,  # cloud docs, TPU v5p: 1,200 GB/s both ways over 6 links
             network=25 / 4,  # cloud docs, TPU v5p: 50 Gb/s a chip
             bus=15,  # scaling book, as of v5e
+            ram_gb=112,  # machine types of the cloud: 448 GB for 4 chips (ct5p-hightpu-4t)
             torus=3,
             host=(2, 2, 1),
             pod=8960,  # cloud docs, TPU v5p: 16x20x28
@@ -111,6 +115,7 @@ CHIPS: Mapping[str, Chip] = {
             link=100,  # cloud docs, TPU v6e: 800 GB/s both ways over 4 links
             network=100 / 8,  # cloud docs, TPU v6e: 100 Gb/s a chip
             bus=32,  # scaling book, "All about TPUs": PCIe of v6e
+            ram_gb=180,  # machine types of the cloud: 720 GB for 4 chips (ct6e-standard-4t)
             torus=2,
             host=(2, 2),
             pod=256,  # cloud docs, TPU v6e: pod size
@@ -124,6 +129,7 @@ CHIPS: Mapping[str, Chip] = {
             memory_tbps=7.38,  # cloud docs, TPU7x: 7,380 GB/s
             link=100,  # cloud docs, TPU7x: 1,200 GB/s both ways over 6 links
             network=50 / 4,  # cloud docs, TPU7x: 100 Gb/s a chip
+            ram_gb=240,  # machine types of the cloud: 960 GB for 4 chips (tpu7x-standard-4t)
             torus=3,
             cores=2,  # cloud docs, TPU7x: two chiplets, each a device to JAX
             core=600,  # cloud docs, TPU7x: die to die about six times a link

@@ -31,34 +31,36 @@ _CORES = {"v4": 2, "v5p": 2, "tpu7x": 2}
 _COUNTED = re.compile(r"([a-z][a-z0-9]*)-([0-9]{1,9})", re.ASCII)
 _TIMES = re.compile(r"([0-9]{1,9})x([a-z][a-z0-9_.-]*)|([a-z][a-z0-9]*?)x([0-9]{1,9})", re.ASCII)
 
-# Machine types: the GPUs of one machine, and Gb/s of the adapters that serve them, all together,
-# as the clouds publish them (nominal; `speeds` replaces them).
-_MACHINES: Mapping[str, tuple[str, int, float]] = {
+# Machine types: the GPUs of one machine, Gb/s of the adapters that serve them, all together, and GB
+# of memory of the machine, 0 where no source was at hand; as the clouds publish them (nominal;
+# `speeds` replaces them). Memory: lists of machine types of Google Cloud and Azure, and Amazon's
+# page on EC2 capacity blocks.
+_MACHINES: Mapping[str, tuple[str, int, float, float]] = {
     # Google Cloud
-    "a2-ultragpu-1g": ("a100", 1, 24),
-    "a2-ultragpu-2g": ("a100", 2, 32),
-    "a2-ultragpu-4g": ("a100", 4, 50),
-    "a2-ultragpu-8g": ("a100", 8, 100),
-    "a3-highgpu-1g": ("h100", 1, 25),
-    "a3-highgpu-2g": ("h100", 2, 50),
-    "a3-highgpu-4g": ("h100", 4, 100),
-    "a3-highgpu-8g": ("h100", 8, 800),
-    "a3-megagpu-8g": ("h100", 8, 1600),
-    "a3-ultragpu-8g": ("h200", 8, 3200),
-    "a4-highgpu-8g": ("b200", 8, 3200),
-    "a4x-highgpu-4g": ("gb200", 4, 1600),
+    "a2-ultragpu-1g": ("a100", 1, 24, 170),
+    "a2-ultragpu-2g": ("a100", 2, 32, 340),
+    "a2-ultragpu-4g": ("a100", 4, 50, 680),
+    "a2-ultragpu-8g": ("a100", 8, 100, 1360),
+    "a3-highgpu-1g": ("h100", 1, 25, 234),
+    "a3-highgpu-2g": ("h100", 2, 50, 468),
+    "a3-highgpu-4g": ("h100", 4, 100, 936),
+    "a3-highgpu-8g": ("h100", 8, 800, 1872),
+    "a3-megagpu-8g": ("h100", 8, 1600, 1872),
+    "a3-ultragpu-8g": ("h200", 8, 3200, 2952),
+    "a4-highgpu-8g": ("b200", 8, 3200, 3968),
+    "a4x-highgpu-4g": ("gb200", 4, 1600, 884),
     # Amazon EC2
-    "p4de.24xlarge": ("a100", 8, 400),
-    "p5.4xlarge": ("h100", 1, 100),
-    "p5.48xlarge": ("h100", 8, 3200),
-    "p5e.48xlarge": ("h200", 8, 3200),
-    "p5en.48xlarge": ("h200", 8, 3200),
-    "p6-b200.48xlarge": ("b200", 8, 3200),
-    "p6e-gb200.36xlarge": ("gb200", 4, 1600),
+    "p4de.24xlarge": ("a100", 8, 400, 0),
+    "p5.4xlarge": ("h100", 1, 100, 0),
+    "p5.48xlarge": ("h100", 8, 3200, 2048),
+    "p5e.48xlarge": ("h200", 8, 3200, 2048),
+    "p5en.48xlarge": ("h200", 8, 3200, 0),
+    "p6-b200.48xlarge": ("b200", 8, 3200, 0),
+    "p6e-gb200.36xlarge": ("gb200", 4, 1600, 0),
     # Azure, with or without "Standard_"
-    "nd96amsr_a100_v4": ("a100", 8, 1600),
-    "nd96isr_h100_v5": ("h100", 8, 3200),
-    "nd96isr_h200_v5": ("h200", 8, 3200),
+    "nd96amsr_a100_v4": ("a100", 8, 1600, 1800),
+    "nd96isr_h100_v5": ("h100", 8, 3200, 1900),
+    "nd96isr_h200_v5": ("h200", 8, 3200, 1850),
 }
 # Machines with A100s of 40 GB; the table of chips has those of 80.
 _SMALL_A100 = {
@@ -80,16 +82,17 @@ def read_cloud_name(name: str) -> tuple[str, dict[str, float]]:
     >>> read_cloud_name("v5litepod-16"), read_cloud_name("v5p-128"), read_cloud_name("8xH100")
     (('v5e:4x4', {}), ('v5p:4x4x4', {}), ('h100:8', {}))
     >>> read_cloud_name("a3-megagpu-8g"), read_cloud_name("16xH100")
-    (('h100:8', {'network': 25.0}), ('h100:8x2', {}))
+    (('h100:8', {'network': 25.0, 'ram_gb': 234.0}), ('h100:8x2', {}))
     """
     word = name.strip().lower().removeprefix("standard_")
     times = _TIMES.fullmatch(word)
     many, kind = (int(times[1] or times[4]), times[2] or times[3]) if times else (1, word)
     machine = kind.removeprefix("standard_")
     if machine in _MACHINES and many:
-        gpu, count, gigabits = _MACHINES[machine]
+        gpu, count, gigabits, ram = _MACHINES[machine]
         several = f"x{many}" if many > 1 else ""
-        return f"{gpu}:{count}{several}", {"network": gigabits / 8 / count}
+        own = {"network": gigabits / 8 / count, "ram_gb": ram / count}
+        return f"{gpu}:{count}{several}", {name: value for name, value in own.items() if value}
     if word in _SMALL_A100:
         raise TopologyError(
             f"{short(name)} has A100s of 40 GB, and 'a100' means 80. Write topology("

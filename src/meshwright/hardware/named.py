@@ -83,7 +83,7 @@ def with_speeds(chip: Chip, speeds: Mapping[str, float] | None) -> Chip:
         raise TopologyError(
             f"speeds: {short(speeds)} is not a dict such as {{'link': 90}}.", option="speeds"
         )
-    known = ("link", "network", "bus", "core", "tflops", "memory_gb", "memory_tbps")
+    known = ("link", "network", "bus", "core", "tflops", "memory_gb", "memory_tbps", "ram_gb")
     for key, value in (speeds or {}).items():
         if key not in known:
             raise TopologyError(

@@ -131,6 +131,7 @@ _SPACE = re.compile(r"[a-z][a-z0-9]*\[[^\]]*\](?:\{[^{}]*?(?:S\((\d+)\))?\})?")
 _DIGITS = re.compile(r"\d+")
 # Types without their number of bits in their name. XLA stores a `pred` in a whole byte.
 _BITS_BY_NAME = {"pred": 8, "token": 0, "opaque": 0}
+HOST_SPACE = 5  # `S(5)` of a layout is the host's memory, for TPUs and GPUs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,9 @@ from meshwright.schedules.validation import Proof, check
 from meshwright.transfers.links import Link
 from meshwright.trees.split import Split, changed_numbers, split_arrays
 
-# From a lowered program to one with the methods of `jax.stages.Compiled`.
+# From a jitted function and shapes to a lowered program, and from that to one with the methods of
+# `jax.stages.Compiled`.
+Lower = Callable[[TaskFunction, Operation, Any, Sequence[Any]], Any]
 Compile = Callable[[TaskFunction, Operation, Any], Any]
 
 _TICK = 0.2  # seconds between two updates of the progress bar
@@ -77,6 +79,11 @@ class Plan:
         )
 
 
+def lower_here(_: TaskFunction, __: Operation, jitted: Any, shapes: Sequence[Any]) -> Any:
+    """Lower for devices of this process."""
+    return jitted.lower(*shapes)
+
+
 def compile_here(_: TaskFunction, __: Operation, lowered: Any) -> Any:
     """Compile in this process, for devices of its own."""
     return lowered.compile()
@@ -99,6 +106,7 @@ class Planner:
         local_groups: frozenset[int],
         link: Link | None,
         compile_one: Compile = compile_here,
+        lower_one: Lower = lower_here,
     ) -> Plan:
         """Trace, cut, prove, put together, and compile what these groups run.
 
@@ -130,7 +138,7 @@ class Planner:
         kept = {slot for by_group in assembled.results for slot in by_group.values()}
         # Constants are kept as well: they are the same arrays in every step.
         free_after_last_use(operations, kept | set(builder.constants))
-        compile_all(builder, operations, compile_one)
+        compile_all(builder, operations, compile_one, lower_one)
         taken = _taken_over(builder, traced)
         return Plan(
             traced,
@@ -216,7 +224,10 @@ def _taken_over(builder: StepBuilder, traced: Traced) -> frozenset[int]:
 
 
 def compile_all(
-    builder: StepBuilder, operations: Sequence[Operation], compile_one: Compile = compile_here
+    builder: StepBuilder,
+    operations: Sequence[Operation],
+    compile_one: Compile = compile_here,
+    lower_one: Lower = lower_here,
 ) -> None:
     """Compile what the operations run, each function once, several at a time, in waves.
 
@@ -233,7 +244,7 @@ def compile_all(
         while waiting:
             # Lowering traces Python, under the interpreter lock: threads would not help there.
             ready = [
-                (function, operation, lower_function(builder, function, operation))
+                (function, operation, lower_function(builder, function, operation, lower_one))
                 for function, operation in waiting.values()
                 if all(builder.slot_shardings[slot] is not None for slot in operation.ins)
             ]
@@ -262,7 +273,12 @@ def _thread_pool(count: int) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def lower_function(builder: StepBuilder, function: TaskFunction, operation: Operation) -> Any:
+def lower_function(
+    builder: StepBuilder,
+    function: TaskFunction,
+    operation: Operation,
+    lower_one: Lower = lower_here,
+) -> Any:
     """Lower a function for the shardings of the slots that an operation calls it with."""
     jitted = jax.jit(
         function.fn,
@@ -271,7 +287,7 @@ def lower_function(builder: StepBuilder, function: TaskFunction, operation: Oper
     )
     # A mesh that the caller has set would be taken for the program's own.
     with jax.set_mesh(builder.shardings.meshes[operation.group]):
-        return jitted.lower(*map(builder.shape, operation.ins))
+        return lower_one(function, operation, jitted, [*map(builder.shape, operation.ins)])
 
 
 def _read_output_shardings(builder: StepBuilder, operations: Sequence[Operation]) -> None:

@@ -1,11 +1,13 @@
 """Rehearsals. In: a function, shapes, a mesh. Out: what the real compiler makes of it.
 
-`api` has the entry points, which run these parts in order; `pipelines` runs them task by task:
+`api` has the entry points, which run these parts in order; `pipelines` runs them task by task, by
+`task_compiler`:
 
 - `request`, `step_arguments`: check the options, decide how the arguments are sharded;
 - `lowering`, `callbacks`: trace and lower to StableHLO without devices, callbacks left out;
 - `compiler`, `compiler_worker`, `tpu_slices`: compile in a process of its own, or look it up;
-- `memory` (by `live_ranges`), `collectives`, `host_transfers`, `step_time`: read the optimised HLO;
+- `memory` (by `live_ranges`), `host_memory`, `collectives`, `host_transfers`,
+  `step_time`: read the optimised HLO;
 - `result`, `remedies`, `rendering`: the `Rehearsal`, what to do about it, how it prints.
 
 Names are looked up on first use: the compiling process needs few of them, and must start fast.

@@ -4,6 +4,7 @@ from meshwright.rehearsal.callbacks import Callback as Callback
 from meshwright.rehearsal.collectives.types import Collective as Collective
 from meshwright.rehearsal.collectives.types import Collectives as Collectives
 from meshwright.rehearsal.collectives.types import ShardingConflict as ShardingConflict
+from meshwright.rehearsal.host_memory import HostMemory as HostMemory
 from meshwright.rehearsal.host_transfers import HostTransfers as HostTransfers
 from meshwright.rehearsal.memory import Memory as Memory
 from meshwright.rehearsal.pipelines import PipelineRehearsal as PipelineRehearsal

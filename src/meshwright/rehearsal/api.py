@@ -9,14 +9,12 @@ the optimised HLO (`memory`, `collectives`, `step_time`).
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Required, TypedDict, Unpack
 
 from jax.sharding import AbstractMesh, Mesh
 
-from meshwright import _compat
 from meshwright._progress import Bar
 from meshwright.errors import RehearsalError, near
 from meshwright.hardware.topology import Topology
@@ -29,7 +27,8 @@ from meshwright.partitioning.report import LeafRow
 from meshwright.placement.placement import Placement
 from meshwright.rehearsal.collectives.analyze import analyze
 from meshwright.rehearsal.collectives.types import Collectives, read_conflicts
-from meshwright.rehearsal.compiler import Compiler, Job, Outcome, Platform, Site, compile_or_load
+from meshwright.rehearsal.compiler import Compiler, Outcome, Platform, Site, compile_or_load
+from meshwright.rehearsal.host_memory import HostMemory, host_memory
 from meshwright.rehearsal.host_transfers import HostTransfers, find_host_transfers
 from meshwright.rehearsal.lowering import lower
 from meshwright.rehearsal.memory import (
@@ -209,7 +208,9 @@ def run(request: Request) -> Rehearsal:
         bar.now("shardings")
         in_specs, out_specs = request.specs(mesh)
         names = request.argument_names
-        shapes = as_shapes(request.args, in_specs, mesh)
+        # Only the TPU's compiler places arguments on the host: simulated CPU devices have one
+        # memory, and the GPU's compiler without a GPU takes them to be on the device (jax 0.10).
+        shapes = as_shapes(request.args, in_specs, mesh, keep_on_host=platform == "tpu")
         bar.now("tracing")
         lowered = lower(
             request.function,
@@ -222,33 +223,20 @@ def run(request: Request) -> Rehearsal:
             out_specs,
         )
         arguments = sharding_table(names, with_jit_shardings(shapes, lowered.inputs, mesh), mesh)
-        job = Job(
-            request.name,
-            lowered.code,
-            site,
-            lowered.free_outputs,
-            _compat.uses_shardy(),
-            lowered.identity,
-            lowered.options,
-            lowered.partitioners,
-            tuple(sys.path) if lowered.partitioners else (),
-        )
         outcome, from_cache = compile_or_load(
-            job,
+            lowered.job(request.name, site),
             request.cache,
             request.timeout,
             lambda passed: bar.now("compiling", passed, request.timeout),
             compiler,
         )
         bar.now("reading")
-        memory, collectives, time, offloaded = _read_outcome(outcome, placed, arguments.rows)
+        facts = _read_outcome(outcome, placed, hardware, arguments.rows)
     return Rehearsal(
         request=request,
         placement=placed,
         arguments=arguments,
-        memory=memory,
-        collectives=collectives,
-        time=time,
+        **facts,
         compiler=outcome.compiler,
         stand_in=platform == "cpu" and hardware.chip.family != "cpu",
         compile_seconds=outcome.seconds,
@@ -256,7 +244,7 @@ def run(request: Request) -> Rehearsal:
         text=outcome.text,
         results=lowered.results,
         callbacks=lowered.callbacks,
-        host_transfers=offloaded,
+        offloads=lowered.offloads,
     )
 
 
@@ -271,17 +259,31 @@ def _site(platform: Platform, placed: Placement, hardware: Topology) -> Site:
 
 
 # In: what the compiling process left. Out: memory, collectives, time and what is offloaded, all of
-# one device, since every device runs the same program. A compiler that ran out of memory leaves no
-# program: there is a memory verdict from its error message, and no collectives and no time.
+# one device, since every device runs the same program; by their names in `Rehearsal`. A compiler
+# that ran out of memory leaves no program: there is a memory verdict from its error message, and no
+# collectives and no time.
 def _read_outcome(
-    outcome: Outcome, placed: Placement, arguments: Sequence[LeafRow]
-) -> tuple[Memory, Collectives, StepTime | None, HostTransfers | None]:
+    outcome: Outcome, placed: Placement, hardware: Topology, arguments: Sequence[LeafRow]
+) -> _Facts:
     chip = placed.topology.chip
     if outcome.verdict == "exhausted":
-        return as_refused(outcome.reason, arguments, chip), Collectives(()), None, None
+        refused = as_refused(outcome.reason, arguments, chip)
+        return {"memory": refused, "collectives": Collectives(()), "time": None}
     program = read_program(outcome.text, decode_constants(outcome.constants))
     collectives = analyze(program, placed, read_conflicts(outcome.notes))
     workspace = workspace_at_peak(program)
-    memory = as_compiled(outcome.memory, chip, live_buffers(program), workspace)
-    time = step_time(program, collectives, chip)
-    return memory, collectives, time, find_host_transfers(program, chip)
+    return {
+        "memory": as_compiled(outcome.memory, chip, live_buffers(program), workspace),
+        "collectives": collectives,
+        "time": step_time(program, collectives, chip),
+        "host_transfers": find_host_transfers(program, chip),
+        "host_memory": host_memory(outcome.memory, program, placed.topology, hardware),
+    }
+
+
+class _Facts(TypedDict, total=False):
+    memory: Required[Memory]
+    collectives: Required[Collectives]
+    time: Required[StepTime | None]
+    host_transfers: HostTransfers | None
+    host_memory: HostMemory | None

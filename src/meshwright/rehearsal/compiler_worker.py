@@ -24,7 +24,10 @@ from meshwright import _compat
 from meshwright.hlo.literals import integer_constants
 from meshwright.rehearsal.compiler import ON_CHIP, Job, Outcome, Site, versions
 
-_SIZES = ("argument", "output", "alias", "temp", "generated_code")
+_SIZES = (
+    *("argument", "output", "alias", "temp", "generated_code"),
+    *("host_argument", "host_output", "host_alias", "host_temp"),
+)
 
 
 def main(folder: str) -> None:

@@ -8,20 +8,20 @@ memory space 5. How much of its time the kernels hide is in `step_time`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from meshwright._html import GREY, TIME, Lane, Part
 from meshwright._text import amount, duration
+from meshwright.errors import listing
 from meshwright.hardware.chips import Chip
-from meshwright.hlo.instructions import Computation, Instruction
+from meshwright.hlo.instructions import HOST_SPACE, Computation, Instruction, Source
 from meshwright.hlo.program import Program
 from meshwright.rehearsal.kernel_speeds import speeds
 from meshwright.rehearsal.kernels import running
 
 Direction = Literal["to host", "to device"]
 
-HOST_SPACE = 5  # `S(5)` of a layout, on TPUs and GPUs
 _CALLS = ("fusion", "fusion-start", "async-start", "call-start")
 _COPIES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
 
@@ -55,6 +55,20 @@ _UNKNOWN = (
     "without their time: how fast this chip's bus to the host is, is not known here (pass "
     "on=topology(name, speeds={'bus': GB/s}))"
 )
+
+
+def offload_lost_line(offloads: Sequence[Source | None], chip: Chip, stand_in: bool = False) -> str:
+    """Say that a program offloads nothing though these lines ask for it, why, and what helps."""
+    lines = listing(str(line) for line in offloads if line is not None)
+    asked = f"The step offloads to the host's memory{f' ({lines})' if lines else ''}, and"
+    if chip.family == "cpu" or stand_in:
+        return f"{asked} simulated CPU devices have no other memory: everything stays on them."
+    return (
+        f"{asked} the compiled program moves nothing there: the compiler dropped it, and the "
+        "arrays stay on the device. On GPUs this happens to layers in a Python loop under "
+        "jax.checkpoint(..., prevent_cse=False). Put the layers into jax.lax.scan; or leave "
+        "prevent_cse=True, with which they do move."
+    )
 
 
 def bus_lane(exposed: float, hidden: float) -> Lane:

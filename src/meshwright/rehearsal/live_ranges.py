@@ -9,7 +9,6 @@ donated argument is overwritten by the result that takes its place, so these are
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -19,8 +18,6 @@ from meshwright.hlo.program import Program
 _PASSED_ON = ("bitcast", "optimization-barrier", "domain")
 _NO_BUFFER = ("constant", "after-all", "partition-id", "replica-id", "iota")
 _REFERENCES = ("tuple", "get-tuple-element", "bitcast")  # say where something is, read nothing
-_ARRAY = re.compile(r"[a-z][a-z0-9]*\[[^\]]*\](?:\{[^{}]*\})?")
-_ON_CHIP = re.compile(r"S\([1-9]\d*\)")  # memory space of a layout: a TPU's own scratch memory
 
 BufferId = tuple[str, int]  # the instruction that makes it, and the number of its result
 _Buffers = frozenset[BufferId]  # more than one where a value may be in either
@@ -146,7 +143,7 @@ class LiveRanges:
         maker = by_name[old[0]]
         if maker.opcode == "parameter" and int(maker.operand_text) not in self.caller.parameters:
             return False
-        same_size = main_memory(maker, old[1]) == main_memory(by_name[new[0]], new[1])
+        same_size = _place(maker, old[1]) == _place(by_name[new[0]], new[1])
         return same_size and self.ranges[old][1] == at
 
     def _counted(self) -> Iterator[tuple[BufferId, tuple[int, int]]]:
@@ -207,17 +204,21 @@ def _new_leaves(computation: Computation, instruction: Instruction) -> Iterable[
     return range(max(1, len(leaves)))
 
 
-def main_memory(instruction: Instruction, number: int) -> int:
-    """Bytes that a result takes of the device's main memory."""
-    leaves = instruction.shape.leaves
-    if number >= len(leaves) or _ON_CHIP.search(_layouts(instruction.shape.text)[number]):
-        return 0
-    return leaves[number].bytes
+def bytes_in(instruction: Instruction, number: int, space: int = 0) -> int:
+    """Bytes that a result takes of a memory space: by default, of the device's main memory.
+
+    Other spaces are the host's memory (`HOST_SPACE`) and a TPU's own scratch memory.
+    """
+    at, size = _place(instruction, number)
+    return size if at == space else 0
 
 
-@functools.lru_cache(maxsize=4096)
-def _layouts(text: str) -> list[str]:
-    return _ARRAY.findall(text)
+def _place(instruction: Instruction, number: int) -> tuple[int, int]:
+    """Return the memory space of a result, and its bytes."""
+    shape = instruction.shape
+    if number >= len(shape.leaves):
+        return 0, 0
+    return shape.spaces[number], shape.leaves[number].bytes
 
 
 # Which results of an instruction the text says are written over its operands. Fusions and custom
@@ -305,6 +306,13 @@ def updated(
     if instruction.opcode in _UPDATES:
         for number in range(max(1, len(instruction.shape.leaves))):
             yield number, number
+    elif instruction.opcode == "dynamic-update-slice-start":
+        yield len(instruction.operands), 0  # ((operands), result, context)
+    elif instruction.opcode == "fusion-start":
+        fused = _fused(computations, instruction)
+        parameter = _updated_parameter(computations, fused, fused.root)
+        if parameter is not None:
+            yield len(instruction.operands), parameter
     elif instruction.opcode == "fusion":
         fused = _fused(computations, instruction)
         for number, result in enumerate(_results(fused)):

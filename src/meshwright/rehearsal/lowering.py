@@ -9,23 +9,24 @@ import hashlib
 import io
 import pickle
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from meshwright import _compat, _compat_lowering
 from meshwright._text import plural
 from meshwright.errors import PartitionError, RehearsalError, listing, short
-from meshwright.hardware.chips import CUDNN, gpu_capability
+from meshwright.hardware.chips import CUDNN, Chip, gpu_capability
 from meshwright.hardware.topology import Topology
 from meshwright.hlo.instructions import Source
 from meshwright.meshes.devices import target_topology
 from meshwright.rehearsal.callbacks import Callback, find_callbacks, source_of
-from meshwright.rehearsal.compiler import Platform
+from meshwright.rehearsal.compiler import Job, Platform, Site
 from meshwright.trees.specs import mesh_axes, spec_on_axes, spec_problems
 from meshwright.trees.split import is_number, split_arrays
 from meshwright.trees.walk import (
@@ -48,7 +49,8 @@ class Lowered:
     shapes of what it returns, `free_outputs` says which of those the compiler may shard as it
     likes. `options` are its `jit`'s compiler options, `inputs` the shardings that its `jit` gives
     the flat arguments. `callbacks` were left out; `partitioners` are those of functions with
-    `custom_partitioning`, pickled, or empty.
+    `custom_partitioning`, pickled, or empty. `offloads` are the lines that move arrays to the
+    host's memory, `host_results` says which results are there.
     """
 
     code: bytes
@@ -59,6 +61,22 @@ class Lowered:
     inputs: tuple[Any, ...]
     callbacks: tuple[Callback, ...] = ()
     partitioners: bytes = b""
+    offloads: tuple[Source | None, ...] = ()
+    host_results: tuple[bool, ...] = ()
+
+    def job(self, name: str, site: Site) -> Job:
+        """Return what the compiling process is asked for."""
+        return Job(
+            name,
+            self.code,
+            site,
+            self.free_outputs,
+            _compat.uses_shardy(),
+            self.identity,
+            self.options,
+            self.partitioners,
+            tuple(sys.path) if self.partitioners else (),
+        )
 
 
 # In: the step and `ShapeDtypeStruct`s with shardings on an abstract mesh. Out: bytecode for a
@@ -82,10 +100,7 @@ def lower(
     unless some are given here. `names` are those of the arguments, for messages.
     """
     # `with_sharding_constraint(x, PartitionSpec(...))` in the user's code needs the mesh set.
-    cudnn = _compat_lowering.cudnn_of(
-        gpu_capability(hardware.chip), CUDNN[0] * 10000 + CUDNN[1] * 100
-    )
-    with jax.sharding.use_abstract_mesh(mesh), cudnn:
+    with jax.sharding.use_abstract_mesh(mesh), cudnn_of_chip(hardware.chip):
         if _traces_itself(function) and not donate_argnums and out_shardings is None:
             traced = _trace(function, shapes, names, wrapped=False)
             # Flax's `nnx.jit` wraps what its own `jax.jit` made.
@@ -95,14 +110,31 @@ def lower(
             traced, free = _trace_arrays(
                 function, shapes, names, mesh, donate_argnums, out_shardings
             )
-        callbacks = find_callbacks(traced.jaxpr, mesh.size)
-        try:
-            device = _kernel_device(traced.jaxpr, platform, hardware)
-            lowered, partitioners = _compat_lowering.lower(traced, platform, mesh, device)
-        except Exception as error:
-            refusal = _foreign_kernel(traced.jaxpr, platform, error)
-            refusal = refusal or _rejected_kernel(platform, error)
-            raise RehearsalError(refusal or _refusal(platform, error)) from error
+        free_outputs = _free_outputs(free, traced.out_info)
+        return lower_trace(traced, free_outputs, mesh, platform, hardware)
+
+
+def cudnn_of_chip(chip: Chip) -> contextlib.AbstractContextManager[None]:
+    """Trace inside of the block as where this chip and a cuDNN are."""
+    return _compat_lowering.cudnn_of(gpu_capability(chip), CUDNN[0] * 10000 + CUDNN[1] * 100)
+
+
+def lower_trace(
+    traced: Any,
+    free_outputs: tuple[bool, ...],
+    mesh: Mesh | AbstractMesh,
+    platform: Platform,
+    hardware: Topology,
+) -> Lowered:
+    """Lower what was traced, a step or a task of a pipeline, for hardware that need not be here."""
+    callbacks = find_callbacks(traced.jaxpr, mesh.size)
+    try:
+        device = _kernel_device(traced.jaxpr, platform, hardware)
+        lowered, partitioners = _compat_lowering.lower(traced, platform, mesh, device)
+    except Exception as error:
+        refusal = _foreign_kernel(traced.jaxpr, platform, error)
+        refusal = refusal or _rejected_kernel(platform, error)
+        raise RehearsalError(refusal or _refusal(platform, error)) from error
     module = lowered.compiler_ir("stablehlo").operation
     code = io.BytesIO()
     module.write_bytecode(code)
@@ -110,11 +142,24 @@ def lower(
         code.getvalue(),
         identity_of(module),
         tuple(jax.tree.leaves(traced.out_info)),
-        _free_outputs(free, traced.out_info),
+        free_outputs,
         _compat.compiler_options(lowered),
         _compat.jit_shardings(traced),
         callbacks,
         _pickled(partitioners) if partitioners else b"",
+        find_offloads(traced.jaxpr),
+        tuple(map(_compat_lowering.is_on_host, traced.jaxpr.out_avals)),
+    )
+
+
+def find_offloads(jaxpr: Any) -> tuple[Source | None, ...]:
+    """List the lines of a program that move arrays to the host's memory, each once."""
+    return tuple(
+        dict.fromkeys(
+            source_of([eqn, *callers])
+            for eqn, *callers in _compat_lowering.equations(jaxpr)
+            if _compat_lowering.moves_to_host(eqn)
+        )
     )
 
 

@@ -17,7 +17,7 @@ from meshwright.hardware.chips import Chip
 from meshwright.hlo.instructions import Computation, Instruction, Source, primitives
 from meshwright.hlo.program import Program
 from meshwright.partitioning.report import LeafRow
-from meshwright.rehearsal.live_ranges import BufferId, CallerBuffers, LiveRanges, main_memory
+from meshwright.rehearsal.live_ranges import BufferId, CallerBuffers, LiveRanges, bytes_in
 
 _SHOWN = 8  # buffers that are printed
 
@@ -267,10 +267,10 @@ class _Peak:
 # alive at once; the compiler packs a little differently here and there, what it reports itself is
 # the truth, and this says what it consists of. Example: entry (p) -> big = broadcast; small =
 # reduce(big) peaks at `small`, with p, big and small alive.
-def live_buffers(program: Program) -> tuple[Buffer, ...]:
-    """List what lives at the peak, arguments too, largest first."""
+def live_buffers(program: Program, space: int = 0) -> tuple[Buffer, ...]:
+    """List what lives at the peak of a memory space, arguments too, largest first."""
     buffers = []
-    for computation, (name, number) in _Peaks(program).entry().buffers:
+    for computation, (name, number) in _Peaks(program, space=space).entry().buffers:
         maker = program.computations[computation].by_name[name]
         leaf = maker.shape.leaves[number]
         named = origin(program, maker) or maker
@@ -318,9 +318,9 @@ def cudnn_workspace(program: Program, call: Instruction) -> int:
 class _Peaks:
     """The peaks of a program's computations, each worked out once."""
 
-    def __init__(self, program: Program, workspaces: bool = True):
-        self.program = program
-        self.workspaces = workspaces
+    def __init__(self, program: Program, workspaces: bool = True, space: int = 0):
+        self.program, self.space = program, space
+        self.workspaces = workspaces and space == 0
         self.known: dict[str, _Peak] = {}
 
     def entry(self) -> _Peak:
@@ -349,7 +349,8 @@ class _Peaks:
             begins.setdefault(first, []).append(buffer)
             ends.setdefault(last, []).append(buffer)
         sizes = {
-            buffer: main_memory(computation.by_name[buffer[0]], buffer[1]) for buffer in ranges
+            buffer: bytes_in(computation.by_name[buffer[0]], buffer[1], self.space)
+            for buffer in ranges
         }
         # One pass over the schedule: add what begins, look, drop what ends.
         total, most, when = 0, -1, 0

@@ -6,43 +6,43 @@ compiles every task, in processes of its own; for live devices they are compiled
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
-import io
 import math
-import threading
-import types
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import NamedSharding
-
-from meshwright import _compat
 from meshwright._checks import check_seconds
-from meshwright._html import html_table
+from meshwright._html import html_table, tag
 from meshwright._show import short_repr
 from meshwright._text import amount, duration, plural, table
 from meshwright.errors import RehearsalError, short
-from meshwright.hardware.chips import Chip
+from meshwright.hardware.chips import CHIPS, Chip
+from meshwright.hlo.instructions import Source
 from meshwright.hlo.literals import decode_constants
-from meshwright.hlo.program import read_program
+from meshwright.hlo.program import Program, read_program
 from meshwright.meshes.build import explain_mesh
-from meshwright.mpmd.groups import Groups
 from meshwright.pipelines.explanation import Explanation
 from meshwright.pipelines.explanation import explain as explain_plan
 from meshwright.pipelines.plan import Plan
 from meshwright.pipelines.step import PipelineStep
 from meshwright.pipelines.step_graph import Operation, StepBuilder, TaskFunction
 from meshwright.placement.placement import Placement
+from meshwright.rehearsal.callbacks import Callback, callbacks_line
 from meshwright.rehearsal.collectives.analyze import analyze
 from meshwright.rehearsal.collectives.types import Collectives
-from meshwright.rehearsal.compiler import PLATFORMS, Job, Outcome, Site, compile_or_load
-from meshwright.rehearsal.lowering import identity_of
-from meshwright.rehearsal.memory import Memory, as_refused, available
+from meshwright.rehearsal.host_transfers import (
+    HostTransfers,
+    find_host_transfers,
+    offload_lost_line,
+)
+from meshwright.rehearsal.lowering import cudnn_of_chip
+from meshwright.rehearsal.memory import Memory, available, workspace_at_peak
 from meshwright.rehearsal.request import TIMEOUT, choose_folder
+from meshwright.rehearsal.step_arguments import ON_HOST
 from meshwright.rehearsal.step_time import StepTime, step_time
-from meshwright.rehearsal.tpu_slices import slice_for, stand_in_name
+from meshwright.rehearsal.task_compiler import CompiledTask, Exhausted, TaskCompiler
+from meshwright.rehearsal.tpu_slices import stand_in_name
 from meshwright.schedules.timeline import Timeline, simulate
 from meshwright.schedules.types import Costs, TaskKind
 from meshwright.trees.split import split_arrays
@@ -92,9 +92,15 @@ def rehearse_pipeline(
             plan = step.plan_of(*args)
     except Exhausted as refused:
         group = GroupRehearsal(refused.group, refused.memory, 0, ())
-        return PipelineRehearsal((group,), None, None, refused.task)
+        return PipelineRehearsal((group,), None, None, refused.task, tuple(compiler.callbacks))
     groups = tuple(_group(plan, number) for number in range(step.groups.mpmd_dim))
-    return PipelineRehearsal(groups, _timeline(plan, groups), explain_plan(plan))
+    return PipelineRehearsal(
+        groups,
+        _timeline(plan, groups),
+        explain_plan(plan),
+        callbacks=tuple(compiler.callbacks),
+        offloads=tuple(compiler.offloads),
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -102,13 +108,23 @@ class PipelineRehearsal:
     """What the compiler made of a pipeline. Prints itself; HTML in a notebook; `to_json()`.
 
     `timeline` is in milliseconds, from the modelled times of the tasks. `refused` names the task
-    at which the compiler ran out of memory, if it did: then only its group is known.
+    at which the compiler ran out of memory, if it did: then only its group is known. `callbacks`
+    were left out of the tasks of groups that are not here; `offloads` are the lines of those that
+    move arrays to the host.
     """
 
     groups: tuple[GroupRehearsal, ...]
     timeline: Timeline | None
     explanation: Explanation | None
     refused: str = ""
+    callbacks: tuple[Callback, ...] = ()
+    offloads: tuple[Source | None, ...] = ()
+
+    @property
+    def offload_lost(self) -> bool:
+        """Whether tasks offload arrays, and the compiled programs keep them on the device."""
+        tasks = [task for group in self.groups for task in group.tasks]
+        return bool(self.offloads and tasks) and all(t.host_transfers is None for t in tasks)
 
     @property
     def fits(self) -> bool:
@@ -120,11 +136,30 @@ class PipelineRehearsal:
         return short_repr(self, f"of {plural(len(self.groups), 'group')}, {verdict}")
 
     def __str__(self) -> str:
-        lines = [group.verdict() for group in self.groups]
+        lines = [*(group.verdict() for group in self.groups), *self._notes()]
         if self.refused:
             return "\n".join([*lines, self._advice()])
         tasks = table(self._task_rows(), [False, *[True] * 5])
         return "\n".join([*lines, "", self._memory_table(), "", tasks, "", str(self.timeline)])
+
+    def _notes(self) -> list[str]:
+        """What was left out of the programs, and what they move to and from the host."""
+        notes = [callbacks_line(self.callbacks)] if self.callbacks else []
+        if self.offload_lost:
+            chip = CHIPS[self.groups[0].memory.chip]
+            notes.append(offload_lost_line(self.offloads, chip))
+        moved = [task.host_transfers for group in self.groups for task in group.tasks]
+        if any(moved) and not any(each.to_device for each in moved if each is not None):
+            notes.append(
+                "What tasks leave on the host is taken to come back in no time: only the TPU's "
+                "compiler places arguments of the next task there."
+            )
+        return notes + [
+            f"task {task.name}: {task.host_transfers}"
+            for group in self.groups
+            for task in group.tasks
+            if task.host_transfers is not None
+        ]
 
     def _advice(self) -> str:
         return (
@@ -158,7 +193,8 @@ class PipelineRehearsal:
         return rows
 
     def _repr_html_(self) -> str:
-        verdicts = "".join(f"<p>{group.verdict()}</p>" for group in self.groups)
+        lines = [*(group.verdict() for group in self.groups), *self._notes()]
+        verdicts = "".join(tag("p", line) for line in lines)
         if self.timeline is None:
             return f"{verdicts}<p>{self._advice()}</p>"
         return (
@@ -170,6 +206,8 @@ class PipelineRehearsal:
         return {
             "fits": self.fits,
             "refused": self.refused or None,
+            "callbacks": [callback.to_json() for callback in self.callbacks],
+            "offload_lost": self.offload_lost,
             "groups": [
                 {
                     "group": group.group,
@@ -182,6 +220,7 @@ class PipelineRehearsal:
                             "time": task.time.to_json(),
                             "collectives": task.collectives.to_json(),
                             "temporaries": task.temporaries,
+                            "host_transfers": task.host_transfers and task.host_transfers.to_json(),
                         }
                         for task in group.tasks
                     ],
@@ -202,6 +241,7 @@ class TaskRehearsal:
     collectives: Collectives
     time: StepTime
     temporaries: int
+    host_transfers: HostTransfers | None = None
 
     def __repr__(self) -> str:
         return short_repr(self, f"{self.name}, {duration(self.time.total)}")
@@ -234,8 +274,11 @@ def _plan_without_devices(
     step: PipelineStep, args: tuple[Any, ...], compiler: TaskCompiler
 ) -> Plan:
     """Plan a step whose tasks are compiled in other processes; the plan cannot run."""
+    chip = explain_mesh(step.groups.meshes[0]).topology.chip
+    parts = split_arrays(args, 1)
     try:
-        return step.planner.plan(split_arrays(args, 1), step.local_groups, step.link, compiler)
+        with cudnn_of_chip(chip):
+            return step.planner.plan(parts, step.local_groups, step.link, compiler, compiler.lower)
     finally:
         compiler.stop()
 
@@ -261,8 +304,7 @@ def _tasks(operations: Sequence[Operation], placed: Placement) -> tuple[TaskRehe
         if task is None or code is None or (task.stage, task.kind) in tasks:
             continue
         compiled = code.compiled
-        tables = compiled.outcome.constants if isinstance(compiled, CompiledTask) else {}
-        program = read_program(compiled.as_text(), decode_constants(tables))
+        program = _program(compiled)
         collectives = analyze(program, placed)
         tasks[task.stage, task.kind] = TaskRehearsal(
             f"{task.stage}{task.kind}",
@@ -270,9 +312,16 @@ def _tasks(operations: Sequence[Operation], placed: Placement) -> tuple[TaskRehe
             TaskKind(task.kind),
             collectives,
             step_time(program, collectives, placed.topology.chip),
-            compiled.memory_analysis().temp_size_in_bytes,
+            compiled.memory_analysis().temp_size_in_bytes + workspace_at_peak(program),
+            find_host_transfers(program, placed.topology.chip),
         )
     return tuple(tasks.values())
+
+
+def _program(compiled: Any) -> Program:
+    """Read what a task was compiled to, here or in another process."""
+    tables = compiled.outcome.constants if isinstance(compiled, CompiledTask) else {}
+    return read_program(compiled.as_text(), decode_constants(tables))
 
 
 def _timeline(plan: Plan, groups: Sequence[GroupRehearsal]) -> Timeline:
@@ -305,96 +354,6 @@ def _latency(plan: Plan) -> float:
     return 1e3 * largest / (chip.link * 1e9)
 
 
-class Exhausted(RehearsalError):
-    """Raised for a task at which the compiler ran out of memory, with its group and memory."""
-
-    def __init__(self, task: str, group: int, memory: Memory):
-        super().__init__(f"{task}: the compiler ran out of memory. The group {memory.verdict()}.")
-        self.task, self.group, self.memory = task, group, memory
-
-
-# In: lowered programs, from the threads in which a plan compiles its tasks. Out: what the compiling
-# process made of each. Invariant: one process per program, also where several threads ask for it;
-# stages of a transformer are mostly one program.
-class TaskCompiler:
-    """Compiles the programs of groups that are not here, equal ones only once."""
-
-    def __init__(self, groups: Groups, timeout: float, folder: Path | None):
-        self.groups, self.timeout, self.folder = groups, timeout, folder
-        self._outcomes: dict[str, concurrent.futures.Future[Outcome]] = {}
-        self._lock = threading.Lock()
-        self._stopped = threading.Event()
-
-    def __call__(self, function: TaskFunction, operation: Operation, program: Any) -> CompiledTask:
-        """Compile a lowered program with the vendor's compiler."""
-        job = self._job(function, operation, program)
-        outcome = self._outcome(job)
-        if outcome.verdict == "exhausted":
-            memory = as_refused(outcome.reason, (), job.site.topology.chip)
-            raise Exhausted(job.name, operation.group, memory)
-        mesh = self.groups.meshes[operation.group]
-        return CompiledTask(outcome, _compat.named_shardings(outcome.shardings, mesh))
-
-    def stop(self) -> None:
-        """End the compilers that are still at work."""
-        self._stopped.set()
-
-    def _job(self, function: TaskFunction, operation: Operation, program: Any) -> Job:
-        module = program.compiler_ir("stablehlo").operation
-        written = io.BytesIO()
-        module.write_bytecode(written)
-        hardware, positions = slice_for(self.groups.meshes[operation.group])
-        return Job(
-            _name(function, operation),
-            written.getvalue(),
-            Site(PLATFORMS[hardware.chip.family], hardware, positions),
-            tuple(out is None for out in function.out_shardings),
-            _compat.uses_shardy(),
-            identity_of(module),
-        )
-
-    def _outcome(self, job: Job) -> Outcome:
-        """Return the outcome of a job, or the one that another thread is already compiling."""
-        with self._lock:
-            first = job.key not in self._outcomes
-            outcome = self._outcomes.setdefault(job.key, concurrent.futures.Future())
-        if first:
-            try:
-                outcome.set_result(compile_or_load(job, self.folder, self.timeout, self._tick)[0])
-            except BaseException as error:  # for the threads that wait for it too
-                outcome.set_exception(error)
-        return outcome.result()
-
-    def _tick(self, _: float) -> None:
-        if self._stopped.is_set():
-            raise RehearsalError("the rehearsal of this pipeline has ended.")
-
-
-def _name(function: TaskFunction, operation: Operation) -> str:
-    task = operation.task
-    return (
-        function.name if task is None else f"group {operation.group}: task {task.stage}{task.kind}"
-    )
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class CompiledTask:
-    """A task compiled in another process: reads as `jax.stages.Compiled`, but cannot be called."""
-
-    outcome: Outcome
-    output_shardings: Sequence[NamedSharding]
-
-    def as_text(self) -> str:
-        return self.outcome.text
-
-    def memory_analysis(self) -> Any:
-        sizes = {f"{part}_size_in_bytes": size for part, size in self.outcome.memory.items()}
-        return types.SimpleNamespace(**sizes)
-
-    def cost_analysis(self) -> dict[str, float]:
-        return self.outcome.cost
-
-
 # In: the operations of all groups in the order in which they run. Out: the most that one group
 # holds at once, and what of it lives between tasks then. Arguments stay unless a program is donated
 # them, for the caller holds them too; results live until their last use, and each program adds its
@@ -417,21 +376,22 @@ def group_memory(
     arguments = total(given)
     alive = set(given)
     peak, held = arguments, 0
+    functions = {id(each.function): each.function for each in own if each.function is not None}
+    needs = {number: _working(function) for number, function in functions.items()}
     for operation in operations:
         if operation.group != group:
             alive -= set(operation.drop) - given
             continue
         between = total(alive - given)
         function = operation.function
-        working = total(operation.outs) if function is None else _working(function)
+        working = total(operation.outs) if function is None else needs[id(function)]
         if total(alive & given) + between + working > peak:
             peak, held = total(alive & given) + between + working, between
         alive |= set(operation.outs)
         alive -= set(operation.drop) - given
         alive -= set() if function is None else {operation.ins[n] for n in function.donate_argnums}
     programs = sum(
-        each.compiled.memory_analysis().generated_code_size_in_bytes
-        for each in {id(o.function): o.function for o in own if o.function is not None}.values()
+        each.compiled.memory_analysis().generated_code_size_in_bytes for each in functions.values()
     )
     rest = max(0, peak - arguments)
     return Memory(arguments, 0, 0, rest, programs, available(chip), chip.name, chip.family), held
@@ -441,11 +401,16 @@ def _working(function: TaskFunction) -> int:
     """Bytes that a program needs besides its arguments."""
     report = function.compiled.memory_analysis()
     new = report.output_size_in_bytes - report.alias_size_in_bytes
-    return int(report.temp_size_in_bytes + new)
+    # Reading a program takes a while, and few have kernels that need more than the compiler knows.
+    has_attention = "__cudnn$fmha" in function.compiled.as_text()
+    workspace = workspace_at_peak(_program(function.compiled)) if has_attention else 0
+    return int(report.temp_size_in_bytes + new + workspace)
 
 
 def bytes_on_device(builder: StepBuilder, slot: int) -> int:
-    """Bytes that a device holds of the value in a slot."""
+    """Bytes that a device holds of the value in a slot; those of its host's memory are no part."""
     aval, sharding = builder.avals[slot], builder.slot_shardings[slot]
+    if sharding is not None and sharding.memory_kind == ON_HOST:
+        return 0
     shape = aval.shape if sharding is None else sharding.shard_shape(aval.shape)
     return math.ceil(math.prod(shape) * bits(aval.dtype) / 8)

@@ -57,6 +57,7 @@ from meshwright.rehearsal.collectives.types import (
     collective_rows,
     collectives_headline,
 )
+from meshwright.rehearsal.host_memory import host_notes
 from meshwright.rehearsal.host_transfers import bus_lane
 from meshwright.rehearsal.memory import Buffer, Memory
 from meshwright.rehearsal.step_time import CUSTOM_HEADING, CUSTOM_RIGHT, custom_rows
@@ -73,8 +74,7 @@ def as_text(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> str:
     parts = [headline(result), str(result.memory)]
     if result.time is not None:
         parts += [str(result.collectives), str(result.time)]
-    if result.host_transfers is not None:
-        parts.append(str(result.host_transfers))
+    parts += [str(each) for each in (result.host_transfers, result.host_memory) if each is not None]
     if advice := next_steps(result, remedies):
         parts.append("\n".join(map(_item, advice)))
     return "\n\n".join(parts)
@@ -96,13 +96,14 @@ def headline(result: Rehearsal) -> str:
         )
     if result.callbacks:
         lines.append(callbacks_line(result.callbacks))
+    lines += host_notes(result)
     return "\n".join(lines)
 
 
 def next_steps(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> list[str]:
     """List what a reader would do about it, most important first."""
     steps = []
-    if not result.fits:
+    if not result.memory.fits:
         steps += [str(remedy) for remedy in remedies or result.remedies()]
     implicit = [entry for entry in result.collectives if entry.cause == IMPLICIT_RESHARDING]
     if implicit:
@@ -140,7 +141,9 @@ def as_json(result: Rehearsal) -> dict[str, Any]:
         "collectives": None if result.time is None else result.collectives.to_json(),
         "time": None if result.time is None else result.time.to_json(),
         "arguments": result.arguments.to_json(),
+        "host_memory": result.host_memory and result.host_memory.to_json(),
         "host_transfers": result.host_transfers and result.host_transfers.to_json(),
+        "offload_lost": result.offload_lost,
         "callbacks": [callback.to_json() for callback in result.callbacks],
         "next": next_steps(result),
     }
@@ -188,7 +191,8 @@ def memory_section(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> Html:
     lanes = [memory_lane(alike, use), *map(_remedy_lane, remedies)]
     drawn = bars(lanes, amount, limit=use.limit)
     note = tag("p", f"Note: {use.note}.", class_="note") if use.note else ""
-    return join([drawn, legend(_memory_parts(use), amount, use.peak), note, _buffers(use)])
+    host = Html(result.host_memory._repr_html_()) if result.host_memory else ""
+    return join([drawn, legend(_memory_parts(use), amount, use.peak), note, _buffers(use), host])
 
 
 def memory_lane(title: str, use: Memory) -> Lane:

@@ -10,10 +10,12 @@ from meshwright._html import html_table
 from meshwright._show import short_repr
 from meshwright._text import amount, duration, table
 from meshwright.errors import RehearsalError, short
+from meshwright.hlo.instructions import Source
 from meshwright.partitioning.report import PartitionReport
 from meshwright.placement.placement import Placement
 from meshwright.rehearsal.callbacks import Callback
 from meshwright.rehearsal.collectives.types import CAUSES, Collectives
+from meshwright.rehearsal.host_memory import HostMemory
 from meshwright.rehearsal.host_transfers import HostTransfers
 from meshwright.rehearsal.memory import Memory
 
@@ -32,7 +34,8 @@ class Rehearsal:
     `stand_in`: compiled for simulated CPU devices instead of the hardware. `text` is the
     optimised HLO itself, `results` the shapes of what it returns. `callbacks` to the host were
     left out of the program: each with its `kind` and `source` line. `host_transfers` is what
-    offloading moves, if anything.
+    offloading moves, and `host_memory` what it keeps on the hosts, if anything; `offloads` are the
+    lines that ask for it.
     """
 
     request: Request
@@ -49,6 +52,8 @@ class Rehearsal:
     results: tuple[Any, ...] = ()
     callbacks: tuple[Callback, ...] = ()
     host_transfers: HostTransfers | None = None
+    host_memory: HostMemory | None = None
+    offloads: tuple[Source | None, ...] = ()
 
     @property
     def name(self) -> str:
@@ -57,8 +62,13 @@ class Rehearsal:
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits the memory of a device."""
-        return self.memory.fits
+        """Whether the step fits the memory of a device and, where it is known, of a host."""
+        return self.memory.fits and (self.host_memory is None or self.host_memory.fits is not False)
+
+    @property
+    def offload_lost(self) -> bool:
+        """Whether the step offloads arrays, and the compiled program keeps them on the device."""
+        return bool(self.offloads) and self.time is not None and self.host_transfers is None
 
     @property
     def margin(self) -> int:

@@ -200,14 +200,24 @@ def _is_on(sharding: Any, mesh: AbstractMesh) -> bool:
     return isinstance(sharding, NamedSharding) and dict(sharding.mesh.shape) == dict(mesh.shape)
 
 
-def as_shapes(args: Sequence[Any], specs: Sequence[Any], mesh: AbstractMesh) -> tuple[Any, ...]:
-    """Return the arguments without values: each array a `ShapeDtypeStruct` with its sharding."""
-    shapes = tuple(_shapes(arg, spec, mesh) for arg, spec in zip(args, specs, strict=True))
+def as_shapes(
+    args: Sequence[Any], specs: Sequence[Any], mesh: AbstractMesh, keep_on_host: bool = False
+) -> tuple[Any, ...]:
+    """Return the arguments without values: each array a `ShapeDtypeStruct` with its sharding.
+
+    With `keep_on_host`, those whose own sharding is in the host's memory stay there.
+    """
+    shapes = tuple(
+        _shapes(arg, spec, mesh, keep_on_host) for arg, spec in zip(args, specs, strict=True)
+    )
     tied: tuple[Any, ...] = retie(shapes, tuple(args))
     return tied
 
 
-def _shapes(arg: Any, specs: Any, mesh: AbstractMesh) -> Any:
+ON_HOST = "pinned_host"  # the memory kind that JAX offloads to
+
+
+def _shapes(arg: Any, specs: Any, mesh: AbstractMesh, keep_on_host: bool) -> Any:
     arrays = walk(arg)
     per_leaf = resolve_specs("rehearse", arrays, arg, mesh, specs, {})
     return arrays.rebuild(
@@ -216,11 +226,24 @@ def _shapes(arg: Any, specs: Any, mesh: AbstractMesh) -> Any:
                 leaf.shape,
                 # As `jit` would: float64 of NumPy is float32 unless jax_enable_x64 is set.
                 jax.dtypes.canonicalize_dtype(leaf.value.dtype, allow_extended_dtype=True),
-                sharding=NamedSharding(mesh, spec),
+                sharding=NamedSharding(mesh, spec, memory_kind=_memory_kind(leaf, keep_on_host)),
             )
             for leaf, spec in zip(arrays.arrays, per_leaf, strict=True)
         ]
     )
+
+
+def _memory_kind(leaf: Leaf, keep_on_host: bool) -> str | None:
+    return ON_HOST if keep_on_host and _is_on_host(leaf) else None
+
+
+def _is_on_host(leaf: Leaf) -> bool:
+    return getattr(getattr(leaf.value, "sharding", None), "memory_kind", None) == ON_HOST
+
+
+def count_on_host(args: Sequence[Any]) -> int:
+    """Count the arrays of the arguments whose own sharding is in the host's memory."""
+    return sum(_is_on_host(leaf) for arg in args for leaf in walk(arg).arrays)
 
 
 def with_jit_shardings(

@@ -169,9 +169,8 @@ def custom_rows(entries: Sequence[CustomKernel]) -> list[list[str]]:
     return rows
 
 
-_PARTS = ("compute", "memory", "start", "exposed", "hidden", "flops", "bytes")
-_PARTS += ("host_exposed", "host_hidden")
 _WAITED = ("compute", "memory", "start", "exposed", "host_exposed")  # that make up the total
+_PARTS = (*_WAITED, "hidden", "host_hidden", "flops", "bytes")
 
 
 # In: a scheduled program, its collectives and a chip. Out: the modelled time of one run on one
