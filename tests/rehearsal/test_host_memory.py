@@ -38,7 +38,9 @@ ENTRY %main (a: f32[1,1024,1024], i: s32[]) -> f32[1,1024,1024] {{
 
 def test_arrays_on_the_host_are_listed_there_and_not_on_the_device():
     program = read_program(PROGRAM)
-    assert [buffer.shape for buffer in live_buffers(program, space=HOST_SPACE)] == ["f32[4,1024,1024]"]
+    assert [buffer.shape for buffer in live_buffers(program, space=HOST_SPACE)] == [
+        "f32[4,1024,1024]"
+    ]
     assert {buffer.shape for buffer in live_buffers(program)} <= {"f32[1,1024,1024]", "s32[]"}
 
 

@@ -275,10 +275,11 @@ def _read_outcome(
     collectives = analyze(program, placed, read_conflicts(outcome.notes), batch)
     memory = as_compiled(outcome.memory, chip, live_buffers(program, chip))
     workspace = workspace_at_peak(program, chip, memory.peak)
+    repeated = find_repeated_work(program, placed, arguments)
     return {
         "memory": dataclasses.replace(memory, temporaries=memory.temporaries + workspace),
         "collectives": collectives,
-        "time": step_time(program, collectives, chip, find_repeated_work(program, placed)),
+        "time": step_time(program, collectives, chip, repeated),
         "host_transfers": find_host_transfers(program, chip),
         "host_memory": host_memory(outcome.memory, program, placed.topology, hardware),
     }
