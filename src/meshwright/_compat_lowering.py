@@ -62,6 +62,17 @@ def equations(jaxpr: Jaxpr, *callers: Eqn) -> Iterator[tuple[Eqn, ...]]:
                         yield from equations(inner, eqn, *callers)
 
 
+def source_frames(eqn: Eqn) -> list[tuple[str, int]]:
+    """Return file and line of every frame above an equation but JAX's own, innermost first.
+
+    `jax.extend.source_info_util` names one frame alone; all of them are private (jax 0.10 to 0.12).
+    """
+    from jax._src import source_info_util
+
+    frames = source_info_util.user_frames(eqn.source_info.traceback)
+    return [(frame.file_name, frame.start_line) for frame in frames]
+
+
 _KERNEL_PLATFORMS = {"mosaic": "tpu", "triton": "cuda", "mosaic_gpu": "cuda"}
 
 

@@ -16,6 +16,7 @@ from meshwright.axes import role
 from meshwright.errors import RehearsalError, short
 from meshwright.pipelines.explanation import Explanation
 from meshwright.pipelines.profiling import MeasuredTimeline
+from meshwright.rehearsal.avoidable_costs import AvoidableCosts
 from meshwright.rehearsal.collectives.types import IMPLICIT_RESHARDING, Collective
 from meshwright.rehearsal.remedies import Remedy
 from meshwright.rehearsal.rendering import (
@@ -50,6 +51,7 @@ def page(
     result: Rehearsal,
     *,
     remedies: Sequence[Remedy] = (),
+    costs: AvoidableCosts | None = None,
     pipeline: Mapping[str, AnyTimeline] | AnyTimeline | None = None,
     training: Mapping[str, Sequence[float]] | Sequence[float] | None = None,
     comparison: Comparison | None = None,
@@ -57,7 +59,8 @@ def page(
 ) -> str:
     """Render a rehearsal as one HTML page that works offline, on a phone, and without scripts.
 
-    `remedies` are drawn beside the memory they save. `pipeline` is what `step.explain(...)` or
+    `remedies` are drawn beside the memory they save; `costs` are `result.costs(check=True)`, by
+    default those that were not tried. `pipeline` is what `step.explain(...)` or
     `step.timeline(...)` returned, `training` the losses of a run, either also a dict of several by
     name, and `comparison` what `result.compare(other)` returned. `title` is by default the name of
     the step and of the hardware. Raises `RehearsalError` for losses that cannot be drawn.
@@ -72,7 +75,7 @@ def page(
         raise RehearsalError(f"page: {short(result)} is not what rehearse(...) returns.")
     parts = {  # heading and content, by the name that links use
         "next": ("What to do next", advice_list(advice(result, remedies))),
-        **sections(result, remedies),
+        **sections(result, remedies, costs),
     }
     if comparison is not None:
         parts["comparison"] = ("Side by side", draw_comparison(comparison))

@@ -1,5 +1,7 @@
 """Models of Flax, Equinox and penzai: sharded they compute what one device does; rehearsals."""
 
+import linecache
+
 import all_models
 import equinox as eqx
 import flax.linen as nn
@@ -117,6 +119,36 @@ def test_the_models_own_step_is_rehearsed(name, tmp_path):
     # The optimizer's moments lie as the parameters do, and so does what the step returns.
     assert here.memory.arguments < 0.5 * sum(x.nbytes for x in arrays_of(args))
     assert here.memory.outputs > 0.5 * here.memory.arguments
+
+
+def test_the_largest_cost_of_lm1b_is_at_its_logits(tmp_path):
+    # With the names that Flax wrote, the rows of the batch come together at the tied table: XLA
+    # sums logits of all rows over fsdp, and gathers their gradient.
+    step, args = models_linen.lm1b(rows=64, length=32, vocab=2048)
+    options = {**options_of("lm1b"), "cache": tmp_path, "compiler": "cpu"}
+    r = mw.rehearse(step, *args, mesh="fsdp:4, tp:4", on="v5e:4x4", **options)
+    costs = r.costs(check=True)
+    first = costs[0]
+    assert first.kind in ("activation summed whole", "batch gathered") and first.over == "fsdp"
+    assert "embed.attend" in linecache.getline(first.source.file, first.source.line)
+    assert 'with_sharding_constraint(x, P("fsdp", *[P.UNCONSTRAINED] * 2))' in first.write
+    # Constraints at all these lines, put into Flax's program from outside, pay.
+    together = costs[len(costs) - 1]
+    assert together.kind == "together" and not together.failed
+    assert together.tried.time.total < 0.8 * r.time.total
+    # With rules by somebody who knows the model there is less to save there.
+    init, loss, tokens, rules = models_linen.lm1b_parts(rows=64, length=32, vocab=2048)
+    by_hand = mw.rehearse(
+        jax.value_and_grad(loss),
+        init(),
+        tokens,
+        mesh="fsdp:4, tp:4",
+        on="v5e:4x4",
+        compiler="cpu",
+        rules=rules,
+        cache=tmp_path,
+    )
+    assert sum(c.seconds for c in by_hand.costs()) < sum(c.seconds for c in r.costs())
 
 
 def arrays_of(args):

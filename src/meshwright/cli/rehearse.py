@@ -49,7 +49,7 @@ class RehearseCommand:
     timeout: float = 900.0
     """Seconds after which the compiler is ended."""
     try_: Annotated[bool, tyro.conf.arg(name="try")] = False
-    """Where it does not fit: compile each way out, too."""
+    """Where it does not fit, compile each way out, too; where it does, what would save time."""
     cache: bool = True
     """Take an answer that is known from before; without, compile in any case."""
     json: bool = False
@@ -62,15 +62,18 @@ class RehearseCommand:
             raise RehearsalError(f"--html {self.html}: there is no folder {self.html.parent}.")
         result = self._rehearsed()
         ways = result.remedies(check=True) if self.try_ and not result.fits else ()
+        costs = result.costs(check=self.try_ and result.fits)
         if self.html is not None:
-            self.html.write_text(page(result, remedies=ways), encoding="utf-8")
+            text = page(result, remedies=ways, costs=costs)
+            self.html.write_text(text, encoding="utf-8")
         if self.json:
             data = result.to_json()
             if self.try_:
                 data["tried"] = [str(way) for way in ways]
+                data["costs"] = costs.to_json()
             print(json.dumps(data, indent=2))
         else:
-            print(as_text(result, ways))
+            print(as_text(result, ways, costs))
         return 0 if result.fits else DOES_NOT_FIT
 
     def _rehearsed(self) -> Rehearsal:

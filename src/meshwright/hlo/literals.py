@@ -1,9 +1,9 @@
 """`integer_constants`: constants of a compiled program, whose text leaves the larger ones out.
 
 Kernels may decide by a constant what they do: splash attention skips the blocks that its mask, a
-table of bytes, says are empty. The values are in the program as a message of protocol buffers; no
-small package reads those of XLA, so the few fields that are needed are read here by number
-(xla/service/hlo.proto, xla/xla_data.proto).
+table of bytes, says are empty; and each device looks its offsets up in a table by its own number.
+The values are in the program as a message of protocol buffers; no small package reads those of XLA,
+so the few fields that are needed are read here by number (hlo.proto and xla_data.proto of XLA).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _PACKED = {4: np.int32, 5: np.int64, 6: np.uint32, 7: np.uint64}
 _HEAD = 400
 
 
-def integer_constants(module: bytes) -> dict[str, list[Any]]:
+def integer_constants(module: bytes, largest: int = _MOST_BYTES) -> dict[str, list[Any]]:
     """Return `{instruction: [dtype, dims, values as base64]}` of a serialized `HloModuleProto`.
 
-    Those with dims and of at most 1 MiB; plain data, for `decode_constants` to read.
+    Those with dims and of at most `largest` bytes; plain data, for `decode_constants` to read.
     """
     constants = {}
     for number, computation in _fields(memoryview(module)):
@@ -38,7 +38,7 @@ def integer_constants(module: bytes) -> dict[str, list[Any]]:
             continue
         for inner, instruction in _fields(computation):
             if inner == _INSTRUCTIONS and b"constant" in bytes(instruction[:_HEAD]):
-                name, values = _constant(instruction)
+                name, values = _constant(instruction, largest)
                 if values is not None:
                     text = base64.b64encode(values.tobytes()).decode()
                     constants[name] = [values.dtype.name, list(values.shape), text]
@@ -57,7 +57,7 @@ def decode_constants(constants: Mapping[str, list[Any]]) -> dict[str, np.ndarray
     }
 
 
-def _constant(instruction: memoryview) -> tuple[str, np.ndarray | None]:
+def _constant(instruction: memoryview, largest: int) -> tuple[str, np.ndarray | None]:
     parts = {number: part for number, part in _fields(instruction) if number <= _LITERAL}
     name = bytes(parts.get(_NAME, b"")).decode()
     if bytes(parts.get(_OPCODE, b"")) != b"constant" or _LITERAL not in parts:
@@ -71,7 +71,7 @@ def _constant(instruction: memoryview) -> tuple[str, np.ndarray | None]:
             minor_to_major = [
                 d for n, p in _fields(part) if n == _MINOR_TO_MAJOR for d in _packed(p)
             ]
-    if not dims or len(parts[_LITERAL]) > _MOST_BYTES:
+    if not dims or len(parts[_LITERAL]) > largest:
         return name, None
     for number, part in _fields(parts[_LITERAL]):
         if number in _AS_BYTES:

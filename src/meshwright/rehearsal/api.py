@@ -28,6 +28,7 @@ from meshwright.partitioning.decide import PartitionOptions, partition
 from meshwright.partitioning.report import LeafRow
 from meshwright.placement.placement import Placement
 from meshwright.rehearsal.collectives.analyze import analyze
+from meshwright.rehearsal.collectives.causes import Batch
 from meshwright.rehearsal.collectives.types import Collectives, read_conflicts
 from meshwright.rehearsal.compiler import Compiler, Job, Outcome, Platform, Site, compile_or_load
 from meshwright.rehearsal.host_transfers import HostTransfers, find_host_transfers
@@ -39,6 +40,7 @@ from meshwright.rehearsal.memory import (
     live_buffers,
     workspace_at_peak,
 )
+from meshwright.rehearsal.repeated_work import find_repeated_work
 from meshwright.rehearsal.request import (
     TIMEOUT,
     CompileOptions,
@@ -241,7 +243,9 @@ def run(request: Request) -> Rehearsal:
             compiler,
         )
         bar.now("reading")
-        memory, collectives, time, offloaded = _read_outcome(outcome, placed, arguments.rows)
+        memory, collectives, time, offloaded = _read_outcome(
+            outcome, placed, arguments.rows, request.batch
+        )
     return Rehearsal(
         request=request,
         placement=placed,
@@ -274,14 +278,14 @@ def _site(platform: Platform, placed: Placement, hardware: Topology) -> Site:
 # one device, since every device runs the same program. A compiler that ran out of memory leaves no
 # program: there is a memory verdict from its error message, and no collectives and no time.
 def _read_outcome(
-    outcome: Outcome, placed: Placement, arguments: Sequence[LeafRow]
+    outcome: Outcome, placed: Placement, arguments: Sequence[LeafRow], batch: Batch
 ) -> tuple[Memory, Collectives, StepTime | None, HostTransfers | None]:
     chip = placed.topology.chip
     if outcome.verdict == "exhausted":
         return as_refused(outcome.reason, arguments, chip), Collectives(()), None, None
     program = read_program(outcome.text, decode_constants(outcome.constants))
-    collectives = analyze(program, placed, read_conflicts(outcome.notes))
+    collectives = analyze(program, placed, read_conflicts(outcome.notes), batch)
     workspace = workspace_at_peak(program)
     memory = as_compiled(outcome.memory, chip, live_buffers(program), workspace)
-    time = step_time(program, collectives, chip)
+    time = step_time(program, collectives, chip, find_repeated_work(program, placed))
     return memory, collectives, time, find_host_transfers(program, chip)

@@ -36,7 +36,7 @@ from meshwright.hlo.instructions import Source
 # and variables that reach the compiler.
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda13-plugin")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-_FORMAT = 4  # of cache entries: raise it when `Outcome` or the worker changes
+_FORMAT = 5  # of cache entries: raise it when `Outcome` or the worker changes
 
 Platform = Literal["tpu", "cuda", "cpu"]
 PLATFORMS: Mapping[str, Platform] = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}  # by chip family
@@ -106,7 +106,8 @@ class Outcome:
     has its own text then. `text` is the optimised HLO, `memory` the compiler's sizes in bytes,
     `cost` its own estimates, `seconds` how long it took, `notes` what it printed.
     `shardings` are those of the results, as `_compat.written_shardings` writes them; `constants`
-    are tables that kernels read and the text leaves out, as `integer_constants` writes them.
+    are tables that kernels and devices look things up in and the text leaves out, as
+    `integer_constants` writes them.
     """
 
     verdict: Literal["compiled", "exhausted", "failed"]

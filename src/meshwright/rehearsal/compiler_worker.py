@@ -84,8 +84,8 @@ def compile_job(job: Job, devices: list[Any] | Exception) -> Outcome:
     memory["live"] = int(getattr(stats, "peak_memory_in_bytes", 0))
     module = executable.hlo_modules()[0]
     text = module.to_string()
-    has_kernels = '"tpu_custom_call"' in text
-    serialized = module.as_serialized_hlo_module_proto() if has_kernels else b""
+    has_kernels, by_device = '"tpu_custom_call"' in text, "partition-id(" in text
+    serialized = module.as_serialized_hlo_module_proto() if has_kernels or by_device else b""
     return Outcome(
         "compiled",
         text=text,
@@ -94,8 +94,12 @@ def compile_job(job: Job, devices: list[Any] | Exception) -> Outcome:
         seconds=seconds,
         compiler=_compiler(job),
         shardings=_compat.written_shardings(executable, len(job.free_outputs)),
-        constants=integer_constants(serialized),
+        constants=integer_constants(serialized, _TABLES[has_kernels]),
     )
+
+
+# Bytes of the largest constant to keep: of kernels' masks, of offsets by device.
+_TABLES = {True: 1 << 20, False: 1 << 16}
 
 
 def _cost(executable: Any) -> dict[str, float]:

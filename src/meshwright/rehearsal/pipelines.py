@@ -40,6 +40,7 @@ from meshwright.rehearsal.collectives.types import Collectives
 from meshwright.rehearsal.compiler import PLATFORMS, Job, Outcome, Site, compile_or_load
 from meshwright.rehearsal.lowering import identity_of
 from meshwright.rehearsal.memory import Memory, as_refused, available
+from meshwright.rehearsal.repeated_work import find_repeated_work
 from meshwright.rehearsal.request import TIMEOUT, choose_folder
 from meshwright.rehearsal.step_time import StepTime, step_time
 from meshwright.rehearsal.tpu_slices import slice_for, stand_in_name
@@ -264,12 +265,13 @@ def _tasks(operations: Sequence[Operation], placed: Placement) -> tuple[TaskRehe
         tables = compiled.outcome.constants if isinstance(compiled, CompiledTask) else {}
         program = read_program(compiled.as_text(), decode_constants(tables))
         collectives = analyze(program, placed)
+        repeated = find_repeated_work(program, placed)
         tasks[task.stage, task.kind] = TaskRehearsal(
             f"{task.stage}{task.kind}",
             task.stage,
             TaskKind(task.kind),
             collectives,
-            step_time(program, collectives, placed.topology.chip),
+            step_time(program, collectives, placed.topology.chip, repeated),
             compiled.memory_analysis().temp_size_in_bytes,
         )
     return tuple(tasks.values())

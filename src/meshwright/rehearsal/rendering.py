@@ -25,8 +25,9 @@ from meshwright._html import (
     legend,
     style,
     tag,
+    wide,
 )
-from meshwright._text import amount, duration, plural, plural_noun
+from meshwright._text import amount, duration, plural_noun
 from meshwright.partitioning.report import (
     REPORT_HEADING,
     REPORT_RIGHT,
@@ -61,17 +62,22 @@ from meshwright.rehearsal.memory import Buffer, Memory
 from meshwright.rehearsal.step_time import CUSTOM_HEADING, CUSTOM_RIGHT, custom_rows
 
 if TYPE_CHECKING:  # `result` imports this file, and a `Rehearsal` prints itself with it
+    from meshwright.rehearsal.avoidable_costs import AvoidableCosts
     from meshwright.rehearsal.remedies import Remedy
     from meshwright.rehearsal.result import Rehearsal
 
 _WORST = 3  # replicated arrays that are named
 
 
-def as_text(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> str:
-    """Print everything for a terminal; `remedies` are those that were tried, if any were."""
+def as_text(
+    result: Rehearsal, remedies: Sequence[Remedy] = (), costs: AvoidableCosts | None = None
+) -> str:
+    """Print everything for a terminal; `remedies` and `costs` are those that were tried, if any."""
     parts = [headline(result), str(result.memory)]
     if result.time is not None:
         parts += [str(result.collectives), str(result.time)]
+    if costs := costs or result.costs():
+        parts.append(str(costs))
     if result.host_transfers is not None:
         parts.append(str(result.host_transfers))
     if advice := next_steps(result, remedies):
@@ -103,14 +109,8 @@ def next_steps(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> list[str]:
     steps = []
     if not result.fits:
         steps += [str(remedy) for remedy in remedies or result.remedies()]
-    implicit = [entry for entry in result.collectives if entry.cause == IMPLICIT_RESHARDING]
-    if implicit:
-        worst = max(implicit, key=lambda entry: entry.total_seconds)
-        place = f" from {worst.source}" if worst.source else ""
-        steps.append(
-            f"{plural(len(implicit), 'collective')} by implicit resharding. The largest: "
-            f"{worst.kind} of {worst.shape}{place}. Constrain what it works on to one sharding."
-        )
+    if costs := result.costs():
+        steps.append(f"Largest avoidable cost: {costs[0]}")
     # Small arrays are well replicated; one is named where its copies take 5 % of a device together.
     copies = result.placement.topology.num_devices
     given = result.request.in_shardings is not None  # then they were meant to be replicated
@@ -139,6 +139,7 @@ def as_json(result: Rehearsal) -> dict[str, Any]:
         "collectives": None if result.time is None else result.collectives.to_json(),
         "time": None if result.time is None else result.time.to_json(),
         "arguments": result.arguments.to_json(),
+        "costs": result.costs().to_json(),
         "host_transfers": result.host_transfers and result.host_transfers.to_json(),
         "callbacks": [callback.to_json() for callback in result.callbacks],
         "next": next_steps(result),
@@ -157,11 +158,13 @@ def as_html(result: Rehearsal) -> str:
     return tag("div", tag("style", Html(style())), *parts, class_="mw")
 
 
-def sections(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> dict[str, tuple[str, Html]]:
+def sections(
+    result: Rehearsal, remedies: Sequence[Remedy] = (), costs: AvoidableCosts | None = None
+) -> dict[str, tuple[str, Html]]:
     """Title and content of every section, by a short name for links."""
     return {
         "memory": ("Memory", memory_section(result, remedies)),
-        "time": ("Where a step's time goes", time_section(result)),
+        "time": ("Where a step's time goes", time_section(result, costs)),
         "mesh": ("The mesh on the machine", mesh_section(result.placement)),
         "collectives": ("What moves between devices", collectives_section(result)),
         "shardings": ("How the arrays are cut", shardings_section(result.arguments)),
@@ -355,7 +358,7 @@ def _figure(alike: _Alike) -> Html:
 # Where the time of a step goes, and the communication in it by cause and by axis.
 
 
-def time_section(result: Rehearsal) -> Html:
+def time_section(result: Rehearsal, costs: AvoidableCosts | None = None) -> Html:
     """Draw lanes on one time scale: the step, its communication by cause, and by mesh axis."""
     timing = result.time
     if timing is None:
@@ -386,8 +389,17 @@ def time_section(result: Rehearsal) -> Html:
     if timing.custom:
         rows = custom_rows(timing.custom)
         custom = grid("Custom kernels", CUSTOM_HEADING, rows, CUSTOM_RIGHT)
-    doubts = (tag("p", line, class_="note") for line in timing.doubts())
-    return join([*(piece for pair in drawn for piece in pair), compiler, custom, *doubts])
+    said = (*timing.repeated_lines(), *timing.doubts())
+    doubts = (tag("p", line, class_="note") for line in said)
+    pieces = (piece for pair in drawn for piece in pair)
+    return join([*pieces, compiler, custom, *doubts, _saved(costs or result.costs())])
+
+
+def _saved(costs: AvoidableCosts) -> Html:
+    """What another sharding would save."""
+    if not costs:
+        return Html()
+    return join([tag("h3", "What could be saved"), wide("Costs", Html(costs._repr_html_()))])
 
 
 def _seconds_by(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import jax
+import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
 from meshwright import _compat
@@ -24,6 +25,7 @@ from meshwright.models.base import Model
 from meshwright.partitioning.decide import Options
 from meshwright.pipelines.step import PipelineStep
 from meshwright.placement.placement import Placement
+from meshwright.rehearsal.collectives.causes import Batch
 from meshwright.rehearsal.compiler import PLATFORMS, Platform, default_folder
 from meshwright.rehearsal.step_arguments import argument_names, decide_specs, has_rows, is_state
 from meshwright.spec.mesh_spec import MeshSpec
@@ -117,6 +119,23 @@ class Request:
             self.args, self.argument_names, mesh, in_specs, self.data, self.options
         )
         return decided, out_specs
+
+    @property
+    def batch(self) -> Batch:
+        """Which arguments are data, and their rows."""
+        names = self.argument_names
+        shapes = [
+            [tuple(np.shape(leaf)) for leaf in filter(has_rows, jax.tree.leaves(arg))]
+            for arg in self.args
+        ]
+        data = [shape for i in self.data for shape in shapes[i] if shape[0] > 1]
+        others = (shapes[i] for i in range(len(shapes)) if i not in self.data)
+        return Batch(
+            frozenset(names[i] for i in self.data),
+            frozenset(shape[0] for shape in data),
+            frozenset(shape[0] * shape[1] for shape in data if len(shape) > 1),
+            frozenset(shape for one in others for shape in one),
+        )
 
     @property
     def argument_names(self) -> list[str]:

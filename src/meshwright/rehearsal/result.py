@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,12 +13,14 @@ from meshwright._text import amount, duration, table
 from meshwright.errors import RehearsalError, short
 from meshwright.partitioning.report import PartitionReport
 from meshwright.placement.placement import Placement
+from meshwright.rehearsal.avoidable_costs import AvoidableCosts, find_costs
 from meshwright.rehearsal.callbacks import Callback
 from meshwright.rehearsal.collectives.types import CAUSES, Collectives
 from meshwright.rehearsal.host_transfers import HostTransfers
 from meshwright.rehearsal.memory import Memory
 
-# `remedies` and `rendering` know this file's classes as types alone, so no import is in a function.
+# `avoidable_costs`, `remedies` and `rendering` know this file's classes as types alone, so that no
+# import is in a function.
 from meshwright.rehearsal.remedies import Remedy, find_remedies
 from meshwright.rehearsal.rendering import as_html, as_json, as_text
 from meshwright.rehearsal.request import Request
@@ -85,6 +88,28 @@ class Rehearsal:
         ['donate_argnums=0', "mesh='fsdp:8'"]
         """
         return find_remedies(self, check=check)
+
+    def costs(self, *, check: bool = False) -> AvoidableCosts:
+        """List what another sharding would save, largest first, each with what to write.
+
+        With `check` also compile the largest, where the change can be made from here, and the
+        constraints together.
+
+        >>> import jax, meshwright as mw
+        >>> from jax.sharding import PartitionSpec as P
+        >>> w, x = (jax.ShapeDtypeStruct((512, 512), "float32") for _ in range(2))
+        >>> options = {"mesh": "dp:2, tp:4", "on": "cpu:8", "in_shardings": [P(), P("dp")]}
+        >>> r = mw.rehearse(lambda w, x: x @ w, w, x, **options)
+        >>> [(cost.kind, cost.what, cost.over) for cost in r.costs()]
+        [('repeated work', '4 times', 'tp')]
+        >>> r.costs()[0].write
+        'cut w over tp, too: P(None, "tp"), by a rule or in_shardings.'
+        """
+        return find_costs(self, check=True) if check else self._costs
+
+    @functools.cached_property
+    def _costs(self) -> AvoidableCosts:
+        return find_costs(self, check=False)
 
     def compare(self, other: Rehearsal) -> Comparison:
         """Set this rehearsal and another side by side."""

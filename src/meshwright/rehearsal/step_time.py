@@ -20,6 +20,7 @@ from meshwright.hlo.program import Program
 from meshwright.rehearsal.collectives.types import Collective, Collectives
 from meshwright.rehearsal.kernel_speeds import Speeds, speeds
 from meshwright.rehearsal.kernels import Kernel, kernels, running
+from meshwright.rehearsal.repeated_work import RepeatedWork
 
 # GHz: the peak of each chip divided by what its multipliers do in a cycle.
 _CLOCK = {"v4": 1.05, "v5e": 1.5, "v5p": 1.75, "v6e": 1.75, "tpu7x": 2.2}
@@ -32,7 +33,8 @@ class StepTime:
     `compute` and `memory`: kernels that wait for the one or the other. `exposed`: communication
     that nothing hides; `hidden` runs beside kernels and is not in the total. `start`: the launches
     of kernels. `compiler` is the compiler's own estimate of its kernels, where it gives one; it
-    leaves custom kernels out, which are added as modelled here. `custom` lists those.
+    leaves custom kernels out, which are added as modelled here. `custom` lists those. `repeated`
+    are products that several devices compute alike; they are in `flops` and in the times.
     """
 
     compute: float
@@ -45,6 +47,7 @@ class StepTime:
     peak_flops: float
     compiler: float | None = None
     custom: tuple[CustomKernel, ...] = ()
+    repeated: tuple[RepeatedWork, ...] = ()
 
     @property
     def total(self) -> float:
@@ -52,8 +55,18 @@ class StepTime:
         return self.compute + self.memory + self.start + self.exposed
 
     @property
+    def useful_flops(self) -> float:
+        """Operations of one device without those that other devices do as well."""
+        return self.flops - sum(entry.wasted for entry in self.repeated)
+
+    @property
     def utilisation(self) -> float:
-        """The part of the chip's nominal speed that goes into the program's multiplications."""
+        """The part of the chip's nominal speed that goes into useful multiplications."""
+        return self.useful_flops / self.peak_flops / self.total if self.total else 0.0
+
+    @property
+    def hardware_utilisation(self) -> float:
+        """`utilisation` with what is repeated: how busy the chip's multipliers are."""
         return self.flops / self.peak_flops / self.total if self.total else 0.0
 
     def parts(self) -> dict[str, float]:
@@ -83,7 +96,20 @@ class StepTime:
         lines = [table(rows, [False, True, True])]
         if self.custom:
             lines.append(table([list(CUSTOM_HEADING), *custom_rows(self.custom)], CUSTOM_RIGHT))
-        return "\n\n".join(lines + self.doubts())
+        return "\n\n".join(lines + self.repeated_lines() + self.doubts())
+
+    def repeated_lines(self) -> list[str]:
+        """Say which work is done more than once; empty if none is, or next to none."""
+        much = [entry for entry in self.repeated if entry.wasted > _LITTLE * self.flops]
+        lines = [f"{str(entry)[:1].upper()}{str(entry)[1:]}." for entry in much[:_MOST_REPEATED]]
+        if len(much) > _MOST_REPEATED:
+            lines.append(f"... and those of {len(much) - _MOST_REPEATED} more lines.")
+        if much:
+            lines.append(
+                "Utilisation counts useful work alone; with what is repeated the multipliers are "
+                f"used {self.hardware_utilisation:.0%}."
+            )
+        return ["\n".join(lines)] if lines else []
 
     def doubts(self) -> list[str]:
         """Say of which kernels the operations are unknown or may be too many; empty if of none."""
@@ -107,7 +133,10 @@ class StepTime:
             "hidden": self.hidden,
             "flops": self.flops,
             "bytes": self.bytes,
+            "useful_flops": self.useful_flops,
             "utilisation": self.utilisation,
+            "hardware_utilisation": self.hardware_utilisation,
+            "repeated": [entry.to_json() for entry in self.repeated],
             "compiler": self.compiler,
             "custom_kernels": [kernel.to_json() for kernel in self.custom],
         }
@@ -135,6 +164,7 @@ class CustomKernel:
 
 
 _MOST_KERNELS = 8  # that are named
+_MOST_REPEATED, _LITTLE = 5, 0.01  # lines that are named; the part of all work that is worth it
 
 
 def _names(entries: Sequence[CustomKernel]) -> str:
@@ -167,8 +197,13 @@ _PARTS = ("compute", "memory", "start", "exposed", "hidden", "flops", "bytes")
 # device. Invariant: every kernel and every collective counts once for each time that it runs.
 # Example: an all-gather of 3 ms whose start and end have a dot of 2 ms between them adds 2 ms to
 # `hidden` and 1 ms to `exposed`; the dot adds its 2 ms to `compute`.
-def step_time(program: Program, collectives: Collectives, chip: Chip) -> StepTime:
-    """Model the time of a step."""
+def step_time(
+    program: Program,
+    collectives: Collectives,
+    chip: Chip,
+    repeated: tuple[RepeatedWork, ...] = (),
+) -> StepTime:
+    """Model the time of a step; `repeated` is the work in it that is done more than once."""
     speed = speeds(chip)
     by_name = {name: entry for entry in collectives for name in entry.instructions}
     parts = dict.fromkeys(_PARTS, 0.0)
@@ -190,6 +225,7 @@ def step_time(program: Program, collectives: Collectives, chip: Chip) -> StepTim
         peak_flops=chip.tflops * 1e12 / chip.cores,
         compiler=_compilers_estimate(program, chip, custom),
         custom=tuple(custom),
+        repeated=repeated,
     )
 
 

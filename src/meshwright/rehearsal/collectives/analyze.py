@@ -18,7 +18,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.hlo.instructions import Instruction, Shape, integers
 from meshwright.hlo.program import Program
 from meshwright.placement.placement import AxisPlan, Placement
-from meshwright.rehearsal.collectives.causes import Causes, operation_served
+from meshwright.rehearsal.collectives.causes import NO_BATCH, Batch, Causes, operation_served
 from meshwright.rehearsal.collectives.costs import (
     Cost,
     grid_coords,
@@ -40,16 +40,20 @@ from meshwright.rehearsal.collectives.types import (
 # modelled, causes are guessed. Example: on "dp:2, tp:4" the line `all-reduce(%a: f32[512,512]),
 # replica_groups={{0,1,2,3},{4,5,6,7}}` is an all-reduce of 1 MiB over tp.
 def analyze(
-    program: Program, placement: Placement, conflicts: Sequence[ShardingConflict] = ()
+    program: Program,
+    placement: Placement,
+    conflicts: Sequence[ShardingConflict] = (),
+    batch: Batch = NO_BATCH,
 ) -> Collectives:
     """List what a program moves between devices.
 
     `placement` is that of the mesh the program was compiled for (`mw.explain(mesh)`), `conflicts`
-    what `read_conflicts` finds in the compiler's standard error. Raises `MeshwrightError` where
+    what `read_conflicts` finds in the compiler's standard error, `batch` which arguments are data.
+    Raises `MeshwrightError` where
     the program is for another number of devices.
     """
     located = tuple(_with_source(conflict, program) for conflict in conflicts)
-    analyzer = _Analyzer(program, placement, Causes(program, located))
+    analyzer = _Analyzer(program, placement, Causes(program, located, batch))
     return Collectives(tuple(map(analyzer.collective, find_collectives(program))), located)
 
 
@@ -116,6 +120,7 @@ class _Analyzer:
             cause.why,
             op.parts,
             cause.conflict,
+            _dim(op),
         )
 
     def cost(self, kind: str, size: int, participants: _Participants) -> Cost:
@@ -159,6 +164,12 @@ class _Analyzer:
         return _Participants(axes, (size,), self.placement.positions.size // size, None, pairs)
 
 
+def _dim(op: HloCollective) -> int | None:
+    """The dim along which an all-gather joins the pieces; `None` of other kinds."""
+    listed = integers(op.instruction.attribute("dimensions"))
+    return listed[0] if op.kind == "all-gather" and listed else None
+
+
 def _counts_result(kind: str) -> bool:
     """Whether the result is the larger side."""
     return kind in ("all-gather", "collective-broadcast")
@@ -176,13 +187,17 @@ def _bytes_sent(kind: str, size: int, members: int) -> int:
 
 
 def _shape_text(payload: Sequence[Shape]) -> str:
-    """Return the arrays in a few letters: `f32[8,8]`, `2 x f32[8,8]`, `f32[8,8] + 3 more`."""
-    leaves = [str(leaf) for shape in payload for leaf in shape.leaves]
+    """Return the arrays in a few letters: `f32[8,8]`, `2 x f32[8,8]`, `f32[8,8] + 3 more`.
+
+    Of arrays that differ the largest is named.
+    """
+    leaves = [leaf for shape in payload for leaf in shape.leaves]
+    largest = max(leaves, key=lambda leaf: leaf.bytes)
     if len(leaves) == 1:
-        return leaves[0]
+        return str(largest)
     if len(set(leaves)) == 1:
-        return f"{len(leaves)} x {leaves[0]}"
-    return f"{leaves[0]} + {len(leaves) - 1} more"
+        return f"{len(leaves)} x {largest}"
+    return f"{largest} + {len(leaves) - 1} more"
 
 
 # In: groups of mesh positions, counted in row order. Out: the mesh axes, or parts of them, whose

@@ -3,12 +3,14 @@
 1. The partitioner complained of this operation (`conflicts`): **implicit resharding**.
 2. It gathers an argument of the program, looked at through casts, copies, slices and loops, or
    makes a result that leaves the program in an argument's shape: **parameter gathers**. Integer
-   arguments of more than 8 bits are data (tokens, positions), not parameters.
+   arguments of more than 8 bits are data (tokens, positions), not parameters. An argument that is
+   known to be data is gathered as an **activation exchange**.
 3. It sums in the backward pass, over data axes or something of a parameter's shape (whole, or a
    layer of a stack, sharded further by at most its own group): **gradient sums**. So are sums of
    that shape over data axes that the user wrote, or whose name the compiler lost, outside the
    forward pass of a program that has a backward pass. Parameters are arguments whose shape is also
-   that of a result; where there are none, all arguments.
+   that of a result; where there are none, all arguments. An array with all rows of the batch that
+   has no parameter's shape is none.
 4. Any other sum, whatever is written as a collective by the user (`psum`, `all_gather`,
    `ppermute`, ...) or by a sharding constraint, and gathers for an operation that needs all of its
    operand (a dot, a sum, a sort, a lookup): **activation exchanges**.
@@ -48,11 +50,11 @@ from meshwright.rehearsal.collectives.types import (
 
 _SUMS = ("all-reduce", "reduce-scatter")
 # Primitives of JAX that are collectives, or that ask for a sharding by name.
-_WRITTEN = frozenset(
+BY_HAND = frozenset(
     "psum pmax pmin psum2 psum_invariant pmean all_gather all_gather_invariant all_to_all "
-    "ppermute pbroadcast psend precv reduce_scatter psum_scatter ragged_all_to_all pcast "
-    "sharding_constraint reshard".split()
+    "ppermute pbroadcast psend precv reduce_scatter psum_scatter ragged_all_to_all pcast".split()
 )
+_WRITTEN = BY_HAND | {"sharding_constraint", "reshard"}
 # Primitives that need all of an operand along some dim, so that a sharded one must be gathered.
 _NEEDS_ALL = re.compile(
     r"dot_general|conv_general_dilated|reduce|arg(max|min)|cum|sort|top_k|gather|scatter|"
@@ -73,6 +75,40 @@ class Cause:
     conflict: ShardingConflict | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """What is known of the data, on all devices together.
+
+    `names` of arguments, their `rows`; rows and positions as one dim (`merged`); and the shapes of
+    `parameters`, which hold no rows whatever their sizes.
+    """
+
+    names: frozenset[str] = frozenset()
+    rows: frozenset[int] = frozenset()
+    merged: frozenset[int] = frozenset()
+    parameters: frozenset[tuple[int, ...]] = frozenset()
+
+    def has(self, argument: str) -> bool:
+        """Whether an argument of a program, such as `batch['image']`, is data."""
+        return bool(self.names) and re.split(r"\W", argument, maxsplit=1)[0] in self.names
+
+    def dim(self, dims: Sequence[int]) -> int | None:
+        """Which dim of an array holds all rows of the batch; `None` if none does.
+
+        >>> batch = Batch(rows=frozenset({64}), merged=frozenset({64 * 256}))
+        >>> batch.dim((64, 256, 512)), batch.dim((16384, 512)), batch.dim((16, 256, 512))
+        (0, 0, None)
+        """
+        if len(dims) < 2 or tuple(dims) in self.parameters:
+            return None
+        if dims[0] in self.merged:
+            return 0
+        return next((at for at, size in enumerate(dims) if size in self.rows), None)
+
+
+NO_BATCH = Batch()
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Causes:
     """The rules, for one program. `of(...)` tries them in order.
@@ -85,6 +121,7 @@ class Causes:
 
     program: Program
     conflicts: Sequence[ShardingConflict] = ()
+    batch: Batch = NO_BATCH
 
     def of(
         self, collective: HloCollective, op_name: str, axes: tuple[AxisPart, ...] | None, size: int
@@ -98,6 +135,8 @@ class Causes:
         at = " and ".join(operations) or "an operation without a name"
         argument = self._argument(collective)  # rule 2
         if argument is not None and collective.kind == "all-gather":
+            if self.batch.has(argument):
+                return Cause(ACTIVATION_EXCHANGES, f"gathers {argument}, which is data")
             return Cause(PARAMETER_GATHERS, f"gathers {argument}")
         if collective.kind == "all-gather" and self._leaves_as_argument(collective):
             return Cause(PARAMETER_GATHERS, "gathers a result that replaces an argument")
@@ -120,7 +159,7 @@ class Causes:
         """Return the cause of one step of a windowed einsum."""
         pieces = f"piece by piece for {' and '.join(filter(_is_dot, primitives(op_name)))}"
         argument = self._argument(collective)
-        if argument is not None:
+        if argument is not None and not self.batch.has(argument):
             return Cause(PARAMETER_GATHERS, f"gathers {argument} {pieces}")
         if not handed_round(self.program, collective.instruction) and self._sums_gradients(
             collective, op_name, axes, 1
@@ -180,7 +219,7 @@ class Causes:
         """Whether a sum is of gradients: rule 3."""
         backward = _BACKWARD in op_name
         data = bool(axes) and all(role(part.name).moves == "weights" for part in axes or ())
-        if backward and data:
+        if backward and data and not self._holds_the_batch(collective):
             return True
         if not backward and not (data and self._may_be_of_gradients(collective, op_name)):
             return False
@@ -191,6 +230,12 @@ class Causes:
             fitting = [leaf for leaf in leaves if self._like_a_parameter(leaf, size)]
         # Compilers combine several sums into one: most of its bytes decide.
         return 2 * sum(leaf.bytes for leaf in fitting) > sum(leaf.bytes for leaf in leaves)
+
+    def _holds_the_batch(self, collective: HloCollective) -> bool:
+        """Whether the largest array summed has all rows of the batch, and no parameter's shape."""
+        leaves = [leaf for shape in collective.operands for leaf in shape.leaves]
+        largest = max(leaves, key=lambda leaf: leaf.bytes)
+        return self.batch.dim(largest.dims) is not None and not self._like_a_parameter(largest, 1)
 
     def _may_be_of_gradients(self, collective: HloCollective, op_name: str) -> bool:
         """Whether a sum outside the backward pass may be of what that pass made.
@@ -290,11 +335,24 @@ def operation_served(program: Program, collective: HloCollective) -> tuple[str, 
     makers, readers = _makers(program, collective.first), _readers(program, collective.last)
     around = (readers, makers) if collective.kind == "all-gather" else (makers, readers)
     own = (collective.instruction, collective.last, collective.first)
-    for witness in itertools.chain(own, *around):
+    for witness in itertools.chain(_largest(program, collective), own, *around):
         name = witness.op_name
         if name and name not in program.arguments and witness.opcode not in _SAYS_NOTHING:
             return name, program.source(witness)
     return "", None
+
+
+def _largest(program: Program, collective: HloCollective) -> Iterator[Instruction]:
+    """What makes the largest array of a collective that was combined of several.
+
+    Its own name is that of any of them, often of the smallest.
+    """
+    where = program.computations[collective.instruction.computation]
+    operands = where.operands(collective.instruction)
+    if len({operand.shape.bytes for operand in operands}) > 1:
+        largest = max(operands, key=lambda operand: operand.shape.bytes)
+        yield largest
+        yield program.dataflow.origin(largest).instruction
 
 
 def _makers(program: Program, instruction: Instruction) -> Iterator[Instruction]:

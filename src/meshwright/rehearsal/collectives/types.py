@@ -109,7 +109,8 @@ class Collective:
     all-gather or a broadcast, the operand of everything else. `moved` is what a device sends of
     it when the group works as a ring. `axes` is `None` when the groups follow no axes of the mesh.
     `seconds` is the model's time for one run, with nothing to hide behind; `meanwhile` the
-    operations (dots, convolutions) that the schedule puts between its start and its end.
+    operations (dots, convolutions) that the schedule puts between its start and its end. `shape`
+    is that of the largest array; `dim` the one along which an all-gather joins the pieces.
     """
 
     kind: str
@@ -131,6 +132,7 @@ class Collective:
     why: str
     instructions: tuple[str, ...]
     conflict: ShardingConflict | None = None
+    dim: int | None = None
 
     @property
     def group_size(self) -> int:
