@@ -196,7 +196,8 @@ def test_part_of_an_axis_is_told_as_a_part():
     assert {(work.over, work.copies) for work in r.time.repeated} == {("tp1", 2)}
     program = read_program(r.text)
     placed = mw.explain("dp:2, tp:4", on="cpu:8")
-    assert {str(part) for w in find_repeated_work(program, placed) for part in w.axes} == {"tp:2/4"}
+    works = find_repeated_work(program, placed, r.arguments.rows)
+    assert {str(part) for work in works for part in work.axes} == {"tp:2/4"}
 
 
 def test_one_device_repeats_nothing():

@@ -287,5 +287,6 @@ def _read_outcome(
     collectives = analyze(program, placed, read_conflicts(outcome.notes), batch)
     workspace = workspace_at_peak(program)
     memory = as_compiled(outcome.memory, chip, live_buffers(program), workspace)
-    time = step_time(program, collectives, chip, find_repeated_work(program, placed))
+    repeated = find_repeated_work(program, placed, arguments)
+    time = step_time(program, collectives, chip, repeated)
     return memory, collectives, time, find_host_transfers(program, chip)

@@ -12,7 +12,6 @@ Each comes with the constraint or the rule to write. Where it can be put into th
 from __future__ import annotations
 
 import dataclasses
-import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,7 +32,7 @@ from meshwright.rehearsal.collectives.types import (
     Collective,
 )
 from meshwright.rehearsal.inserted_constraints import RowConstraint, with_constraints
-from meshwright.rehearsal.repeated_work import RepeatedWork
+from meshwright.rehearsal.repeated_work import RepeatedWork, argument_path
 from meshwright.rehearsal.request import Request
 from meshwright.trees.specs import make_spec
 from meshwright.trees.walk import path_text
@@ -331,7 +330,7 @@ def _parameters(result: Rehearsal, work: RepeatedWork) -> Iterator[LeafRow]:
     """The arguments that the products read, as the table of shardings has them."""
     rows = {row.path: row for row in result.arguments.rows}
     for name in work.arguments:
-        path = "/".join(re.findall(r"[^\[\].'\"]+", name))
+        path = argument_path(name)
         if path in rows and path.partition("/")[0] not in result.request.batch.names:
             yield rows[path]
 

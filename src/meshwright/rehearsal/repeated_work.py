@@ -7,6 +7,7 @@ own part of it twice. Nor is padding: a device that works on padding works on va
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from meshwright._text import duration, number
 from meshwright.hlo.instructions import Instruction, Source, primitives
 from meshwright.hlo.program import Program, flops
+from meshwright.partitioning.report import LeafRow
 from meshwright.placement.placement import Placement
 from meshwright.rehearsal.collectives.analyze import Positions, axes_of
 from meshwright.rehearsal.collectives.causes import first_origin
@@ -75,12 +77,14 @@ class RepeatedWork:
 # the longest first. Invariant: what is left of the program's operations when `wasted` is taken off
 # is every product once, as in the program before it was partitioned. Example: on dp:2, tp:4 with
 # x sharded over dp and w whole, x @ w is done 4 times over tp.
-def find_repeated_work(program: Program, placement: Placement) -> tuple[RepeatedWork, ...]:
-    """Find the products that several devices compute alike."""
+def find_repeated_work(
+    program: Program, placement: Placement, arguments: Sequence[LeafRow] = ()
+) -> tuple[RepeatedWork, ...]:
+    """Find the products that several devices compute alike; `arguments` are the step's."""
     if program.devices == 1:
         return ()
     speed = speeds(placement.topology.chip)
-    same = Replication(program)
+    same = Replication(program, _pieces(program, placement, arguments))
     positions = Positions(placement, program.devices)
     lines: dict[Any, list[_Product]] = {}
     for product in _products(program, speed, same):
@@ -94,6 +98,40 @@ def find_repeated_work(program: Program, placement: Placement) -> tuple[Repeated
         for products in lines.values()
     ]
     return tuple(sorted(repeated, key=lambda entry: -entry.seconds))
+
+
+def _pieces(
+    program: Program, placement: Placement, arguments: Sequence[LeafRow]
+) -> dict[str, np.ndarray]:
+    """By argument, the number of the piece that each device holds, as its spec says."""
+    names, sizes = placement.spec.names, placement.spec.sizes
+    if program.devices != placement.positions.size:
+        return {}  # written for one slice of several
+    coords = dict(zip(names, np.unravel_index(np.arange(program.devices), sizes), strict=True))
+    by_path = {row.path: row.spec for row in arguments}
+    pieces = {}
+    for parameter in program.entry.parameters.values():
+        spec = by_path.get(argument_path(parameter.op_name))
+        if spec is not None:
+            number = np.zeros(program.devices, np.int64)
+            for name in _axes(spec):
+                number = number * sizes[names.index(name)] + coords[name]
+            pieces[parameter.op_name] = number
+    return pieces
+
+
+def _axes(spec: Sequence[Any]) -> Iterator[str]:
+    for entry in spec:
+        yield from entry if isinstance(entry, tuple) else (entry,) if entry else ()
+
+
+def argument_path(name: str) -> str:
+    """The path of an argument in the table of shardings, by its name in a program.
+
+    >>> argument_path("state.params['mlp'][0]")
+    'state/params/mlp/0'
+    """
+    return "/".join(re.findall(r"[^\[\].'\"]+", name))
 
 
 @dataclasses.dataclass(frozen=True)

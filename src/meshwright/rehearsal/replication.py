@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,8 +51,14 @@ _Value = _Array | tuple["_Value", ...]
 class Replication:
     """Finds equal work in one program."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, pieces: Mapping[str, np.ndarray] | None = None) -> None:
+        """`pieces` says, by name, which piece of an argument each device holds.
+
+        It is used where the text does not say so itself: from jax 0.12 on the CPU compiler's text
+        has no shardings.
+        """
         self.program = program
+        self._pieces = pieces or {}
         self.devices = program.devices
         self._partitions: list[np.ndarray] = []
         self._names: dict[bytes, int] = {}
@@ -119,7 +125,9 @@ class Replication:
         written = parameter.attribute("sharding") or ""
         if len(parameter.shape.leaves) > 1:
             return tuple(_Array(self._different) for _ in parameter.shape.leaves)
-        tiles = sharded_tiles(written, self.devices)
+        tiles = sharded_tiles(written, self.devices) if written else None
+        if tiles is None and not written:
+            tiles = self._pieces.get(parameter.op_name)
         return _Array(self._different if tiles is None else self._named(tiles))
 
     # Running the program on partitions.
