@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from meshwright._text import duration, number
 from meshwright.hlo.instructions import Instruction, Source, primitives
@@ -120,8 +121,8 @@ def _pieces(
     return pieces
 
 
-def _axes(spec: Sequence[Any]) -> Iterator[str]:
-    for entry in spec:
+def _axes(spec: PartitionSpec) -> Iterator[str]:
+    for entry in tuple(spec):
         yield from entry if isinstance(entry, tuple) else (entry,) if entry else ()
 
 
