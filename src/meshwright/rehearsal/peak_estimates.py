@@ -22,7 +22,7 @@ from meshwright.hlo.instructions import Instruction, Leaf, primitives
 from meshwright.hlo.program import read_program
 from meshwright.partitioning.report import LeafRow
 from meshwright.rehearsal.live_ranges import main_memory
-from meshwright.rehearsal.memory import Buffer, Peaks
+from meshwright.rehearsal.memory import Buffer, Peaks, origin
 
 if TYPE_CHECKING:  # `result` imports this file
     from meshwright.rehearsal.result import Rehearsal
@@ -96,7 +96,7 @@ class PeakEstimate:
 
     @functools.cached_property
     def score_lengths(self) -> frozenset[tuple[int, int]]:
-        """Queries and keys of every softmax over scores: an `exp` of (..., queries, keys)."""
+        """Queries and keys of every softmax over scores, (..., queries, keys): `exp` after a max."""
         if self.program is None:
             return frozenset()
         spec = self.result.placement.spec
@@ -105,15 +105,22 @@ class PeakEstimate:
             for name, size in zip(spec.names, spec.sizes, strict=True)
             if role(name).name in ("sequence", "context")
         )
-        lengths = set()
+        exponentials: set[Dims] = set()
+        maxima: set[int] = set()  # elements of what softmax subtracts: one for each row of scores
         for computation in self.program.computations.values():
             for each in computation.instructions:
-                dims = each.shape.leaves[0].dims if each.shape.leaves else ()
-                if each.opcode != "exponential" or len(dims) < 3 or dims[-1] < _SHORTEST:
-                    continue
-                if dims[-2] in (dims[-1], dims[-1] // shards) and "exp" in primitives(each.op_name):
-                    lengths.add((dims[-2], dims[-1]))
-        return frozenset(lengths)
+                if each.opcode == "exponential":
+                    exponentials.add(each.shape.leaves[0].dims)
+                elif each.opcode == "reduce" and "reduce_max" in primitives(each.op_name):
+                    maxima.add(each.shape.leaves[0].elements)
+        return frozenset(
+            (dims[-2], dims[-1])
+            for dims in exponentials
+            if len(dims) > 2
+            and dims[-1] >= _SHORTEST
+            and dims[-2] in (dims[-1], dims[-1] // shards)
+            and math.prod(dims[:-1]) in maxima
+        )
 
     def kind(self, instruction: Instruction, leaf: Leaf) -> Kind:
         """Say what a buffer is."""
@@ -269,7 +276,7 @@ class PeakEstimate:
         """What layers that are written out leave: several buffers of a shape."""
         groups: dict[Leaf, list[_Value]] = {}
         for place, leaf in self._values():
-            if len(leaf.dims) > 1:
+            if len(leaf.dims) > 1 and self._is_forward(place):
                 groups.setdefault(leaf, []).append((place, leaf))
         alike = {leaf: group for leaf, group in groups.items() if len(group) > 1}
         # Scores are larger than all else in a layer, and no layer's input.
@@ -284,6 +291,14 @@ class PeakEstimate:
         return Saved(
             frozenset(place for place, _ in values), _total(values), layers, layers * inputs.bytes
         )
+
+    def _is_forward(self, place: Place) -> bool:
+        """Whether a buffer was made in the forward pass; at the peak it waits for the backward."""
+        if self.program is None:
+            return False
+        maker = self.program.computations[place[0]].by_name[place[1]]
+        named = origin(self.program, maker) or maker
+        return "transpose(" not in named.op_name
 
 
 def _total(values: Iterable[_Value]) -> int:
