@@ -96,7 +96,7 @@ class PeakEstimate:
 
     @functools.cached_property
     def score_lengths(self) -> frozenset[tuple[int, int]]:
-        """Queries and keys of every softmax over scores, (..., queries, keys): `exp` after a max."""
+        """Queries and keys of each softmax over scores, (..., queries, keys): `exp` after a max."""
         if self.program is None:
             return frozenset()
         spec = self.result.placement.spec
