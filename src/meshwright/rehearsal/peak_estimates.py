@@ -95,8 +95,8 @@ class PeakEstimate:
         return frozenset(local), frozenset(dims for dims in gathered - local if len(dims) > 1)
 
     @functools.cached_property
-    def score_lengths(self) -> frozenset[tuple[int, int]]:
-        """Queries and keys of each softmax over scores, (..., queries, keys): `exp` after a max."""
+    def score_shapes(self) -> frozenset[Dims]:
+        """The shape of each softmax over scores, (..., queries, keys): an `exp` after a max."""
         if self.program is None:
             return frozenset()
         spec = self.result.placement.spec
@@ -114,7 +114,7 @@ class PeakEstimate:
                 elif each.opcode == "reduce" and "reduce_max" in primitives(each.op_name):
                     maxima.add(each.shape.leaves[0].elements)
         return frozenset(
-            (dims[-2], dims[-1])
+            dims
             for dims in exponentials
             if len(dims) > 2
             and dims[-1] >= _SHORTEST
@@ -145,8 +145,12 @@ class PeakEstimate:
         return "scores" if self._is_scores(leaf) else "activation"
 
     def _is_scores(self, leaf: Leaf) -> bool:
-        pairs = self.score_lengths
-        return len(leaf.dims) > 2 and any(_has_both(leaf.dims, pair) for pair in pairs)
+        # Heads may be split in two dims, and layers stacked: the number of elements tells. Queries
+        # and keys alone do not, where an activation is as wide as the sequence is long.
+        return len(leaf.dims) > 2 and any(
+            _has_both(leaf.dims, (dims[-2], dims[-1])) and not leaf.elements % math.prod(dims)
+            for dims in self.score_shapes
+        )
 
     @functools.cached_property
     def alive(self) -> tuple[tuple[Instruction, int, Leaf, Kind], ...]:
