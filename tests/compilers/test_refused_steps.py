@@ -36,7 +36,8 @@ def test_a_refused_decoder_has_estimated_buffers_and_ways_out():
     assert "largest at the peak, estimated on CPU devices" in text
     assert "the same step on simulated CPU devices" in text
     # Splash attention writes no scores, and the CPU devices' are not shown as if it did.
-    assert not any("2048,2048]" in buffer.shape for buffer in found.memory.buffers)
+    scores = [b for b in found.memory.buffers if b.shape.endswith("8,2,2048,2048]")]
+    assert not scores
     ways = by_what(found.remedies())
     for what in ("rematerialise layers", "accumulate gradients over half batches"):
         assert_near(ways[what])
@@ -48,7 +49,7 @@ def test_a_decoder_too_large_for_gpus_is_told_of_cudnns_attention():
     found = mw.rehearse_model(
         decoder(remat="none", attention="dot"),
         batch=32,
-        seq=4096,
+        seq=8192,
         mesh="fsdp:8",
         on="h100:8",
     )

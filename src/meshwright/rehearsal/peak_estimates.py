@@ -23,7 +23,7 @@ from meshwright.hlo.program import read_program
 from meshwright.partitioning.report import LeafRow
 from meshwright.rehearsal.live_ranges import bytes_in
 from meshwright.rehearsal.memory import Buffer
-from meshwright.rehearsal.peak import Peaks
+from meshwright.rehearsal.peak import Peaks, origin
 
 if TYPE_CHECKING:  # `result` imports this file
     from meshwright.rehearsal.result import Rehearsal
@@ -96,8 +96,8 @@ class PeakEstimate:
         return frozenset(local), frozenset(dims for dims in gathered - local if len(dims) > 1)
 
     @functools.cached_property
-    def score_lengths(self) -> frozenset[tuple[int, int]]:
-        """Queries and keys of every softmax over scores: an `exp` of (..., queries, keys)."""
+    def score_shapes(self) -> frozenset[Dims]:
+        """The shape of each softmax over scores, (..., queries, keys): an `exp` after a max."""
         if self.program is None:
             return frozenset()
         spec = self.result.placement.spec
@@ -106,15 +106,22 @@ class PeakEstimate:
             for name, size in zip(spec.names, spec.sizes, strict=True)
             if role(name).name in ("sequence", "context")
         )
-        lengths = set()
+        exponentials: set[Dims] = set()
+        maxima: set[int] = set()  # elements of what softmax subtracts: one for each row of scores
         for computation in self.program.computations.values():
             for each in computation.instructions:
-                dims = each.shape.leaves[0].dims if each.shape.leaves else ()
-                if each.opcode != "exponential" or len(dims) < 3 or dims[-1] < _SHORTEST:
-                    continue
-                if dims[-2] in (dims[-1], dims[-1] // shards) and "exp" in primitives(each.op_name):
-                    lengths.add((dims[-2], dims[-1]))
-        return frozenset(lengths)
+                if each.opcode == "exponential":
+                    exponentials.add(each.shape.leaves[0].dims)
+                elif each.opcode == "reduce" and "reduce_max" in primitives(each.op_name):
+                    maxima.add(each.shape.leaves[0].elements)
+        return frozenset(
+            dims
+            for dims in exponentials
+            if len(dims) > 2
+            and dims[-1] >= _SHORTEST
+            and dims[-2] in (dims[-1], dims[-1] // shards)
+            and math.prod(dims[:-1]) in maxima
+        )
 
     def kind(self, instruction: Instruction, leaf: Leaf) -> Kind:
         """Say what a buffer is."""
@@ -139,8 +146,12 @@ class PeakEstimate:
         return "scores" if self._is_scores(leaf) else "activation"
 
     def _is_scores(self, leaf: Leaf) -> bool:
-        pairs = self.score_lengths
-        return len(leaf.dims) > 2 and any(_has_both(leaf.dims, pair) for pair in pairs)
+        # Heads may be split in two dims, and layers stacked: the number of elements tells. Queries
+        # and keys alone do not, where an activation is as wide as the sequence is long.
+        return len(leaf.dims) > 2 and any(
+            _has_both(leaf.dims, (dims[-2], dims[-1])) and not leaf.elements % math.prod(dims)
+            for dims in self.score_shapes
+        )
 
     @functools.cached_property
     def alive(self) -> tuple[tuple[Instruction, int, Leaf, Kind], ...]:
@@ -270,7 +281,7 @@ class PeakEstimate:
         """What layers that are written out leave: several buffers of a shape."""
         groups: dict[Leaf, list[_Value]] = {}
         for place, leaf in self._values():
-            if len(leaf.dims) > 1:
+            if len(leaf.dims) > 1 and self._is_forward(place):
                 groups.setdefault(leaf, []).append((place, leaf))
         alike = {leaf: group for leaf, group in groups.items() if len(group) > 1}
         # Scores are larger than all else in a layer, and no layer's input.
@@ -285,6 +296,14 @@ class PeakEstimate:
         return Saved(
             frozenset(place for place, _ in values), _total(values), layers, layers * inputs.bytes
         )
+
+    def _is_forward(self, place: Place) -> bool:
+        """Whether a buffer was made in the forward pass; at the peak it waits for the backward."""
+        if self.program is None:
+            return False
+        maker = self.program.computations[place[0]].by_name[place[1]]
+        named = origin(self.program, maker) or maker
+        return "transpose(" not in named.op_name
 
 
 def _total(values: Iterable[_Value]) -> int:
