@@ -22,6 +22,7 @@ with warnings.catch_warnings():
     from jax.experimental.pallas.ops.gpu import (
         all_gather_mgpu,
         attention_mgpu,
+        blackwell_matmul_mgpu,
         collective_matmul_mgpu,
         decode_attention,
         hopper_matmul_mgpu,
@@ -31,6 +32,7 @@ with warnings.catch_warnings():
         reduce_scatter_mgpu,
         rms_norm,
         softmax,
+        transposed_ragged_dot_mgpu,
     )
     from jax.experimental.pallas.ops.gpu import attention as triton_attention
     from jax.experimental.pallas.ops.gpu import paged_attention as triton_paged
@@ -242,6 +244,23 @@ def hopper_ragged(tokens, weights, sizes):
     )  # fmt: skip
 
 
+def blackwell_product(collective):
+    def product(left, right):
+        config = blackwell_matmul_mgpu.TuningConfig(
+            tile_m=128, tile_n=128, tile_k=64, max_concurrent_steps=2, collective=collective
+        )
+        return blackwell_matmul_mgpu.matmul_kernel(left, right, config)
+
+    return product
+
+
+def transposed_ragged(left, right, sizes):
+    return transposed_ragged_dot_mgpu.transposed_ragged_dot(
+        left, right, group_sizes=sizes, block_m=64, block_n=64, block_k=64,
+        max_concurrent_steps=2, grid_block_n=1,
+    )  # fmt: skip
+
+
 def gathered_product(left, right):
     config = hopper_matmul_mgpu.TuningConfig(**TILES)
     return collective_matmul_mgpu.all_gather_lhs_matmul(left, right, "dp", config=config)
@@ -341,6 +360,14 @@ PROGRAMS = [
     # It has blocks of 64 tokens, and one more for each group after the first.
     Program("Mosaic ragged_dot", *grouped(hopper_ragged),
             RAGGED // TOKENS * (TOKENS + 64 * (EXPERTS - 1)), ("counted",), GPU),
+    # How many tokens a group has decides how far it goes, and only a run knows.
+    Program("Mosaic transposed ragged_dot", transposed_ragged,
+            (shape(TOKENS, WIDTH), shape(TOKENS, WIDTH), shape(EXPERTS, dtype=s32)),
+            0, ("unknown",), GPU),
+    Program("Blackwell product", blackwell_product(False), (shape(1024, 512), shape(512, 1024)),
+            2 * 1024 * 512 * 1024, ("counted",), ("b200:8",)),
+    Program("Blackwell product of two blocks", blackwell_product(True),
+            (shape(1024, 512), shape(512, 1024)), 2 * 1024 * 512 * 1024, ("counted",), ("b200:8",)),
     Program("Mosaic gathered product", gathered_product,
             (shape(1024, 512, dtype=jnp.float16), shape(512, 1024, dtype=jnp.float16)),
             2 * 1024 * 512 * 1024, ("counted",), GPU, per_device=True),
@@ -356,3 +383,13 @@ PROGRAMS = [
             functools.partial(reduce_scatter_mgpu.reduce_scatter, axis_name=("dp",)),
             (shape(1024, 512),), 0, ("counted",), GPU),
 ]  # fmt: skip
+
+# Mosaic's programs for GPUs are counted with jax 0.10 alone; later ones have another form.
+if jax.__version_info__ >= (0, 11):
+    PROGRAMS = [
+        dataclasses.replace(each, flops=0, kernels=("unknown",) * len(each.kernels))
+        if each.name.startswith(("Mosaic", "Blackwell"))
+        else each
+        for each in PROGRAMS
+        if each.name != "Mosaic attention backward"
+    ]

@@ -164,8 +164,7 @@ class Evaluation:
             elif operation.name == "func.call":
                 count.add(self.call(operation, values, weight))
             elif operation.name == "scf.while":
-                for region in operation.regions:
-                    _refuse_work(self.block(region.blocks[0], dict(values), weight))
+                count.add(self.endless(operation, values, weight))
             else:
                 for region in operation.regions:
                     for inner in region.blocks:
@@ -231,6 +230,12 @@ class Evaluation:
         count = self.block(body, values, _checked(weight * (numbers < trips)))
         self.loops -= 1
         return count
+
+    def endless(self, operation: Any, values: Values, weight: np.ndarray) -> Count:
+        """Count a loop that ends by a condition: only a run knows how often it goes round."""
+        for region in operation.regions:
+            _refuse_work(self.block(region.blocks[0], dict(values), weight))
+        return Count()
 
     def call(self, operation: Any, values: Values, weight: np.ndarray) -> Count:
         function = self.functions[str(operation.attributes["callee"]).lstrip("@")]

@@ -41,7 +41,6 @@ _FUNCTIONS = {
     "rsqrt.approx": "rsqrt",
     "sqrt.approx": "sqrt",
 }
-_LAUNCH_SIZES = 6  # of gpu.launch: blocks along x, y, z, and threads of a block
 _UNKNOWN_WORK = re.compile(r"\b(?:tcgen05\.mma\.sp|mma\.sync|wmma\.mma)")
 
 
@@ -61,7 +60,7 @@ def count_mosaic_gpu(module: Any) -> Count | None:
     try:
         constants = _constants(function)
         sizes = _launch_sizes(launch, constants)
-        evaluation = _Launch(sizes[:3], sizes[3:])
+        evaluation = _Launch(sizes[:3], sizes[3:6], sizes[6:9] or [1, 1, 1])
         return evaluation.run_launch(launch, constants)
     except NotCountable:
         return None
@@ -80,11 +79,10 @@ def _constants(function: Any) -> Values:
 
 
 def _launch_sizes(launch: Any, constants: Values) -> list[int]:
-    # Tokens of what it waits for come first; sizes of clusters and memory follow.
-    sizes = [constants.get(operand) for operand in launch.operands if str(operand.type) == "index"][
-        :_LAUNCH_SIZES
-    ]
-    if len(sizes) < _LAUNCH_SIZES or any(size is None for size in sizes):
+    """Blocks along x, y and z, threads of a block, and blocks of a cluster, if there are any."""
+    # Tokens of what it waits for come first, memory last; neither is an index.
+    sizes = [constants.get(each) for each in launch.operands if str(each.type) == "index"]
+    if len(sizes) not in (6, 9) or any(size is None for size in sizes):
         raise NotCountable
     return [int(size) for size in sizes if size is not None]
 
@@ -92,7 +90,7 @@ def _launch_sizes(launch: Any, constants: Values) -> list[int]:
 class _Launch(Evaluation):
     """The scalars of a launch, for the first thread of every warp of every block."""
 
-    def __init__(self, blocks: list[int], threads: list[int]):
+    def __init__(self, blocks: list[int], threads: list[int], cluster: list[int]):
         warps = max(1, math.prod(threads) // _WARP)
         super().__init__((*blocks, warps), {}, {})
         first = np.arange(warps) * _WARP
@@ -101,14 +99,34 @@ class _Launch(Evaluation):
         names = ("x", "y", "z")
         self.known: dict[tuple[str, str], np.ndarray] = {}
         for axis, name in enumerate(names):
-            self.known["gpu.block_id", name] = self.axis(np.arange(blocks[axis]), axis)
+            block = self.axis(np.arange(blocks[axis]), axis)
+            self.known["gpu.block_id", name] = block
+            self.known["gpu.cluster_block_id", name] = block % cluster[axis]
+            self.known["gpu.cluster_id", name] = block // cluster[axis]
             self.known["gpu.grid_dim", name] = np.asarray(blocks[axis])
             self.known["gpu.block_dim", name] = np.asarray(threads[axis])
             self.known["gpu.thread_id", name] = self.axis(places[axis], len(names))
 
     def run_launch(self, launch: Any, constants: Values) -> Count:
-        body = launch.regions[0].blocks[0]
-        count = self.block(body, dict(constants), np.ones((1,) * self.rank))
+        return self.block(launch.regions[0].blocks[0], dict(constants), np.ones((1,) * self.rank))
+
+    def endless(self, operation: Any, values: Values, weight: np.ndarray) -> Count:
+        """Count a loop in which blocks take over the work of others that have not started.
+
+        Who does it only a run knows, but each block's work is done once: as if it did its own.
+        """
+        before, after = (region.blocks[0] for region in operation.regions)
+        if "clusterlaunchcontrol.try_cancel" not in str(after):
+            return super().endless(operation, values, weight)
+        for argument, operand in zip(before.arguments, operation.operands, strict=True):
+            if operand in values:
+                values[argument] = values[operand]
+        count = self.block(before, values, weight)
+        _, *passed = list(before.operations)[-1].operation.operands
+        for argument, operand in zip(after.arguments, passed, strict=True):
+            if operand in values:
+                values[argument] = values[operand]
+        count.add(self.block(after, values, weight))
         return count
 
     def scalar(self, operation: Any, values: Values) -> np.ndarray | None:
