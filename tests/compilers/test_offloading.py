@@ -51,7 +51,7 @@ def test_every_layers_input_goes_to_the_host_and_back(on, bus):
     host = result.host_memory
     assert (host.temporaries, host.peak) == (size, size)
     assert host.buffers[0].bytes == size
-    assert (host.devices, host.limit) == ((4, 192 * 10**9) if "v5e" in on else (8, None))
+    assert (host.devices, host.limit) == (8, 384 * 10**9 if "v5e" in on else None)
     assert result.fits and not result.offload_lost
     kept = rehearse(None)
     assert kept.host_transfers is None and kept.host_memory is None
@@ -64,16 +64,15 @@ def update(w, moments):
     return w - jax.device_put(moments, jax.memory.Space.Device)
 
 
-def updated(on):
-    mesh = mw.mesh("fsdp:8", on=on)
-    lies = NamedSharding(mesh, PartitionSpec("fsdp"), memory_kind="pinned_host")
+@pytest.mark.parametrize("on", ["v5e:2x4", "h100:8"])
+def test_an_argument_on_the_host_stays_there_until_the_step_takes_it(on):
+    # Not on `mw.mesh(..., on=...)`: JAX forgets the memory of GPUs that are not here.
+    lies = NamedSharding(
+        mw.abstract_mesh("fsdp:8"), PartitionSpec("fsdp"), memory_kind="pinned_host"
+    )
     moments = jax.ShapeDtypeStruct((4096, 1024), "float32", sharding=lies)
     w = jax.ShapeDtypeStruct((4096, 1024), "float32")
-    return mw.rehearse(update, w, moments, mesh=mesh)
-
-
-def test_an_argument_on_the_host_stays_there_until_the_step_takes_it():
-    result = updated("v5e:2x4")
+    result = mw.rehearse(update, w, moments, mesh="fsdp:8", on=on)
     size = 4096 * 1024 * 4 // 8
     assert result.host_memory.arguments == size
     assert result.memory.arguments == size
@@ -81,12 +80,6 @@ def test_an_argument_on_the_host_stays_there_until_the_step_takes_it():
     assert (found.to_host, found.to_device) == (0, size)
     assert result.time.host_exposed > 0
     assert "taken to be on the device" not in str(result)
-
-
-def test_for_gpus_an_argument_on_the_host_is_said_to_be_taken_for_one_on_the_device():
-    result = updated("h100:8")
-    assert result.host_memory is None
-    assert "1 array of the arguments on the host: taken to be on the device" in str(result)
 
 
 def unrolled(w, x, prevent_cse):

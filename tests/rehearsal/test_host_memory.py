@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
 
 import meshwright as mw
 from meshwright.hardware.chips import CHIPS
@@ -143,3 +144,13 @@ def test_a_host_that_is_too_small_is_in_the_verdict(result):
     unknown = dataclasses.replace(result, host_memory=dataclasses.replace(host, limit=None))
     assert unknown.fits
     assert "is not known" in str(unknown)
+
+
+def test_an_argument_on_the_host_is_on_the_device_where_there_is_no_other_memory():
+    lies = NamedSharding(
+        mw.abstract_mesh("fsdp:8"), PartitionSpec("fsdp"), memory_kind="pinned_host"
+    )
+    given = jax.ShapeDtypeStruct((64, 64), "float32", sharding=lies)
+    taken = mw.rehearse(lambda x: 2 * x, given, mesh="fsdp:8", on="cpu:8")
+    assert taken.memory.arguments == 64 * 64 * 4 // 8
+    assert "1 array of the arguments on the host: taken to be on the device" in str(taken)

@@ -185,9 +185,8 @@ def run(request: Request) -> Rehearsal:
         bar.now("shardings")
         in_specs, out_specs = request.specs(mesh)
         names = request.argument_names
-        # Only the TPU's compiler places arguments on the host: simulated CPU devices have one
-        # memory, and the GPU's compiler without a GPU takes them to be on the device (jax 0.10).
-        shapes = as_shapes(request.args, in_specs, mesh, keep_on_host=platform == "tpu")
+        # Simulated CPU devices have one memory alone.
+        shapes = as_shapes(request.args, in_specs, mesh, keep_on_host=platform != "cpu")
         bar.now("tracing")
         lowered = lower(
             request.function,

@@ -102,10 +102,10 @@ def host_notes(result: Rehearsal) -> list[str]:
     """Say what of a step's use of the host differs from what it asks for; empty if nothing."""
     chip, notes = result.placement.topology.chip, []
     count = count_on_host(result.request.args)
-    if count and (result.stand_in or chip.family != "tpu"):
+    if count and (result.stand_in or chip.family == "cpu"):
         notes.append(
             f"{plural(count, 'array')} of the arguments on the host: taken to be on the device, "
-            "since only the TPU's compiler places arguments there."
+            "since simulated CPU devices have no other memory."
         )
     if result.offload_lost:
         notes.append(offload_lost_line(result.offloads, chip, result.stand_in))

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshwright import _compat_lowering
 from meshwright._checks import check_seconds
 from meshwright._html import html_table, tag
 from meshwright._show import short_repr
@@ -41,7 +42,6 @@ from meshwright.rehearsal.memory import Memory, available
 from meshwright.rehearsal.peak import workspace_at_peak
 from meshwright.rehearsal.repeated_work import find_repeated_work
 from meshwright.rehearsal.request import TIMEOUT, choose_folder
-from meshwright.rehearsal.step_arguments import ON_HOST
 from meshwright.rehearsal.step_time import StepTime, step_time
 from meshwright.rehearsal.task_compiler import CompiledTask, Exhausted, TaskCompiler
 from meshwright.rehearsal.tpu_slices import stand_in_name
@@ -153,8 +153,8 @@ class PipelineRehearsal:
         moved = [task.host_transfers for group in self.groups for task in group.tasks]
         if any(moved) and not any(each.to_device for each in moved if each is not None):
             notes.append(
-                "What tasks leave on the host is taken to come back in no time: only the TPU's "
-                "compiler places arguments of the next task there."
+                "What tasks leave on the host is taken to come back in no time: JAX has no memory "
+                "of the host for GPUs that are not here."
             )
         return notes + [
             f"task {task.name}: {task.host_transfers}"
@@ -420,7 +420,7 @@ def _working(function: TaskFunction, chip: Chip) -> int:
 def bytes_on_device(builder: StepBuilder, slot: int) -> int:
     """Bytes that a device holds of the value in a slot; those of its host's memory are no part."""
     aval, sharding = builder.avals[slot], builder.slot_shardings[slot]
-    if sharding is not None and sharding.memory_kind == ON_HOST:
+    if _compat_lowering.is_on_host(aval):
         return 0
     shape = aval.shape if sharding is None else sharding.shard_shape(aval.shape)
     return math.ceil(math.prod(shape) * bits(aval.dtype) / 8)
