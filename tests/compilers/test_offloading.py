@@ -55,7 +55,6 @@ def test_every_layers_input_goes_to_the_host_and_back(on, bus):
     assert result.fits and not result.offload_lost
     kept = rehearse(None)
     assert kept.host_transfers is None and kept.host_memory is None
-    assert kept.memory.peak > result.memory.peak
     assert kept.time.host_exposed == kept.time.host_hidden == 0.0
     assert "Offloaded" not in str(kept)
 
