@@ -40,6 +40,7 @@ def tried(decoder):
     return decoder.remedies(check=True)
 
 
+@pytest.mark.slow
 def test_estimates_are_near_what_a_second_compile_says(tried):
     checked = [remedy for remedy in tried if remedy.tried is not None]
     assert {remedy.what for remedy in checked} >= {
@@ -55,6 +56,7 @@ def test_estimates_are_near_what_a_second_compile_says(tried):
         )
 
 
+@pytest.mark.slow
 def test_remedies_are_a_sequence_that_prints_as_a_table(decoder, tried):
     ways = decoder.remedies()
     assert len(ways) == len(list(ways)) == len(tried)
@@ -73,6 +75,7 @@ def test_remedies_are_a_sequence_that_prints_as_a_table(decoder, tried):
     assert row["saves"] == decoder.memory.peak - row["tried_peak"] > 0
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_has_commands_that_run(decoder, capsys):
     ways = without_room(decoder, decoder.memory.peak // 3).remedies()
     assert "take a larger slice" in by_what(ways)
