@@ -49,8 +49,7 @@ ROW = ("name", "chip", "published", "parts")  # what a row has
 def parts_of(program: Program, time: StepTime, chip: Chip) -> dict[str, float]:
     """Return the parts of a modelled step at unit speed, as the fit needs them."""
     speed = speeds(chip)
-    cycles = _product_cycles(program)
-    products = cycles / (tpu_speeds.CLOCK[chip.name] * 1e9)
+    products = _product_cycles(program, chip) / (tpu_speeds.CLOCK[chip.name] * 1e9)
     multiplied = sum(speed.compute(kernel.flops, "bf16") for kernel in time.custom)
     in_kernels = sum(kernel.seconds for kernel in time.custom)
     vectors = max(0.0, in_kernels - multiplied) / tpu_speeds.OPERATIONS
@@ -60,10 +59,12 @@ def parts_of(program: Program, time: StepTime, chip: Chip) -> dict[str, float]:
     return {"products": products, "multiplied": multiplied, "vectors": vectors, "rest": rest}
 
 
-def _product_cycles(program: Program) -> float:
-    """Cycles of all kernels with products, as the compiler expects them."""
+def _product_cycles(program: Program, chip: Chip) -> float:
+    """Cycles of all kernels with products, as the compiler expects them, or would (`EXPECTED`)."""
+    flops = chip.tflops * 1e12 / chip.cores / (tpu_speeds.CLOCK[chip.name] * 1e9)  # in a cycle
     return sum(
-        (kernel.cycles or 0.0) * program.run_count(computation.name).count
+        (kernel.cycles or tpu_speeds.EXPECTED * kernel.flops / flops)
+        * program.run_count(computation.name).count
         for computation in running(program)
         for kernel in kernels(program, computation)
         if kernel.flops and kernel.custom is None

@@ -69,8 +69,8 @@ def test_memory_and_program_are_those_of_jit(on, spec, slices, cache):
     if on.startswith("v5"):  # of which libtpu reports more temporaries than it allocates
         beside = report.argument_size_in_bytes + report.output_size_in_bytes
         beside -= report.alias_size_in_bytes
-        assert found.memory.temporaries + beside == report.peak_memory_in_bytes
-        assert found.memory.temporaries <= report.temp_size_in_bytes
+        alive = max(0, report.peak_memory_in_bytes - beside)
+        assert found.memory.temporaries == min(alive, report.temp_size_in_bytes)
     else:
         assert found.memory.temporaries == report.temp_size_in_bytes
     for kind in ("all-gather", "all-reduce", "reduce-scatter", "collective-permute"):

@@ -49,6 +49,9 @@ class RehearseCommand:
     """Whose compiler: the hardware's, or cpu for simulated devices."""
     timeout: float = 900.0
     """Seconds after which the compiler is ended."""
+    codegen: bool = True
+    """Let a TPU's compiler generate code; without, the answer comes in seconds, from the scheduled
+    program."""
     try_: Annotated[bool, tyro.conf.arg(name="try")] = False
     """Where it does not fit, compile each way out, too; where it does, what would save time."""
     cache: bool = True
@@ -87,6 +90,7 @@ class RehearseCommand:
             "dcn": self.dcn,
             "compiler": self.compiler,
             "timeout": self.timeout,
+            "codegen": self.codegen,
             "cache": self.cache,
         }
         if ":" not in self.source:
@@ -109,7 +113,7 @@ class RehearseCommand:
             return rehearse(step, *args, **{**options, **own})
 
 
-_UNSET = {"slices": 1, "compiler": "vendor", "timeout": 900.0, "cache": True}
+_UNSET = {"slices": 1, "compiler": "vendor", "timeout": 900.0, "codegen": True, "cache": True}
 
 
 def _change(words: str) -> tuple[str, Any]:

@@ -45,6 +45,15 @@ def integer_constants(module: bytes, largest: int = _MOST_BYTES) -> dict[str, li
     return constants
 
 
+def module_of_proto(program: bytes) -> bytes:
+    """Return the `HloModuleProto` of a serialized `HloProto`, as the compiler writes it to a file.
+
+    >>> module_of_proto(bytes([0x0A, 2, 7, 8, 0x1A, 0]))
+    b'\\x07\\x08'
+    """
+    return next(bytes(value) for number, value in _fields(memoryview(program)) if number == 1)
+
+
 def decode_constants(constants: Mapping[str, list[Any]]) -> dict[str, np.ndarray]:
     """Return arrays by the names of their instructions.
 

@@ -33,7 +33,7 @@ from meshwright.rehearsal.host_memory import HostMemory, host_memory
 from meshwright.rehearsal.host_transfers import HostTransfers, find_host_transfers
 from meshwright.rehearsal.lowering import lower
 from meshwright.rehearsal.memory import Buffer, Memory, as_compiled, as_refused
-from meshwright.rehearsal.peak import live_buffers, workspace_at_peak
+from meshwright.rehearsal.peak import live_buffers, scheduled_sizes, workspace_at_peak
 from meshwright.rehearsal.peak_estimates import PeakEstimate
 from meshwright.rehearsal.repeated_work import find_repeated_work
 from meshwright.rehearsal.request import (
@@ -69,6 +69,7 @@ def rehearse(
     donate_argnums: int | Sequence[int] = (),
     compiler: str = "vendor",
     timeout: float = TIMEOUT,
+    codegen: bool = True,
     cache: bool | str | Path = True,
     name: str | None = None,
     **options: Unpack[PartitionOptions],
@@ -99,6 +100,9 @@ def rehearse(
       compiler: `"vendor"` for the hardware's own, in a process of its own, or `"cpu"` to partition
         for simulated CPU devices where that is not installed.
       timeout: seconds after which the compiler is ended.
+      codegen: False ends a TPU's compiler when it has scheduled the program and assigned its
+        memory, before it generates code: seconds instead of minutes for large models. Kernels that
+        do not fit the memory on chip are not noticed then.
       cache: folder that keeps the compiler's answers; True for the user's own, False for none.
       name: what the result is called; by default the function's name.
 
@@ -128,6 +132,7 @@ def rehearse(
             donate_argnums=donate_argnums,
             compiler=compiler,
             timeout=timeout,
+            codegen=codegen,
             cache=cache,
             name=name,
             options=options,
@@ -150,7 +155,8 @@ def rehearse_model(
       batch: rows of the global batch, over all devices.
       mesh: as for `rehearse`.
       seq: length of a row; by default the model's own.
-      **options: `on`, `slices`, `dcn`, `compiler`, `timeout` and `cache`, as for `rehearse`.
+      **options: `on`, `slices`, `dcn`, `compiler`, `timeout`, `codegen` and `cache`, as for
+        `rehearse`.
 
     Raises `ModelError` for an unknown model or sizes that do not fit it, and `RehearsalError` as
     `rehearse` does.
@@ -178,10 +184,19 @@ def run(request: Request) -> Rehearsal:
     placed, hardware = request.place()
     platform = platform_of(request, hardware, placed.positions.size)
     mesh = request.abstract(placed, platform)
+    if not request.codegen and platform != "tpu":
+        raise RehearsalError(
+            f"codegen=False is for the TPU's compiler, which takes minutes to generate code; "
+            f"{hardware.name} is compiled for {platform}. Leave it out.",
+            option="codegen",
+        )
     site = _site(platform, placed, hardware)
     # The compiling process takes seconds to load its compiler: it starts before the function is
     # traced, and is ended unused if tracing fails or the cache has the answer.
-    with Bar(f"{request.name} on {hardware.name}") as bar, Compiler(site) as compiler:
+    with (
+        Bar(f"{request.name} on {hardware.name}") as bar,
+        Compiler(site, request.codegen) as compiler,
+    ):
         bar.now("shardings")
         in_specs, out_specs = request.specs(mesh)
         names = request.argument_names
@@ -200,7 +215,7 @@ def run(request: Request) -> Rehearsal:
         )
         arguments = sharding_table(names, with_jit_shardings(shapes, lowered.inputs, mesh), mesh)
         outcome, from_cache = compile_or_load(
-            lowered.job(request.name, site),
+            dataclasses.replace(lowered.job(request.name, site), codegen=request.codegen),
             request.cache,
             request.timeout,
             lambda passed: bar.now("compiling", passed, request.timeout),
@@ -272,15 +287,17 @@ def _read_outcome(
         return {"memory": refused, "collectives": Collectives(()), "time": None}
     program = read_program(outcome.text, decode_constants(outcome.constants))
     collectives = analyze(program, placed, read_conflicts(outcome.notes), batch)
-    memory = as_compiled(outcome.memory, chip, live_buffers(program, chip))
+    scheduled = "assigned" in outcome.memory  # and ended before it had code
+    sizes = scheduled_sizes(program, outcome.memory) if scheduled else outcome.memory
+    memory = as_compiled(sizes, chip, live_buffers(program, chip))
     workspace = workspace_at_peak(program, chip, memory.peak)
     repeated = find_repeated_work(program, placed, arguments)
     return {
         "memory": dataclasses.replace(memory, temporaries=memory.temporaries + workspace),
         "collectives": collectives,
-        "time": step_time(program, collectives, chip, repeated),
+        "time": step_time(program, collectives, chip, repeated, scheduled),
         "host_transfers": find_host_transfers(program, chip),
-        "host_memory": host_memory(outcome.memory, program, placed.topology, hardware),
+        "host_memory": host_memory(sizes, program, placed.topology, hardware),
     }
 
 

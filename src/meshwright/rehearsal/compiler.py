@@ -64,7 +64,7 @@ class Job:
     options. `identity`, if given, is hashed in place of `code`: bytecode has the line of every
     caller in it, and would miss the cache when a call moves. `partitioners` cut the functions with
     `custom_partitioning`, as `_compat_lowering.restore_partitioners` reads them; their modules are
-    in the folders of `module_path`.
+    in the folders of `module_path`. Without `codegen` the scheduled program is enough.
     """
 
     name: str
@@ -76,6 +76,7 @@ class Job:
     options: tuple[tuple[str, Any], ...] = ()
     partitioners: bytes = b""
     module_path: tuple[str, ...] = ()
+    codegen: bool = True
 
     @property
     def key(self) -> str:
@@ -94,6 +95,7 @@ class Job:
             versions(),
             tuple(os.environ.get(flag, "") for flag in FLAGS),
             self.partitioners,
+            self.codegen,
         )
         return hashlib.sha256(pickle.dumps(parts, protocol=4)).hexdigest()
 
@@ -103,11 +105,11 @@ class Outcome:
     """What a compiler made of a job.
 
     `verdict` is "exhausted" where it ran out of memory, "failed" for any other refusal; `reason`
-    has its own text then. `text` is the optimised HLO, `memory` the compiler's sizes in bytes,
-    `cost` its own estimates, `seconds` how long it took, `notes` what it printed.
-    `shardings` are those of the results, as `_compat.written_shardings` writes them; `constants`
-    are tables that kernels and devices look things up in and the text leaves out, as
-    `integer_constants` writes them.
+    has its own text then. `text` is the optimised HLO, `memory` the compiler's sizes in bytes
+    (`assigned` alone where it was ended before it generated code), `cost` its own estimates,
+    `seconds` how long it took, `notes` what it printed. `shardings` are those of the results, as
+    `_compat.written_shardings` writes them; `constants` are tables that kernels and devices look
+    things up in and the text leaves out, as `integer_constants` writes them.
     """
 
     verdict: Literal["compiled", "exhausted", "failed"]
@@ -127,6 +129,8 @@ class Outcome:
 
 # How libtpu names the memories of a chip's cores when a kernel does not fit them.
 ON_CHIP = re.compile(r"space[= ](?:vmem|smem|cmem)|scoped vmem")
+SCHEDULED = "scheduled"  # folder for programs that the compiler writes before it generates code
+_SOONER = {True: ", codegen=False for an answer without the code", False: ""}
 _TICK = 0.1  # seconds between two looks at the compiling process
 _MOST_LINES = 12  # of a compiler's own words in a message
 _FATAL = re.compile(r"^F\d{4} |Check failed|[Uu]nknown (command line )?flag")  # glog and absl
@@ -148,7 +152,7 @@ def compile_or_load(
     kept = None if folder is None else load(folder, job)
     if kept is not None:
         return kept, True
-    with ready or Compiler(job.site) as compiler:
+    with ready or Compiler(job.site, job.codegen) as compiler:
         outcome = compiler.run(job, timeout, tick)
     if _stopped_by_tiles(job, outcome):
         again = dataclasses.replace(job, options=(*job.options, (_TRITON_PRODUCTS, False)))
@@ -222,7 +226,7 @@ class Compiler:
     A context manager: the process is ended when the block is left.
     """
 
-    def __init__(self, site: Site):
+    def __init__(self, site: Site, codegen: bool = True):
         self._folder = tempfile.TemporaryDirectory(prefix="meshwright-")
         self._path = Path(self._folder.name)
         self._path.joinpath("site").write_bytes(pickle.dumps(site))
@@ -233,7 +237,7 @@ class Compiler:
                 stdin=subprocess.PIPE,
                 stdout=notes,
                 stderr=subprocess.STDOUT,
-                env=environment(),
+                env=environment(None if codegen else self._path / SCHEDULED),
                 start_new_session=True,  # so that Ctrl-C reaches it through us alone
             )
 
@@ -257,8 +261,11 @@ class Compiler:
         self._folder.cleanup()
 
 
-def environment() -> dict[str, str]:
-    """The variables of the compiling process: ours, with the CPU as JAX's only live platform."""
+def environment(dump: Path | None = None) -> dict[str, str]:
+    """The variables of the compiling process: ours, with the CPU as JAX's only live platform.
+
+    With `dump` the compiler writes its programs into that folder as it makes them.
+    """
     variables = dict(os.environ)
     variables["JAX_PLATFORMS"] = "cpu"  # the accelerators of this machine, if any, stay ours
     flags = variables.get("XLA_FLAGS", "").split()
@@ -266,6 +273,10 @@ def environment() -> dict[str, str]:
     variables["XLA_FLAGS"] = " ".join(
         flag for flag in flags if "xla_force_host_platform_device_count" not in flag
     )
+    if dump is not None:
+        variables["XLA_FLAGS"] += (
+            f" --xla_dump_to={dump} --xla_dump_hlo_as_text --xla_dump_hlo_as_proto"
+        )
     package = str(Path(__file__).parents[2])
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, (package, variables.get("PYTHONPATH"))))
     for name in ("JAX_NUM_CPU_DEVICES", "JAX_COORDINATOR_ADDRESS"):
@@ -284,7 +295,8 @@ def _wait(
         if passed > timeout:
             raise RehearsalError(
                 f"{job.name}: the compiler was not done after {timeout:g} s and was ended. Pass "
-                "timeout=... seconds to wait longer, or try fewer layers first.",
+                f"timeout=... seconds to wait longer{_SOONER[job.site.platform == 'tpu']}, or try "
+                "fewer layers first.",
                 option="timeout",
             )
         tick(passed)

@@ -151,8 +151,11 @@ def _seconds(counts: Mapping[str, float], rates: Mapping[str, float]) -> float:
     return sum(count / rates[name] for name, count in counts.items() if name in rates)
 
 
-def speeds(chip: Chip) -> Speeds:
-    """Return the speeds of one device; the cores of a chip share the chip's."""
+def speeds(chip: Chip, scheduled: bool = False) -> Speeds:
+    """Return the speeds of one device; the cores of a chip share the chip's.
+
+    `scheduled` is for programs of a TPU's compiler that it has not estimated.
+    """
     hopper = chip.name in _HOPPER
     return Speeds(
         chip.tflops * 1e12 / chip.cores * _PRODUCTS[chip.family],
@@ -164,5 +167,5 @@ def speeds(chip: Chip) -> Speeds:
         _HOPPER_IRREGULAR if hopper else {},
         _HOPPER_LOOP if hopper else math.inf,
         chip.bus * 1e9 / chip.cores * _BUS[chip.family],
-        tpu_speeds(chip),
+        tpu_speeds(chip, scheduled),
     )

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 
 from meshwright.hardware.chips import Chip
-from meshwright.hlo.instructions import Computation, Instruction
+from meshwright.hlo.instructions import HOST_SPACE, Computation, Instruction
 from meshwright.hlo.program import Program
 from meshwright.rehearsal import gpu_scratch
 from meshwright.rehearsal.live_ranges import BufferId, CallerBuffers, LiveRanges, bytes_in
@@ -66,6 +66,29 @@ def workspace_at_peak(program: Program, chip: Chip, allocated: int) -> int:
         if gpu_scratch.library_sort(program, maker, chip) is not None:
             more = max(more, peak.bytes - allocated)
     return max(0, more)
+
+
+def scheduled_sizes(program: Program, assigned: Mapping[str, int]) -> dict[str, int]:
+    """Sizes as a compiler reports them in the end, of a program that it only scheduled.
+
+    `assigned` is what it set aside of the device's memory, and of the host's.
+    """
+    sizes = {"generated_code": 0}
+    aliased = {int(number or 0) for number, _ in _ALIASED.findall(program.header)}
+    root = program.entry.root
+    for prefix, space in (("", 0), ("host_", HOST_SPACE)):
+        results = [bytes_in(root, number, space) for number in range(len(root.shape.leaves))]
+        arguments = sum(
+            bytes_in(each, number, space)
+            for each in program.entry.parameters.values()
+            for number in range(len(each.shape.leaves))
+        )
+        alias = sum(size for number, size in enumerate(results) if number in aliased)
+        beside = arguments + sum(results) - alias
+        sizes |= {f"{prefix}argument": arguments, f"{prefix}output": sum(results)}
+        sizes |= {f"{prefix}alias": alias}
+        sizes |= {f"{prefix}temp": max(0, assigned[f"{prefix}assigned"] - beside)}
+    return sizes
 
 
 class Peaks:

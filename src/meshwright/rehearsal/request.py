@@ -46,6 +46,7 @@ class CompileOptions(TypedDict, total=False):
     dcn: Mapping[str, int] | Sequence[int] | str | None
     compiler: str
     timeout: float
+    codegen: bool
     cache: bool | str | Path
 
 
@@ -74,6 +75,7 @@ class Request:
     cache: Path | None
     options: Mapping[str, Any]
     name: str
+    codegen: bool = True
     layout: Callable[[AbstractMesh], tuple[Sequence[Any], Any]] | None = None
     tells_device: bool = False
 
@@ -182,6 +184,7 @@ def make_request(
     out_shardings: Any = None,
     compiler: str = "vendor",
     timeout: float = TIMEOUT,
+    codegen: bool = True,
     cache: bool | str | Path = True,
     options: Mapping[str, Any] | None = None,
     caller: str = "rehearse",
@@ -225,6 +228,7 @@ def make_request(
         cache=choose_folder(cache),
         options=options or {},
         name=str(name or getattr(function, "__name__", "step")),
+        codegen=bool(codegen),
         tells_device=isinstance(getattr(function, "__self__", None), Model),
     )
 
@@ -258,7 +262,8 @@ def changed_model(
     if model is None:
         raise RehearsalError(f"{request.name} is no model of this package.")
     rows, length = batch_shape(request)
-    own = {name: getattr(request, name) for name in ("on", "slices", "dcn", "compiler", "timeout")}
+    kept = ("on", "slices", "dcn", "compiler", "timeout", "codegen")
+    own = {name: getattr(request, name) for name in kept}
     changed = dataclasses.replace(model, config=dataclasses.replace(model.config, **settings))
     return model_request(
         changed,

@@ -213,9 +213,13 @@ def step_time(
     collectives: Collectives,
     chip: Chip,
     repeated: tuple[RepeatedWork, ...] = (),
+    scheduled: bool = False,
 ) -> StepTime:
-    """Model the time of a step; `repeated` is the work in it that is done more than once."""
-    speed = speeds(chip)
+    """Model the time of a step; `repeated` is the work in it that is done more than once.
+
+    `scheduled` says that a TPU's compiler was ended before it estimated its kernels.
+    """
+    speed = speeds(chip, scheduled)
     runs = _Runs(program, collectives, speed)
     parts = dict.fromkeys(_PARTS, 0.0)
     custom: list[CustomKernel] = []
