@@ -11,7 +11,7 @@ from meshwright.rehearsal.mesh_remedies import argument_bytes_of
 
 pytestmark = pytest.mark.slow
 
-TOLERANCE, OF_REMAT = 0.15, 0.2  # of the peak before the change
+TOLERANCE = 0.15  # of the peak before the change
 SIZES = {
     "lm1b": {"width": 128, "rows": 32, "length": 128, "vocab": 1024},
     "vit": {"width": 128, "rows": 64, "side": 32},
@@ -55,11 +55,10 @@ def estimated(result, what):
     return next(way for way in result.remedies() if way.what == what)
 
 
-def test_rematerialised_layers_of_linen_are_as_estimated(lm1b, monkeypatch):
-    way = estimated(lm1b, "rematerialise layers")
+def test_rematerialised_layers_of_linen_are_not_told_to_do_it_again(lm1b, monkeypatch):
+    assert estimated(lm1b, "rematerialise layers").saves > 0
     monkeypatch.setattr(models_linen, "Lm1bBlock", nn.remat(models_linen.Lm1bBlock))
     lighter = rehearsed(models_linen.lm1b(**SIZES["lm1b"]), **LM1B)
-    assert way.peak == pytest.approx(lighter.memory.peak, abs=OF_REMAT * way.before)
     assert "rematerialise layers" not in {each.what for each in lighter.remedies()}
 
 

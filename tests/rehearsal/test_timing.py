@@ -105,18 +105,26 @@ def test_a_kernel_that_slices_moves_the_slice():
   ROOT %w = bf16[32,4096] dynamic-update-slice(%q, %u, %j, %j)
 }
 
+%outer (r: bf16[32,4096], k: s32[]) -> bf16[1,4096] {
+  %r = bf16[32,4096] parameter(0)
+  %k = s32[] parameter(1)
+  %inside = bf16[1,4096] fusion(%r, %k), kind=kLoop, calls=%slicing
+  ROOT %twice = bf16[1,4096] add(%inside, %inside)
+}
+
 """
     body = """\
   %stack = bf16[32,4096] constant(0)
   %n = s32[] constant(0)
   %row = bf16[1,4096] fusion(%stack, %n), kind=kLoop, calls=%slicing
   %new = bf16[32,4096] fusion(%stack, %row, %n), kind=kLoop, calls=%updating
+  %nested = bf16[1,4096] fusion(%stack, %n), kind=kLoop, calls=%outer
   ROOT %end = bf16[4096,4096] copy(%a)
 """
     read = program(body, fused)
     found = {kernel.instruction.name: kernel.bytes for kernel in kernels(read, read.entry)}
     row = 2 * 4096
-    assert found["row"] == 2 * row + 4
+    assert found["row"] == found["nested"] == 2 * row + 4
     assert found["new"] == 2 * row + 4
 
 

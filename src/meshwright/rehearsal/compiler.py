@@ -36,7 +36,7 @@ from meshwright.hlo.instructions import Source
 # and variables that reach the compiler.
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda13-plugin")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-_FORMAT = 5  # of cache entries: raise it when `Outcome` or the worker changes
+_FORMAT = 6  # of cache entries: raise it when `Outcome` or the worker changes
 
 Platform = Literal["tpu", "cuda", "cpu"]
 PLATFORMS: Mapping[str, Platform] = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}  # by chip family

@@ -138,7 +138,8 @@ def compile_job(job: Job, devices: list[Any] | Exception) -> Outcome:
     seconds = time.monotonic() - began
     stats = executable.get_compiled_memory_stats()
     memory = {name: int(getattr(stats, f"{name}_size_in_bytes")) for name in _SIZES}
-    memory["live"] = int(getattr(stats, "peak_memory_in_bytes", 0))
+    if job.site.platform == "tpu":
+        memory["live"] = int(getattr(stats, "peak_memory_in_bytes", 0))
     module = executable.hlo_modules()[0]
     text = module.to_string()
     return Outcome(

@@ -173,26 +173,33 @@ def _traffic(program: Program, computation: Computation, instruction: Instructio
     if instruction.opcode != "fusion":
         return float(_main_memory(instruction) + sum(map(_main_memory, operands)))
     inner = program.computations[next(name for how, name in instruction.called if how == "calls")]
-    reads = sum(_read(inner, number, operand) for number, operand in enumerate(operands))
+    reads = sum(
+        _read(program, inner, number, _main_memory(operand))
+        for number, operand in enumerate(operands)
+    )
     return float(reads + _written(inner, instruction))
 
 
-def _read(inner: Computation, number: int, operand: Instruction) -> float:
+def _read(program: Program, inner: Computation, number: int, whole: float) -> float:
     """What a fusion reads of an operand: the slices, where it only slices it."""
-    whole = _main_memory(operand)
     parameter = inner.parameters.get(number)
     if not whole or parameter is None:
         return whole
     users = _users(inner, parameter)
-    if users and all(
-        user.opcode == "dynamic-slice"
-        or (user.opcode == "gather" and _base(inner, user) is parameter)
-        or (user.opcode in _IN_PLACE and _base(inner, user) is parameter)
-        for user in users
-    ):
-        slices = (user for user in users if user.opcode in ("dynamic-slice", "gather"))
-        return min(whole, sum(user.shape.bytes for user in slices))
-    return whole
+    read = 0.0 if users else whole
+    for user in users:
+        if user.opcode == "dynamic-slice" or (
+            user.opcode == "gather" and _base(inner, user) is parameter
+        ):
+            read += user.shape.bytes
+        elif user.opcode == "fusion":  # a TPU has fusions in fusions
+            nested = program.computations[user.called[0][1]]
+            for place, operand in enumerate(inner.operands(user)):
+                if _through_bitcasts(inner, operand) is parameter:
+                    read += _read(program, nested, place, whole)
+        elif not (user.opcode in _IN_PLACE and _base(inner, user) is parameter):
+            return whole
+    return min(whole, read)
 
 
 def _users(inner: Computation, value: Instruction) -> list[Instruction]:
