@@ -178,6 +178,9 @@ def _devices(site: Site) -> list[Any]:
     if site.platform == "cpu":
         count = int(site.positions.size)
         jax.config.update("jax_num_cpu_devices", count)  # type: ignore[no-untyped-call]
+        # The program is read and never run: the machine code, which this alone concerns, may be
+        # slow. It takes most of the time (18 s and 5 s with and without for a tiny decoder).
+        jax.config.update("jax_disable_most_optimizations", True)  # type: ignore[no-untyped-call]
         return list(jax.devices("cpu"))
     # In the function: jobs for CPUs need none of what this imports.
     from meshwright.meshes.devices import target_topology
