@@ -42,7 +42,9 @@ def test_kernels_have_their_work_without_code(both):
 def test_a_step_that_is_too_large_is_told_so_without_code():
     model = mw.models.model("llama3-8b", **SIZES, remat="none", attention="dot")
     options = {**OPTIONS, "batch": 512, "seq": 4096}
-    assert not mw.rehearse_model(model, **options, codegen=False).fits
+    found = mw.rehearse_model(model, **options, codegen=False)
+    assert not found.fits
+    assert "attention by a flash kernel" in {remedy.what for remedy in found.remedies()}
 
 
 def test_only_tpus_are_compiled_without_code():

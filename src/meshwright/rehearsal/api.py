@@ -250,7 +250,7 @@ def _on_cpu_devices(request: Request) -> Rehearsal | None:
     `None` where that cannot be: kernels of the platform alone, or more devices than it takes.
     """
     try:
-        return run(dataclasses.replace(without_kernels(request), compiler="cpu"))
+        return run(dataclasses.replace(without_kernels(request), compiler="cpu", codegen=True))
     except Exception:  # whatever it is, the verdict of the step's own compiler stands
         return None
 
