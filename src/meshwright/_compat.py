@@ -438,49 +438,6 @@ def source_line(eqn: Any) -> str:
     return str(source_info_util.summarize(eqn.source_info))
 
 
-def read_kernel(code: bytes, language: str) -> Any:
-    """Parse the program of a kernel; `None` if unread.
-
-    `language` is `"mosaic"` (Pallas on TPU), `"mosaic_gpu"` or `"triton"`.
-
-    The bytes are in the custom call that runs it; the parser and its dialects are jaxlib's own and
-    private (jax 0.10 to 0.12). Kernels that libtpu makes are texts, which jaxlib cannot read.
-    """
-    from jax._src.interpreters import mlir
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.passmanager import PassManager
-
-    # From jax 0.11 on the programs of Mosaic GPU have another form, in which counts were wrong.
-    if language == "mosaic_gpu" and jax.__version_info__ >= (0, 11):
-        return None
-    passes = {"mosaic": "mosaic-serde", "mosaic_gpu": "mosaic_gpu-serde"}.get(language)
-    try:
-        # JAX's own context knows the dialects of GPUs.
-        context = mlir.make_ir_context() if language == "mosaic_gpu" else ir.Context()
-        context.allow_unregistered_dialects = True
-        if language == "mosaic":
-            from jax._src.lib import tpu  # type: ignore[attr-defined]
-
-            tpu.register_dialect(context)
-        elif language == "mosaic_gpu":
-            from jax._src.lib import mosaic_gpu_dialect  # type: ignore[attr-defined]
-
-            mosaic_gpu_dialect.register_dialect(context)
-        else:
-            from jaxlib.triton import dialect
-
-            dialect.register_dialect(context)
-        context.load_all_available_dialects()
-        with context, ir.Location.unknown():
-            module = ir.Module.parse(code)
-            if passes:  # from its form for storing to that of the compiler
-                manager = PassManager.parse(f"builtin.module({passes}{{serialize=false}})")
-                manager.run(module.operation)
-    except Exception:  # of another version, or of a form that jaxlib does not know
-        return None
-    return module
-
-
 def custom_call_stacks(code: bytes, target: str) -> list[list[tuple[str, int]]]:
     """Return file and line of the frames above each custom call of StableHLO, innermost first.
 

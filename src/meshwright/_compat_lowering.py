@@ -2,7 +2,8 @@
 
 What JAX asks the devices of is answered for the target: callbacks are left out, custom partitioning
 is written down for the compiling process, cuDNN is taken to be there. All of it holds for one
-lowering or trace and is put back after. Each entry says why, and for which versions.
+lowering or trace and is put back after. The programs of kernels that were lowered are read here,
+too. Each entry says why, and for which versions.
 """
 
 from __future__ import annotations
@@ -131,6 +132,49 @@ def cudnn_of(capability: tuple[int, int], version: int) -> Iterator[None]:
             yield
         finally:
             vars(attention).update(before)
+
+
+def read_kernel(code: bytes, language: str) -> Any:
+    """Parse the program of a kernel; `None` if unread.
+
+    `language` is `"mosaic"` (Pallas on TPU), `"mosaic_gpu"` or `"triton"`.
+
+    The bytes are in the custom call that runs it; the parser and its dialects are jaxlib's own and
+    private (jax 0.10 to 0.12). Kernels that libtpu makes are texts, which jaxlib cannot read.
+    """
+    from jax._src.interpreters import mlir
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.passmanager import PassManager
+
+    # From jax 0.11 on the programs of Mosaic GPU have another form, in which counts were wrong.
+    if language == "mosaic_gpu" and jax.__version_info__ >= (0, 11):
+        return None
+    passes = {"mosaic": "mosaic-serde", "mosaic_gpu": "mosaic_gpu-serde"}.get(language)
+    try:
+        # JAX's own context knows the dialects of GPUs.
+        context = mlir.make_ir_context() if language == "mosaic_gpu" else ir.Context()
+        context.allow_unregistered_dialects = True
+        if language == "mosaic":
+            from jax._src.lib import tpu  # type: ignore[attr-defined]
+
+            tpu.register_dialect(context)
+        elif language == "mosaic_gpu":
+            from jax._src.lib import mosaic_gpu_dialect  # type: ignore[attr-defined]
+
+            mosaic_gpu_dialect.register_dialect(context)
+        else:
+            from jaxlib.triton import dialect
+
+            dialect.register_dialect(context)
+        context.load_all_available_dialects()
+        with context, ir.Location.unknown():
+            module = ir.Module.parse(code)
+            if passes:  # from its form for storing to that of the compiler
+                manager = PassManager.parse(f"builtin.module({passes}{{serialize=false}})")
+                manager.run(module.operation)
+    except Exception:  # of another version, or of a form that jaxlib does not know
+        return None
+    return module
 
 
 @dataclasses.dataclass(frozen=True)

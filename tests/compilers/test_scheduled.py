@@ -45,8 +45,3 @@ def test_a_step_that_is_too_large_is_told_so_without_code():
     found = mw.rehearse_model(model, **options, codegen=False)
     assert not found.fits
     assert "attention by a flash kernel" in {remedy.what for remedy in found.remedies()}
-
-
-def test_only_tpus_are_compiled_without_code():
-    with pytest.raises(mw.errors.RehearsalError, match="codegen=False is for the TPU's compiler"):
-        mw.rehearse(lambda x: x, 1.0, mesh="dp:8", on="h100:8", codegen=False)

@@ -11,7 +11,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from meshwright import _compat
+from meshwright import _compat_lowering
 from meshwright.hlo.kernel_counting import count_kernel
 from meshwright.hlo.kernel_work import _unescape
 from meshwright.hlo.literals import decode_constants, integer_constants
@@ -30,7 +30,7 @@ def mosaic(call, *shapes):
     """The program of the one kernel in a function, as the compiler is given it."""
     [config] = re.findall(r'backend_config = "([^"]*body[^"]*)"', lowered(call, *shapes))
     body = json.loads(_unescape(config))["custom_call_config"]["body"]
-    module = _compat.read_kernel(base64.b64decode(body), "mosaic")
+    module = _compat_lowering.read_kernel(base64.b64decode(body), "mosaic")
     assert module is not None
     return module
 
@@ -132,8 +132,8 @@ def test_a_loop_whose_trips_only_a_run_knows_is_not_counted():
 
 
 def test_bytes_that_are_no_kernel_are_not_read():
-    assert _compat.read_kernel(b"module {}", "triton") is not None
-    assert _compat.read_kernel(b"no kernel", "mosaic") is None
+    assert _compat_lowering.read_kernel(b"module {}", "triton") is not None
+    assert _compat_lowering.read_kernel(b"no kernel", "mosaic") is None
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int32", "uint8", "int64"])

@@ -135,3 +135,18 @@ def test_texts_and_objects_are_a_part_of_a_step_without_a_jit():
     assert rehearse(W, "double", {"by": 2}, function=static).fits
     with pytest.raises(RehearsalError, match=r"(?s)settings/note: 'x' is no array\..*static_argn"):
         rehearse(W, "double", {"by": 2, "note": "x"}, function=static)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"codegen": "no"}, "codegen: 'no' is neither True nor False"),
+        ({"codegen": False}, "cpu:8 is compiled by the CPU's"),
+        ({"codegen": False, "on": "v5e:2x4", "compiler": "cpu"}, "compiled by the CPU's"),
+        ({"codegen": False, "on": "h100:8"}, "h100:8 is compiled by the GPU's"),
+    ],
+)
+def test_only_tpus_are_compiled_without_code(options, message):
+    with pytest.raises(RehearsalError, match=message) as raised:
+        rehearse(PARAMS, W, **options)
+    assert raised.value.option == "codegen"

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from meshwright import _compat
+from meshwright import _compat_lowering
 from meshwright.hlo.dataflow import Dataflow
 from meshwright.hlo.instructions import Computation, Instruction
 from meshwright.hlo.kernel_counting import Count, count_kernel
@@ -93,7 +93,7 @@ def _mosaic(
     kind = "Pallas TPU"
     config = json.loads(instruction.attribute("backend_config") or "{}")
     config = config.get("custom_call_config", {})
-    module = _compat.read_kernel(base64.b64decode(config.get("body", "")), "mosaic")
+    module = _compat_lowering.read_kernel(base64.b64decode(config.get("body", "")), "mosaic")
     tables = _tables(instruction, computation, dataflow, constants)
     count = None if module is None else count_kernel(module, tables=tables)
     counted = None
@@ -185,7 +185,7 @@ def _triton(instruction: Instruction) -> KernelWork:
     config = instruction.attributes
     code = _TRITON_CODE.search(config)
     sizes = [re.search(rf"grid_{axis} = (\d+)", config) for axis in "xyz"]
-    module = None if code is None else _compat.read_kernel(_unescape(code[1]), "triton")
+    module = None if code is None else _compat_lowering.read_kernel(_unescape(code[1]), "triton")
     if module is None:
         return KernelWork("Pallas GPU (Triton)", "unknown")
     count = count_kernel(module, [int(size[1]) if size else 1 for size in sizes])
@@ -205,7 +205,9 @@ def _triton(instruction: Instruction) -> KernelWork:
 def _mosaic_gpu(instruction: Instruction) -> KernelWork:
     kind = "Pallas GPU (Mosaic)"
     code = _MOSAIC_GPU_CODE.search(instruction.attributes)
-    module = None if code is None else _compat.read_kernel(_unescape(code[1]), "mosaic_gpu")
+    module = (
+        None if code is None else _compat_lowering.read_kernel(_unescape(code[1]), "mosaic_gpu")
+    )
     count = None if module is None else count_mosaic_gpu(module)
     if count is None:
         return KernelWork(kind, "unknown")

@@ -16,7 +16,7 @@ from typing import Any, Required, TypedDict, Unpack
 from jax.sharding import AbstractMesh, Mesh
 
 from meshwright._progress import Bar
-from meshwright.errors import RehearsalError, near
+from meshwright.errors import MeshwrightError, RehearsalError, near
 from meshwright.hardware.topology import Topology
 from meshwright.hlo.literals import decode_constants
 from meshwright.hlo.program import read_program
@@ -184,12 +184,6 @@ def run(request: Request) -> Rehearsal:
     placed, hardware = request.place()
     platform = platform_of(request, hardware, placed.positions.size)
     mesh = request.abstract(placed, platform)
-    if not request.codegen and platform != "tpu":
-        raise RehearsalError(
-            f"codegen=False is for the TPU's compiler, which takes minutes to generate code; "
-            f"{hardware.name} is compiled for {platform}. Leave it out.",
-            option="codegen",
-        )
     site = _site(platform, placed, hardware)
     # The compiling process takes seconds to load its compiler: it starts before the function is
     # traced, and is ended unused if tracing fails or the cache has the answer.
@@ -244,15 +238,30 @@ def run(request: Request) -> Rehearsal:
     return result if estimate is None else _with_buffers(result, PeakEstimate(result).buffers())
 
 
+class Trial(TypedDict, total=False):
+    """What came of a changed request: its rehearsal, or why there is none."""
+
+    tried: Rehearsal
+    failed: str
+
+
+def trial(request: Request) -> Trial:
+    """Run a request that was changed here: what it raises is an answer, too."""
+    try:
+        return {"tried": run(request)}
+    except Exception as error:  # the user's function may not take it, and the first verdict stands
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        ours = isinstance(error, MeshwrightError)
+        return {"failed": reason if ours else f"the step failed: {reason}"}
+
+
 def _on_cpu_devices(request: Request) -> Rehearsal | None:
     """Compile a step that its compiler refused for simulated CPU devices, for what is in memory.
 
     `None` where that cannot be: kernels of the platform alone, or more devices than it takes.
     """
-    try:
-        return run(dataclasses.replace(without_kernels(request), compiler="cpu", codegen=True))
-    except Exception:  # whatever it is, the verdict of the step's own compiler stands
-        return None
+    changed = dataclasses.replace(without_kernels(request), compiler="cpu", codegen=True)
+    return trial(changed).get("tried")
 
 
 def _with_buffers(result: Rehearsal, buffers: tuple[Buffer, ...]) -> Rehearsal:

@@ -21,7 +21,6 @@ import jax
 from meshwright._show import Sheet, Shown, Table, short_repr
 from meshwright._text import duration, plural
 from meshwright.axes import role
-from meshwright.errors import MeshwrightError
 from meshwright.hlo.instructions import Shape, Source, primitives
 from meshwright.partitioning.report import LeafRow
 from meshwright.rehearsal.collectives.causes import BY_HAND
@@ -389,13 +388,6 @@ def _tried(result: Rehearsal, costs: list[AvoidableCost]) -> list[AvoidableCost]
 
 def _try(cost: AvoidableCost) -> AvoidableCost:
     # In the function because of a cycle: `api` makes rehearsals, and those know their costs.
-    from meshwright.rehearsal.api import run
+    from meshwright.rehearsal.api import trial
 
-    if cost.request is None:
-        return cost
-    try:
-        return dataclasses.replace(cost, tried=run(cost.request))
-    except Exception as error:  # the user's function may not take it, and the cost stands
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        ours = isinstance(error, MeshwrightError)
-        return dataclasses.replace(cost, failed=reason if ours else f"the step failed: {reason}")
+    return cost if cost.request is None else dataclasses.replace(cost, **trial(cost.request))

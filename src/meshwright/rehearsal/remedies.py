@@ -18,7 +18,6 @@ import jax
 import numpy as np
 
 from meshwright import _compat
-from meshwright.errors import MeshwrightError
 from meshwright.rehearsal.lowering import is_jitted
 from meshwright.rehearsal.mesh_remedies import (
     argument_bytes_of,
@@ -60,16 +59,11 @@ def find_remedies(result: Rehearsal, *, check: bool) -> Remedies:
 def _try(remedy: Remedy) -> Remedy:
     """Compile a remedy, if it can be made here."""
     # In the function because of a cycle: `api` makes rehearsals, and those know their remedies.
-    from meshwright.rehearsal.api import run
+    from meshwright.rehearsal.api import trial
 
-    if remedy.request is None:
-        return remedy
-    try:
-        return dataclasses.replace(remedy, tried=run(remedy.request))
-    except Exception as error:  # the user's function may not take it, and the verdict stands
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        ours = isinstance(error, MeshwrightError)
-        return dataclasses.replace(remedy, failed=reason if ours else f"the step failed: {reason}")
+    return (
+        remedy if remedy.request is None else dataclasses.replace(remedy, **trial(remedy.request))
+    )
 
 
 def of_model(result: Rehearsal, what: str, request: Request, peak: int) -> Iterator[Remedy]:

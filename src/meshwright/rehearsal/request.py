@@ -206,12 +206,7 @@ def make_request(
     if data is None:
         others = (i for i in range(1, len(args)) if i not in donated)
         data = [i for i in others if not is_state(args[i], args[0])]
-    if compiler not in ("vendor", "cpu"):
-        raise RehearsalError(
-            f"compiler: {short(compiler)} is not known.{near(str(compiler), ('vendor', 'cpu'))} "
-            "'vendor' is that of the hardware, 'cpu' partitions for simulated devices.",
-            option="compiler",
-        )
+    _check_compiler(compiler, codegen)
     return Request(
         function,
         args,
@@ -228,9 +223,22 @@ def make_request(
         cache=choose_folder(cache),
         options=options or {},
         name=str(name or getattr(function, "__name__", "step")),
-        codegen=bool(codegen),
+        codegen=codegen,
         tells_device=isinstance(getattr(function, "__self__", None), Model),
     )
+
+
+def _check_compiler(compiler: object, codegen: object) -> None:
+    if compiler not in ("vendor", "cpu"):
+        raise RehearsalError(
+            f"compiler: {short(compiler)} is not known.{near(str(compiler), ('vendor', 'cpu'))} "
+            "'vendor' is that of the hardware, 'cpu' partitions for simulated devices.",
+            option="compiler",
+        )
+    if not isinstance(codegen, bool):
+        raise RehearsalError(
+            f"codegen: {short(codegen)} is neither True nor False.", option="codegen"
+        )
 
 
 def model_request(
@@ -316,6 +324,13 @@ def choose_folder(cache: bool | str | Path) -> Path | None:
 def platform_of(request: Request, hardware: Topology, devices: int) -> Platform:
     """Choose the compiler's platform; refuse one that is not installed or takes fewer devices."""
     family = hardware.chip.family
+    if not request.codegen and (request.compiler == "cpu" or family != "tpu"):
+        whose = request.compiler if request.compiler == "cpu" else family
+        raise RehearsalError(
+            "codegen=False is for the TPU's compiler, which takes minutes to generate code; "
+            f"{hardware.name} is compiled by the {whose.upper()}'s. Leave it out.",
+            option="codegen",
+        )
     if request.compiler == "cpu" or family == "cpu":
         if devices > _MOST_CPU_DEVICES:
             raise RehearsalError(
