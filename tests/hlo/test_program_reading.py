@@ -342,3 +342,26 @@ def test_the_origin_of_a_value_is_what_made_it():
     assert dataflow.origin(entry.by_name["pair"]).instruction.name == "pair"
     # A parameter of a computation with two callers has no one origin.
     assert dataflow.origin(entry.by_name["one"]).instruction.name == "r"
+
+
+def test_an_element_of_a_tuple_may_be_written_by_its_number():
+    program = read_program("""HloModule pair
+
+ENTRY %main (p: (f32[4], (s32[2], bf16[8]))) -> f32[4] {
+  %p = (f32[4]{0}, /*index=1*/(s32[2]{0}, bf16[8]{0:T(8,128)})) parameter(0)
+  %wide = f32[8]{0} convert(%p#1#1)
+  ROOT %sum = f32[4]{0} add(%p#0, %p#0)
+}""")
+    main = program.entry
+    (read,) = main.operands(main.by_name["wide"])
+    assert (read.opcode, str(read.shape.leaves[0])) == ("get-tuple-element", "bf16[8]")
+    assert main.operands(read)[0].name == "p#1" and read.attribute("index") == "1"
+    assert [each.name for each in main.operands(main.root)] == ["p#0", "p#0"]
+    # A number that no tuple has is no value of this program.
+    with pytest.raises(MeshwrightError, match="line 5"):
+        read_program("""HloModule none
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  ROOT %sum = f32[4]{0} add(%y#0, %x)
+}""")

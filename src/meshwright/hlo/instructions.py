@@ -12,7 +12,7 @@ import re
 from meshwright._show import short_repr
 from meshwright._text import plural
 
-_OPERAND = re.compile(r"%([\w.-]+)")
+_OPERAND = re.compile(r"%([\w.-]+(?:#\d+)*)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CALLED = re.compile(
     r", (calls|to_apply|body|condition|branch_computations|called_computations"
@@ -181,6 +181,18 @@ class Shape:
         (1, 0)
         """
         return tuple(int(space or 0) for space in _SPACE.findall(self.text))
+
+    def element(self, index: int) -> Shape:
+        """Return one of the shapes of a tuple.
+
+        >>> Shape("(bf16[64]{0:T(8,128)}, (s4[3], f32[]))").element(1).text
+        '(s4[3], f32[])'
+        """
+        start = 1
+        for _ in range(index):
+            start = end_of_value(self.text, start) + 1
+        text = self.text[start : end_of_value(self.text, start)].strip()
+        return Shape(text.partition("*/")[2] if text.startswith("/*") else text)
 
     def __repr__(self) -> str:
         return short_repr(self, self.text)

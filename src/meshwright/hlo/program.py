@@ -69,6 +69,7 @@ def read_program(text: str, constants: Mapping[str, np.ndarray] | None = None) -
             if instruction is not None:
                 instructions.append((number, instruction))
         elif line.startswith("}"):
+            instructions = _with_elements(instructions)
             _check_operands(name, instructions)
             computations[name] = Computation(name, tuple(each for _, each in instructions))
             name, instructions = "", []
@@ -117,6 +118,37 @@ def _open_brackets(line: str) -> int:
         line = _QUOTED.sub("", line)
     opened = line.count("{") + line.count("(") + line.count("[")
     return opened - line.count("}") - line.count(")") - line.count("]")
+
+
+def _with_elements(instructions: list[tuple[int, Instruction]]) -> list[tuple[int, Instruction]]:
+    """Give elements of tuples an instruction where the text only has `%x#1` (libtpu 0.0.50)."""
+    whole: list[tuple[int, Instruction]] = []
+    by_name: dict[str, Instruction] = {}
+    for number, instruction in instructions:
+        if "#" in instruction.operand_text and instruction.opcode != "constant":
+            for name in instruction.operands:
+                outer, *indices = name.split("#")
+                for index in indices:
+                    inner = f"{outer}#{index}"
+                    if inner not in by_name and outer in by_name:
+                        by_name[inner] = _element(by_name[outer], inner, int(index))
+                        whole.append((number, by_name[inner]))
+                    outer = inner
+        by_name[instruction.name] = instruction
+        whole.append((number, instruction))
+    return whole
+
+
+def _element(given: Instruction, name: str, index: int) -> Instruction:
+    return Instruction(
+        name=name,
+        opcode="get-tuple-element",
+        shape=given.shape.element(index),
+        operand_text=f"%{given.name}",
+        attributes=f", index={index}",
+        computation=given.computation,
+        root=False,
+    )
 
 
 def _check_operands(computation: str, instructions: list[tuple[int, Instruction]]) -> None:

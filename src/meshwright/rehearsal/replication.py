@@ -29,19 +29,15 @@ _SHARDING = re.compile(r"\{devices=\[([\d,]+)\](<=\[[\d,]+\](?:T\([\d,]+\))?|[\d
 _KINDS_AT_END = re.compile(r"last_tile_dims=\{([^}]*)\}")
 
 
-# `same` names a partition of the devices: those of one class hold equal values. `numbers` are the
-# values themselves, a row per device or one for all, where they are integers that are known.
+# `same` names a partition of the devices: those of one class hold equal values, that of a tuple in
+# all its `parts`. `numbers` are the values themselves, a row per device or one for all, where they
+# are integers that are known. Equal values are one object: tuples of a TPU's program hold tuples
+# that share parts, and written out they would be exponentially long.
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Array:
+class _Value:
     same: int
     numbers: np.ndarray | None = None
-
-    @property
-    def key(self) -> Any:
-        return self.same, None if self.numbers is None else self.numbers.tobytes()
-
-
-_Value = _Array | tuple["_Value", ...]
+    parts: tuple[_Value, ...] | None = None
 
 
 # In: a program for n devices. Out: per instruction, a class for each device; devices of one class
@@ -64,6 +60,8 @@ class Replication:
         self._names: dict[bytes, int] = {}
         self._joined: dict[tuple[int, int], int] = {}
         self._exchanges: dict[tuple[str, str, int], int] = {}
+        self._values: dict[Any, _Value] = {}
+        self._joined_pairs: dict[tuple[_Value, _Value], _Value] = {}
         self._results: dict[Any, _Value] = {}
         self._of: dict[Instruction, int] = {}
         self._equal = self._named(np.zeros(self.devices, np.int64))
@@ -100,41 +98,52 @@ class Replication:
             self._joined[pair] = self._named(a * (b.max() + 1) + b)
         return self._joined[pair]
 
-    def _merge(self, value: _Value) -> int:
-        """The partition of all that a value holds."""
-        if isinstance(value, _Array):
-            return value.same
-        return functools.reduce(self._join, map(self._merge, value), self._equal)
+    def _array(self, same: int, numbers: np.ndarray | None = None) -> _Value:
+        key = (same, None if numbers is None else numbers.tobytes())
+        return self._values.setdefault(key, _Value(same, numbers))
+
+    def _tuple(self, parts: Sequence[_Value]) -> _Value:
+        key = tuple(parts)
+        if key not in self._values:
+            same = functools.reduce(self._join, (part.same for part in parts), self._equal)
+            self._values[key] = _Value(same, None, key)
+        return self._values[key]
 
     def _joined_values(self, one: _Value, other: _Value) -> _Value:
-        if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
-            return tuple(map(self._joined_values, one, other))
-        if isinstance(one, _Array) and isinstance(other, _Array) and one.key == other.key:
+        if one is other:
             return one
-        return _Array(self._join(self._merge(one), self._merge(other)))
+        pair = (one, other)
+        if pair not in self._joined_pairs:
+            ours, theirs = one.parts, other.parts
+            if ours is not None and theirs is not None and len(ours) == len(theirs):
+                both = self._tuple(list(map(self._joined_values, ours, theirs)))
+            else:
+                both = self._array(self._join(one.same, other.same))
+            self._joined_pairs[pair] = both
+        return self._joined_pairs[pair]
 
-    def _known(self, numbers: np.ndarray) -> _Array:
+    def _known(self, numbers: np.ndarray) -> _Value:
         """A value of which the integers are known; a row for each device, or one for all."""
         if numbers.shape[0] == 1:
-            return _Array(self._equal, numbers)
+            return self._array(self._equal, numbers)
         _, classes = np.unique(numbers, axis=0, return_inverse=True)
-        return _Array(self._named(classes.ravel()), numbers)
+        return self._array(self._named(classes.ravel()), numbers)
 
     def _argument(self, parameter: Instruction) -> _Value:
         """An argument by the sharding that the text gives it; different everywhere without one."""
         written = parameter.attribute("sharding") or ""
         if len(parameter.shape.leaves) > 1:
-            return tuple(_Array(self._different) for _ in parameter.shape.leaves)
+            return self._tuple([self._anything] * len(parameter.shape.leaves))
         tiles = sharded_tiles(written, self.devices) if written else None
         if tiles is None and not written:
             tiles = self._pieces.get(parameter.op_name)
-        return _Array(self._different if tiles is None else self._named(tiles))
+        return self._array(self._different if tiles is None else self._named(tiles))
 
     # Running the program on partitions.
 
     def _run(self, computation: Computation, arguments: Sequence[_Value]) -> _Value:
         """Return the root's value, given those of the parameters."""
-        key = (computation.name, tuple(map(_key, arguments)))
+        key = (computation.name, *arguments)
         if key in self._results:
             return self._results[key]
         values: dict[str, _Value] = {}
@@ -146,13 +155,13 @@ class Replication:
                 value = self._value(instruction, [values[name] for name in _read(instruction)])
             values[instruction.name] = value
             before = self._of.get(instruction, self._equal)
-            self._of[instruction] = self._join(before, self._merge(value))
+            self._of[instruction] = self._join(before, value.same)
         self._results[key] = values[computation.root.name]
         return self._results[key]
 
     @property
-    def _anything(self) -> _Array:
-        return _Array(self._different)
+    def _anything(self) -> _Value:
+        return self._array(self._different)
 
     def _value(self, instruction: Instruction, operands: list[_Value]) -> _Value:
         opcode = instruction.opcode
@@ -162,11 +171,12 @@ class Replication:
         if opcode in _OWN or '"has_communication":true' in instruction.attributes:
             return self._anything
         if opcode == "tuple":
-            return tuple(operands)
+            return self._tuple(operands)
         if opcode == "get-tuple-element":
             (index,) = integers(instruction.attribute("index"))
             (given,) = operands
-            return given[index] if isinstance(given, tuple) and index < len(given) else given
+            parts = given.parts
+            return given if parts is None or index >= len(parts) else parts[index]
         if opcode.endswith(("-done", "-update")) or opcode in ("optimization-barrier", "domain"):
             return operands[0]
         if opcode == "while":
@@ -190,7 +200,7 @@ class Replication:
         body = self.program.computations[dict(instruction.called)["body"]]
         for _ in range(_MOST_ROUNDS):
             after = self._joined_values(state, self._run(body, [state]))
-            if _key(after) == _key(state):
+            if after is state:
                 return state
             state = after
         return self._run(body, [self._anything])
@@ -201,16 +211,15 @@ class Replication:
             self._run(self.program.computations[name], [given])
             for name, given in zip(names, operands[1:], strict=False)
         ]
-        chosen = _Array(self._merge(operands[0]))
-        return _Array(self._merge((chosen, *results)))
+        return self._array(self._tuple([operands[0], *results]).same)
 
     def _collective(self, kind: str, instruction: Instruction, operands: list[_Value]) -> _Value:
         permutes = kind == "collective-permute"
         groups = instruction.attribute("source_target_pairs") if permutes else None
         exchange = functools.partial(self._exchanged, kind, groups or groups_text(instruction))
         if kind in ("all-to-all", "ragged-all-to-all") or len(operands) == 1:
-            return _Array(exchange(self._merge(tuple(operands))))
-        return tuple(_Array(exchange(self._merge(operand))) for operand in operands)
+            return self._array(exchange(self._tuple(operands).same))
+        return self._tuple([self._array(exchange(operand.same)) for operand in operands])
 
     def _exchanged(self, kind: str, groups: str, same: int) -> int:
         """The partition of what a collective gives, by that of what it takes."""
@@ -236,21 +245,20 @@ class Replication:
                 after[device] = seen.setdefault((together, own), len(seen))
         return self._named(after)
 
-    def _plain(self, instruction: Instruction, operands: list[_Value]) -> _Array:
+    def _plain(self, instruction: Instruction, operands: list[_Value]) -> _Value:
         """Anything else is as different as its operands, but for numbers that are known."""
         opcode = instruction.opcode
         if opcode == "partition-id":
             return self._known(np.arange(self.devices)[:, None])
         if opcode == "constant":
             numbers = self._constant(instruction)
-            return _Array(self._equal) if numbers is None else self._known(numbers)
-        arrays = [each for each in operands if isinstance(each, _Array)]
-        known = [each.numbers for each in arrays if each.numbers is not None]
+            return self._array(self._equal) if numbers is None else self._known(numbers)
+        known = [each.numbers for each in operands if each.numbers is not None]
         if operands and len(known) == len(operands):
             numbers = _computed(instruction, known)
             if numbers is not None:
                 return self._known(numbers)
-        return _Array(self._merge(tuple(operands)))
+        return self._array(self._tuple(operands).same)
 
     def _constant(self, instruction: Instruction) -> np.ndarray | None:
         leaf = instruction.shape.leaves[0]
@@ -267,10 +275,6 @@ class Replication:
 def _read(instruction: Instruction) -> tuple[str, ...]:
     """The operands; the text of a constant may look like some."""
     return () if instruction.opcode == "constant" else instruction.operands
-
-
-def _key(value: _Value) -> Any:
-    return value.key if isinstance(value, _Array) else tuple(map(_key, value))
 
 
 _ARITHMETIC: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
