@@ -1,9 +1,9 @@
 """Steps for one GPU, each bound by something else: what `rehearsal_gpu.py` rehearses and measures.
 
-`FITTED` are the steps that shaped the speeds of `rehearsal/kernel_speeds.py`: constants were fitted
-to them, or the form of the model was chosen on them. `KEPT` had no part in that, but their errors
-were seen while it was done, so they are no blind test. `BLIND` were written and measured after the
-model was; nothing has been changed for them. Each is a function and its arrays.
+`SEEN` are the steps on which the speeds of `rehearsal/kernel_speeds.py` were made: constants were
+fitted to their kernels, the form of the model was chosen on them, or their errors were known
+meanwhile. `BLIND` were written before and measured apart; what they took was looked at when the
+model was done, and nothing has been changed for them. Each is a function and its arrays.
 """
 
 from __future__ import annotations
@@ -268,7 +268,105 @@ def spectra(rows: int, length: int) -> Step:
     return step, (Shape((rows, length), jnp.float32),)
 
 
-FITTED: dict[str, Callable[[], Step]] = {
+def whole_numbers(tokens: int, width: int, layers: int) -> Step:
+    """Products of int8 that are scaled and rounded in between."""
+
+    def step(params: Any, x: jax.Array) -> jax.Array:
+        for weight, scale in params:
+            y = jnp.dot(x, weight, preferred_element_type=jnp.int32).astype(jnp.float32) * scale
+            x = jnp.clip(jnp.round(y), -127, 127).astype(jnp.int8)
+        return x
+
+    layer = (Shape((width, width), jnp.int8), Shape((width,), jnp.float32))
+    return step, ([layer] * layers, Shape((tokens, width), jnp.int8))
+
+
+def scaled_norms(tokens: int, width: int) -> Step:
+    """Norms by the root of the mean square, in bf16 with residuals."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for scale in params:
+            y = x.astype(jnp.float32)
+            y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)
+            x = x + jnp.tanh(y.astype(x.dtype) * scale)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    return trained(loss), (
+        [Shape((width,), jnp.bfloat16)] * 4,
+        Shape((tokens, width), jnp.bfloat16),
+    )
+
+
+def routed(tokens: int, experts: int) -> Step:
+    """A router: probabilities, the best two of each token, their weights."""
+
+    def loss(table: Any, x: jax.Array) -> jax.Array:
+        chances = jax.nn.softmax((x @ table).astype(jnp.float32), axis=-1)
+        best, _ = jax.lax.top_k(chances, 2)
+        return jnp.mean(best / jnp.sum(best, -1, keepdims=True)) + jnp.mean(jnp.log(chances))
+
+    table = Shape((2048, experts), jnp.bfloat16)
+    return trained(loss), (table, Shape((tokens, 2048), jnp.bfloat16))
+
+
+def images(rows: int, side: int) -> Step:
+    """A stem as networks of images have it: a strided convolution of 7 x 7, pooling, two more."""
+
+    def conv(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(
+            x, kernel, (stride, stride), "SAME", dimension_numbers=numbers
+        )
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        x = jax.nn.relu(conv(x, params[0], 2))
+        x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+        for kernel in params[1:]:
+            x = jax.nn.silu(conv(x, kernel, 1))
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    shapes = [(7, 7, 3, 64), (3, 3, 64, 192), (3, 3, 192, 192)]
+    kernels = [Shape(shape, jnp.bfloat16) for shape in shapes]
+    return trained(loss), (kernels, Shape((rows, side, side, 3), jnp.bfloat16))
+
+
+def filtered(rows: int, side: int) -> Step:
+    """Pictures filtered by their spectrum, forth and back in two dimensions."""
+
+    def step(x: jax.Array, weights: jax.Array) -> jax.Array:
+        return jnp.fft.irfft2(jnp.fft.rfft2(x) * weights)
+
+    weights = Shape((side, side // 2 + 1), jnp.float32)
+    return step, (Shape((rows, side, side), jnp.float32), weights)
+
+
+def dropped(tokens: int, width: int, layers: int) -> Step:
+    """Products with dropout between them, whose masks are drawn by threefry."""
+
+    def loss(params: Any, x: jax.Array, seed: jax.Array) -> jax.Array:
+        for n, weight in enumerate(params):
+            keep = jax.random.bernoulli(jax.random.fold_in(jax.random.key(seed), n), 0.9, x.shape)
+            x = jnp.where(keep, jax.nn.gelu(x @ weight), 0)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    params = [Shape((width, width), jnp.bfloat16)] * layers
+    return trained(loss), (params, Shape((tokens, width), jnp.bfloat16), Shape((), jnp.uint32))
+
+
+def sums_of_segments(rows: int, segments: int, width: int) -> Step:
+    """A layer of a graph network: rows gathered along edges, products, sums at their ends."""
+
+    def loss(weight: Any, x: jax.Array, ends: jax.Array, starts: jax.Array) -> jax.Array:
+        sent = jax.nn.relu(x[starts % segments] @ weight)
+        met = jax.ops.segment_sum(sent, ends % segments, num_segments=segments)
+        return jnp.mean(met**2)
+
+    edges = Shape((rows,), jnp.int32)
+    weight = Shape((width, width), jnp.float32)
+    return trained(loss), (weight, Shape((segments, width), jnp.float32), edges, edges)
+
+
+SEEN: dict[str, Callable[[], Step]] = {
     "flash 2k": functools.partial(attention, "cudnn", 2048),
     "flash 16k": functools.partial(attention, "cudnn", 16384),
     "naive 8k": functools.partial(attention, "xla", 8192),
@@ -282,8 +380,6 @@ FITTED: dict[str, Callable[[], Step]] = {
     "llama3-8b": functools.partial(of_model, "llama3-8b", 8, 2048, layers=4, vocab=32_000),
     "bf16 products, small": functools.partial(products, jnp.bfloat16, 4096, 2048, 12),
     "GRU": functools.partial(recurrent, 256, 256, 1024),
-}
-KEPT: dict[str, Callable[[], Step]] = {
     "flash 8k": functools.partial(attention, "cudnn", 8192),
     "flash 8k, head 64": functools.partial(attention, "cudnn", 8192, 32, 64),
     "naive 2k": functools.partial(attention, "xla", 2048),
@@ -300,8 +396,6 @@ KEPT: dict[str, Callable[[], Step]] = {
     ),
     "vit-l16": functools.partial(of_model, "vit-l16", 128, None),
     "resnet50": functools.partial(of_model, "resnet50", 256, None),
-}
-BLIND: dict[str, Callable[[], Step]] = {
     "flash 4k, 8 groups": functools.partial(grouped_attention, 4096, 32, 8, 128, True),
     "flash 32k, not causal": functools.partial(grouped_attention, 32768, 16, 16, 64, False),
     "naive 4k": functools.partial(attention, "xla", 4096),
@@ -322,4 +416,26 @@ BLIND: dict[str, Callable[[], Step]] = {
         **{"layers": 2, "mlp": 2048, "vocab": 32_000, "experts": 16, "chosen": 4},
     ),
 }
-STEPS = FITTED | KEPT | BLIND
+BLIND: dict[str, Callable[[], Step]] = {
+    "flash 2k, whole, head 128": functools.partial(grouped_attention, 2048, 24, 4, 128, False),
+    "flash 16k, 2 groups": functools.partial(grouped_attention, 16384, 16, 2, 128, True),
+    "naive 1k": functools.partial(attention, "xla", 1024),
+    "bf16 products, 3k": functools.partial(products, jnp.bfloat16, 8192, 3072, 8),
+    "fp8 products, wide": functools.partial(eight_bit_products, 4096, 12288, 3),
+    "int8 products": functools.partial(whole_numbers, 16384, 6144, 4),
+    "RMS norms": functools.partial(scaled_norms, 16384, 8192),
+    "router": functools.partial(routed, 131072, 128),
+    "softmax 4k": functools.partial(softmaxes, 32768, 4096),
+    "sort, rows of 2k": functools.partial(sorting, 2**23, 16384, 2048),
+    "graph": functools.partial(sums_of_segments, 2**20, 65536, 256),
+    "stem": functools.partial(images, 256, 224),
+    "convolutions, 28": functools.partial(convolutions, 128, 28, 384),
+    "GRU, wide": functools.partial(recurrent, 1024, 64, 2048),
+    "dropout": functools.partial(dropped, 16384, 4096, 4),
+    "filtered": functools.partial(filtered, 256, 1024),
+    "head of 128k": functools.partial(entropy, 4096, 4096, 128_256),
+    "decoder, 4k": functools.partial(
+        of_model, "llama3-8b", 4, 4096, layers=2, mlp=8192, vocab=64_000
+    ),
+}
+STEPS = SEEN | BLIND

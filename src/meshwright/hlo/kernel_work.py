@@ -42,7 +42,7 @@ class KernelWork:
     `kind` is what made it, e.g. "Pallas TPU". `flops` counts two for each product of numbers of
     type `dtype`, 0 if `trust` is "unknown". `bytes` are those of main memory, `None` if they are
     its operands and results. `transcendentals` are counted by HLO's name. `speed` names the class
-    of kernels whose efficiency it has.
+    of kernels whose efficiency it has, `keys` how many keys a query of attention meets on average.
     """
 
     kind: str
@@ -52,6 +52,7 @@ class KernelWork:
     dtype: str = "bf16"
     transcendentals: Mapping[str, float] = dataclasses.field(default_factory=dict)
     speed: str = ""
+    keys: float = 0.0
 
 
 # In: a custom call, its computation, and what is known of values (for the tables that a kernel
@@ -254,4 +255,5 @@ def _cudnn_attention(
         query.dtype,
         {},
         f"cudnn attention {'backward' if backward else 'forward'} {size}",
+        pairs / max(1, queries),
     )

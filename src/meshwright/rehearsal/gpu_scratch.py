@@ -13,8 +13,9 @@ import re
 from collections.abc import Iterable
 
 from meshwright.hardware.chips import Chip, device_facts, gpu_capability
-from meshwright.hlo.instructions import Computation, Instruction
+from meshwright.hlo.instructions import Computation, Instruction, integers
 from meshwright.hlo.program import Program
+from meshwright.rehearsal.kernel_speeds import LONGEST_FFT
 
 
 def scratch_sizes(program: Program, instruction: Instruction, chip: Chip) -> list[int]:
@@ -25,6 +26,8 @@ def scratch_sizes(program: Program, instruction: Instruction, chip: Chip) -> lis
     if instruction.opcode == "custom-call":
         size = _attention_workspace(program, instruction)
         return [size] if size else []
+    if instruction.opcode == "fft":
+        return _fft_buffers(program, instruction)
     if instruction.opcode != "fusion":
         return []
     if '"kind":"__triton' in instruction.attributes:
@@ -93,6 +96,19 @@ def _product_workspace(program: Program, fusion: Instruction, chip: Chip) -> int
         return 0  # which need copies in another layout as well: not known
     most = _WORKSPACE_HOPPER if gpu_capability(chip) >= (9, 0) else _WORKSPACE
     return min(most, sum(operand.shape.bytes for operand in operands))
+
+
+# cuFFT writes over the input of a transform to real numbers, so XLA hands it a copy, which it takes
+# from the allocator when it runs, as cuFFT's own buffer between passes (on one H200, beside what is
+# planned: 8,192 rows of 16,384 to real numbers 537 MB, 256 of 262,144 537 MB, 64 of 2**20 268 MB).
+
+
+def _fft_buffers(program: Program, fft: Instruction) -> list[int]:
+    (given,) = program.computations[fft.computation].operands(fft)
+    sizes = [given.shape.bytes] if "fft_type=IRFFT" in fft.attributes else []
+    if any(length > LONGEST_FFT for length in integers(fft.attribute("fft_length"))):
+        sizes.append(max(given.shape.bytes, fft.shape.bytes))  # between its passes
+    return sizes
 
 
 # Sorts: XLA's SortRewriter takes CUB where it measured it to be faster than its own kernel, by the

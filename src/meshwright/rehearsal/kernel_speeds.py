@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 
 from meshwright.hardware.chips import Chip
+from meshwright.hlo.instructions import Instruction, integers
 from meshwright.rehearsal.kernels import Kernel
 from meshwright.rehearsal.tpu_speeds import MEMORY, NOMINAL, TpuSpeeds, tpu_speeds
 
@@ -19,16 +20,29 @@ from meshwright.rehearsal.tpu_speeds import MEMORY, NOMINAL, TpuSpeeds, tpu_spee
 # to 4.6 of 4.8 TB/s). TPU: `tpu_speeds`. CPU: no measurement of our own; what came closest to whole
 # steps on a GPU when these two figures were the whole model.
 _PRODUCTS = {"gpu": 0.85, "tpu": NOMINAL, "cpu": 0.7}
+# Where it is held down by power: 11 products of 8,192 in a row 685 to 731 TFLOP/s, layers of
+# 16,384 x 3,072 x 8,192 675 (one H200).
+_SUSTAINED = {"bf16": 0.72, "f16": 0.72}
 # The side of a square product that reaches half of that: 0.56 of nominal at 2,048, 0.70 to 0.78 at
 # 4,096, 0.80 at 8,192 (one H200).
 _HALF_SIDE = {"gpu": 600.0, "tpu": 0.0, "cpu": 0.0}
 _MEMORY = {"gpu": 0.88, "tpu": MEMORY, "cpu": 0.8}
-# Triton fusions that reduce rows and then write them (softmax and its gradient): 2.7 to 4.0 of 4.8
-# TB/s on one H200, rows of 2,048; rows of 8,192 with two reductions 1.8.
-_ROWS = 0.62
+# The part of memory's nominal speed that fusions of a GPU reach which do not go over it from end to
+# end (`Kernel.access`), and the operations a second of those that reduce rows: 300 kernels
+# of 31 steps on one H200, the rows by least squares (64 of them, mean error 11 %).
+_ACCESS = {"rows": 0.765, "reduction": 0.77, "windows": 0.35, "transpose": 0.7, "update": 0.74}
+_HOPPER_ROWS = 7.0e12
+# The same of one pass of a Fourier transform by cuFFT, from or to real numbers and of complex ones,
+# of the scaling after inverse ones, and of the copy that those to real ones take first. One H200:
+# rows of 1,000 and 16,384 2.6 to 3.7 of 4.8 TB/s, complex rows and squares of 512 to 4,096 4.0 to
+# 4.1, rows of 262,144 3.6 in each of two passes, of 1,048,576 real ones 2.8 in each of three.
+_FFT, _COMPLEX_FFT = 0.62, 0.8
+_FFT_SCALE, _COMPLEX_FFT_SCALE, _FFT_COPY = 0.5, 0.775, 0.88
+LONGEST_FFT = 1 << 14  # rows that are transformed in one pass
 # Seconds from one kernel to the next, if it takes no longer itself; and at the least, if it does.
-# GPU: 256 tiny kernels in a row on one H200, in a loop 3.0 each; gaps between long ones 0.2 to 1.
-_LAUNCH = {"gpu": 3e-6, "tpu": 1e-6, "cpu": 5e-6}
+# GPU: tiny kernels on one H200, 256 in a row 3.0 us each, in loops 2.0 to 2.5; gaps between long
+# ones 0.2 to 1.
+_LAUNCH = {"gpu": 2.5e-6, "tpu": 1e-6, "cpu": 5e-6}
 _GAP = {"gpu": 0.5e-6, "tpu": 1e-6, "cpu": 5e-6}
 
 # The part of the bus between device and host that large transfers reach. GPU: 1 GiB to and from
@@ -38,8 +52,8 @@ _BUS = {"gpu": 0.84, "tpu": 1.0, "cpu": 1.0}
 
 # Speed of multiplications by dtype against bf16. TPUs multiply float32 in bf16 by default.
 _DTYPE_SPEED = {
-    # one H200: 325 to 350 TFLOP/s in tf32, 1,300 to 1,460 in fp8, 1,340 to 1,660 in s8; f64 nominal
-    "gpu": {"f32": 0.435, "f64": 0.067, "f8e4m3fn": 1.75, "f8e5m2": 1.75, "s8": 1.85},
+    # one H200: 325 to 350 TFLOP/s in tf32, 1,720 to 1,790 in fp8, 1,340 to 1,660 in s8; f64 nominal
+    "gpu": {"f32": 0.435, "f64": 0.067, "f8e4m3fn": 2.3, "f8e5m2": 2.3, "s8": 1.85},
     "tpu": {"f64": 0.05, "s8": 2.0},
     "cpu": {"f64": 0.5},
 }
@@ -55,6 +69,8 @@ _KERNEL_SPEED = {
     "cudnn attention backward 64": 0.40,
     "triton": 0.32,
 }
+# How much of that cuDNN reaches with so many keys for a query: steps with 2,048 to 32,768 keys.
+_KEYS, _MORE_KEYS = 0.96, 0.06
 
 # Elements a second of functions that no multiplier computes. Measured on one H200 in float32, many
 # in a row so that memory does not bound them; bfloat16 is within 10 %. An H100 has the same
@@ -71,22 +87,27 @@ _HOPPER_FUNCTIONS = {
     "power": 0.355e12,
     # as the one that they are made of
     "cosine": 1.0e12,
+    "integer": 40.7e12,  # additions, shifts and the like as HLO has them: threefry, 2^28 words
     "log-plus-one": 1.15e12,
     "sqrt": 4.06e12,
 }
 # Keys, rows or elements a second, measured on one H200. Sorts: 2^24 and 2^26 float32 keys; rows of
-# 1,024 (22e9) and 16,384 (14e9) keys; keys with their places. Gathers: 2^26 of 2^28 elements, and
-# from a table in cache. Scatter-adds: rows of 4,096, and single elements.
+# 256 to 16,384 keys, times stages of the network; keys with their places. Gathers: 2^26 of 2^28
+# elements, and from a table in cache. Scatter-adds: rows of 4,096, and single elements.
 _HOPPER_IRREGULAR = {
-    "sorted": 29e9,
+    "sorted": 34e9,
     "sorted pairs": 21e9,
-    "sorted in rows": 18e9,
+    "sorted in rows": 1.25e12,
     "gathered": 39e9,
     "gathered in cache": 139e9,
     "scattered f32": 0.30e12,
     "scattered bf16": 0.13e12,
     "scattered elements": 16e9,
+    "scattered elements in cache": 60e9,
 }
+# Elements a second of kernels that products of 8-bit floats need beside them: operands brought into
+# the order that cuBLAS takes, and rounded (8,192 x 4,096 and 16,384 x 8,192 on one H200).
+_HOPPER_APART = {"transposed f8": 0.155e12, "converted f8": 0.84e12}
 # Seconds that a sort of few keys takes (2^16 float32 keys: 46 us on one H200).
 _SORT_START = 40e-6
 # Elements a second that a loop fusion writes, whatever their width (one H200: masks, fills, bf16).
@@ -100,7 +121,8 @@ class Speeds:
 
     `gap` is what starting a long kernel adds, `loop` the elements that a loop fusion writes.
     `functions` and `irregular`: elements a second of transcendental functions, and of sorts,
-    gathers and scatters, where they are known. `bus`: bytes to or from the host, 0 if not known.
+    gathers and scatters, where they are known; `rows` operations on rows that are reduced, `apart`
+    elements of kernels that products bring along. `bus`: bytes to or from the host, or 0.
     `tpu` has what is different on TPUs.
     """
 
@@ -112,31 +134,61 @@ class Speeds:
     functions: Mapping[str, float] = dataclasses.field(default_factory=dict)
     irregular: Mapping[str, float] = dataclasses.field(default_factory=dict)
     loop: float = math.inf
+    rows: float = 0.0
+    apart: Mapping[str, float] = dataclasses.field(default_factory=dict)
     bus: float = 0.0
     tpu: TpuSpeeds | None = None
 
-    def compute(self, flops: float, dtype: str, kind: str = "") -> float:
-        """Seconds for this many operations on values of this dtype, in a kernel of a kind."""
+    def compute(self, flops: float, dtype: str, kind: str = "", keys: float = 0.0) -> float:
+        """Seconds for this many operations on values of this dtype, in a kernel of a kind.
+
+        `keys`: how many a query meets, in a kernel of attention.
+        """
         products = _PRODUCTS[self.family]
         side = (flops / 2) ** (1 / 3)
         relative = side / (side + _HALF_SIDE[self.family]) if flops else 1.0
+        if self.family == "gpu":
+            relative = min(relative, _SUSTAINED.get(dtype, 1.0) / products)
         if kind in _KERNEL_SPEED:
             relative = _KERNEL_SPEED[kind] / products
+            relative *= _KEYS * (keys / 1024) ** _MORE_KEYS if keys else 1.0
         return flops / (self.flops * relative * _DTYPE_SPEED[self.family].get(dtype, 1.0))
 
     def kernel(self, kernel: Kernel) -> tuple[float, float]:
         """Seconds that a kernel computes, and that it waits for memory: the longer one counts."""
         kind = kernel.custom.speed if kernel.custom else ""
-        compute = self.compute(kernel.flops, kernel.dtype, kind)
+        keys = kernel.custom.keys if kernel.custom else 0.0
+        compute = self.compute(kernel.flops, kernel.dtype, kind, keys)
         if self.tpu is not None:
             return self.tpu.kernel(kernel, compute)
-        slower = _ROWS / _MEMORY["gpu"] if kernel.by_rows else 1.0
+        if kernel.instruction.opcode == "fft":
+            return 0.0, self._fft(kernel)
+        slower = _ACCESS.get(kernel.access, _MEMORY["gpu"]) / _MEMORY["gpu"]
         memory = max(kernel.bytes / (self.bytes * slower), kernel.looped / self.loop)
+        if kernel.row_operations and self.rows:
+            memory += kernel.row_operations / self.rows
         if kind not in _KERNEL_SPEED:  # else they are in its efficiency
             compute = max(compute, _seconds(kernel.slow, self.functions))
+        if kernel.flops:
+            compute += _seconds(kernel.slow, self.apart)
+            compute += kernel.beside_result / self.bytes
         sorts = any(name.startswith("sorted") for name in kernel.slow) and bool(self.irregular)
         irregular = _seconds(kernel.slow, self.irregular) + (_SORT_START if sorts else 0.0)
         return compute, max(memory, irregular)
+
+    def _fft(self, kernel: Kernel) -> float:
+        """Seconds of a Fourier transform; cuFFT's scaling and copying are kernels of their own."""
+        attributes = kernel.instruction.attributes
+        nominal = self.bytes / _MEMORY["gpu"]
+        written = kernel.instruction.shape.bytes
+        real = "RFFT" in attributes
+        passes = fft_passes(kernel.instruction)
+        seconds = passes * kernel.bytes / (nominal * (_FFT if real else _COMPLEX_FFT))
+        if "fft_type=I" in attributes:
+            seconds += 2 * written / (nominal * (_FFT_SCALE if real else _COMPLEX_FFT_SCALE))
+        if "fft_type=IRFFT" in attributes:
+            seconds += 2 * (kernel.bytes - written) / (nominal * _FFT_COPY)
+        return seconds
 
     def host(self, size: float) -> float:
         """Seconds of the bus for this many bytes one way; 0 where its speed is not known."""
@@ -145,6 +197,13 @@ class Speeds:
     def launch(self, seconds: float) -> float:
         """Seconds that starting a kernel adds: while a long one runs, the next is prepared."""
         return max(self.start - seconds, self.gap) if seconds > 0 else 0.0
+
+
+def fft_passes(fft: Instruction) -> int:
+    """How often a Fourier transform goes over its array: once a dimension, long ones twice."""
+    lengths = integers(fft.attribute("fft_length"))
+    long = sum(length > LONGEST_FFT for length in lengths)
+    return len(lengths) + long + bool(long and "RFFT" in fft.attributes)
 
 
 def _seconds(counts: Mapping[str, float], rates: Mapping[str, float]) -> float:
@@ -166,6 +225,8 @@ def speeds(chip: Chip, scheduled: bool = False) -> Speeds:
         _HOPPER_FUNCTIONS if hopper else {},
         _HOPPER_IRREGULAR if hopper else {},
         _HOPPER_LOOP if hopper else math.inf,
+        _HOPPER_ROWS if hopper else 0.0,
+        _HOPPER_APART if hopper else {},
         chip.bus * 1e9 / chip.cores * _BUS[chip.family],
         tpu_speeds(chip, scheduled),
     )

@@ -34,9 +34,11 @@ _ASYNC_END = re.compile(r'"AsyncCollective(Start|Done)"')
 class Kernel:
     """One instruction that takes time; `dtype` is that of what it multiplies, if it does.
 
-    `custom` is the work of a custom kernel. `slow` counts what other units than multipliers and
-    memory may bound: elements of transcendental functions by HLO's opcode, and what
-    `_irregular` names.
+    `custom` is the work of a custom kernel. `access` is how a fusion of a GPU goes over memory
+    (`_access`), `row_operations` what one that reduces rows computes on their elements,
+    `beside_result` the bytes of a product's result and of what is added to it. `slow` counts what
+    other units than multipliers and memory may bound: elements of transcendental functions by
+    HLO's opcode, and what `_irregular` names.
     """
 
     instruction: Instruction
@@ -44,7 +46,9 @@ class Kernel:
     bytes: float
     dtype: str
     custom: KernelWork | None = None
-    reduces: bool = False
+    access: str = ""
+    row_operations: float = 0.0
+    beside_result: float = 0.0
     slow: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
@@ -68,11 +72,6 @@ class Kernel:
         """Whether it only starts a copy on the device, beside which others run."""
         return self.instruction.opcode.endswith("-start") and not self.flops
 
-    @property
-    def by_rows(self) -> bool:
-        """Whether it is a Triton fusion that reduces rows and then works on all their elements."""
-        return self.reduces and '"kind":"__triton"' in self.instruction.attributes
-
 
 # In: a computation that runs. Out: its kernels in order, each with floating-point operations and
 # bytes of main memory, those of what is fused into it included. Collectives are not among them.
@@ -92,20 +91,83 @@ def kernels(program: Program, computation: Computation) -> Iterator[Kernel]:
             continue
         work, dtype = _work(program, computation, instruction)
         slow = _slow(program, computation, instruction)
-        reduces = not work and _reduces_rows(program, instruction)
-        yield Kernel(instruction, work, traffic, dtype, None, reduces, slow)
+        access = "" if work else _access(program, instruction)
+        rows = _row_operations(program, instruction) if access == "rows" else 0.0
+        beside = _beside_result(program, instruction) if work else 0.0
+        yield Kernel(instruction, work, traffic, dtype, None, access, rows, beside, slow)
 
 
-def _reduces_rows(program: Program, instruction: Instruction) -> bool:
-    """Whether a fusion reduces something and still writes more than it reduces it to."""
-    if instruction.opcode != "fusion":
-        return False
-    written = max((leaf.elements for leaf in instruction.shape.leaves), default=0)
-    return any(
-        each.opcode == "reduce" and each.shape.leaves[0].elements < written
+def _access(program: Program, instruction: Instruction) -> str:
+    """How a fusion of a GPU goes over memory, where it is slower than from end to end.
+
+    `"rows"`: Triton's, which keep rows on chip while they reduce them; `"reduction"`: other
+    reductions; `"windows"`: cumulative sums; `"transpose"`; `"update"`: a slice is written.
+    """
+    if instruction.opcode != "fusion" or "kind=k" not in instruction.attributes:
+        return ""
+    if "dynamic_update_slice" in instruction.name:
+        return "update"
+    opcodes = {
+        each.opcode
         for _, name in instruction.called
         for each in program.computations[name].instructions
+    }
+    if "reduce" in opcodes:
+        return "rows" if '"kind":"__triton"' in instruction.attributes else "reduction"
+    if "reduce-window" in opcodes:
+        return "windows"
+    return "transpose" if "transpose" in opcodes and "transpose" in instruction.name else ""
+
+
+def _beside_result(program: Program, fusion: Instruction) -> float:
+    """Bytes of a product's result and of operands of its size that meet it after the product.
+
+    A GPU does not read and write those while it multiplies; 0 where nothing meets the result.
+    """
+    if fusion.opcode != "fusion" or "kind=k" not in fusion.attributes:
+        return 0.0
+    inner = program.computations[fusion.called[0][1]]
+    dot = next((each for each in inner.instructions if each.opcode == "dot"), None)
+    if dot is None:
+        return 0.0
+    multiplied, pending = {dot.name}, [dot]
+    while pending:
+        for operand in inner.operands(pending.pop()):
+            if operand.name not in multiplied:
+                multiplied.add(operand.name)
+                pending.append(operand)
+    size = dot.shape.leaves[0].elements
+    met = sum(
+        parameter.shape.bytes
+        for parameter in inner.parameters.values()
+        if parameter.name not in multiplied and parameter.shape.leaves[0].elements == size
     )
+    return float(met + fusion.shape.bytes) if met else 0.0
+
+
+# What a Triton fusion of rows computes in the time in which it reads and writes them; and how many
+# times as long the others take for each mask that chooses among elements (64 kernels of one H200).
+_HIDDEN_OPERATIONS = 4
+_MASK = 1.5
+_NO_OPERATIONS = frozenset(
+    "parameter constant broadcast bitcast tuple get-tuple-element iota reshape reduce".split()
+)
+
+
+def _row_operations(program: Program, fusion: Instruction) -> float:
+    """Operations on elements of rows beyond what is hidden: elements times operations on each."""
+    body = program.computations[fusion.called[0][1]].instructions
+    sizes = {
+        each.name: max((leaf.elements for leaf in each.shape.leaves), default=0) for each in body
+    }
+    whole = max(sizes.values(), default=0)
+    opcodes = [
+        each.opcode
+        for each in body
+        if sizes[each.name] == whole and each.opcode not in _NO_OPERATIONS
+    ]
+    more = max(0, len(opcodes) - _HIDDEN_OPERATIONS)
+    return float(whole * more * (1 + _MASK * opcodes.count("select")))
 
 
 def running(program: Program) -> Iterator[Computation]:
@@ -248,19 +310,28 @@ def _main_memory(instruction: Instruction) -> int:
 
 # Counting what other units may bound.
 # Input: an instruction. Output: `{what: how many}`, that of fused instructions included.
-# Example: a fusion of `sine(bf16[8,16])` has `{"sine": 128}`; a sort of 1000 rows of 64 keys has
-# `{"sorted in rows": 64000}`; a gather of 5 rows from a table in main memory `{"gathered": 5}`.
+# Example: a fusion of `sine(bf16[8,16])` has `{"sine": 128}`; a sort of 1000 rows of 64 keys, in 21
+# stages, has `{"sorted in rows": 1344000}`; a gather of 5 rows from a table in main memory
+# `{"gathered": 5}`.
 
 _TRANSCENDENTAL = frozenset(
     "exponential exponential-minus-one log log-plus-one logistic tanh erf sine cosine tan power "
     "rsqrt sqrt cbrt atan2 divide".split()
 )
 _IN_CACHE = 50 * 2**20  # bytes: the L2 of an H100 and an H200 (datasheet)
+_MOST_STAGES = 86  # as rows of 16,384 keys take on one H200
+_INTEGER = frozenset("add subtract multiply and or xor shift-left shift-right-logical".split())
 
 
 def _slow(program: Program, computation: Computation, instruction: Instruction) -> dict[str, float]:
     counts: dict[str, float] = {}
     name, count = _irregular(program, computation, instruction)
+    if instruction.opcode == "dot":
+        name, count = "transposed f8", _transposed(computation, instruction)
+    if instruction.opcode == "convert" and instruction.shape.leaves[0].dtype.startswith("f8"):
+        name, count = "converted f8", instruction.shape.leaves[0].elements
+    if instruction.opcode in _INTEGER and instruction.shape.leaves[0].dtype in ("u32", "s32"):
+        name, count = "integer", instruction.shape.leaves[0].elements
     if instruction.opcode in _TRANSCENDENTAL and instruction.shape.leaves[0].dtype[0] in "fb":
         name, count = instruction.opcode, instruction.shape.leaves[0].elements
     if count:
@@ -286,16 +357,35 @@ def _irregular(
     if instruction.opcode == "sort" or '"__cub$DeviceRadixSort' in instruction.attributes:
         keys = operands[0]
         if len(keys.dims) > 1 and keys.elements > max(keys.dims):
-            return "sorted in rows", keys.elements
+            return "sorted in rows", keys.elements * _sort_stages(keys.dims[-1])
         pairs = len(operands) > 1 and operands[1].elements == keys.elements
         return ("sorted pairs" if pairs else "sorted"), keys.elements
     if instruction.opcode == "gather":
-        where = "gathered in cache" if operands[0].bytes <= _IN_CACHE else "gathered"
+        # JAX's take_along_axis goes through the table row by row.
+        local = operands[0].bytes <= _IN_CACHE or "take_along_axis" in instruction.attributes
+        where = "gathered in cache" if local else "gathered"
         rows = max(1, operands[1].elements // max(1, _index_size(instruction, operands[1].dims)))
         return where, rows
     if instruction.opcode == "scatter":
         return _scattered(program, instruction, operands)
     return "", 0
+
+
+def _sort_stages(length: int) -> int:
+    """Stages of the network that sorts a row; long rows go to a library, which takes no longer."""
+    bits = max(1, (length - 1).bit_length())
+    return min(bits * (bits + 1) // 2, _MOST_STAGES)
+
+
+def _transposed(computation: Computation, dot: Instruction) -> int:
+    """Elements of 8-bit floats that a GPU's library wants in another order: contracted one last."""
+    count = 0
+    for side, operand in zip(("lhs", "rhs"), computation.operands(dot), strict=True):
+        leaf = operand.shape.leaves[0]
+        along = (dot.attribute(f"{side}_contracting_dims") or "").strip("{}")
+        if leaf.dtype.startswith("f8") and along != str(len(leaf.dims) - 1):
+            count += leaf.elements
+    return count
 
 
 def _index_size(instruction: Instruction, dims: tuple[int, ...]) -> int:
@@ -315,5 +405,6 @@ def _scattered(
     updates = operands[-1]
     indices = max(1, operands[1].elements // max(1, _index_size(instruction, operands[1].dims)))
     if updates.elements < 8 * indices:  # single elements, at random places
-        return "scattered elements", updates.elements
+        cached = operands[0].bytes <= _IN_CACHE
+        return f"scattered elements{' in cache' if cached else ''}", updates.elements
     return f"scattered {'f32' if updates.dtype == 'f32' else 'bf16'}", updates.elements
