@@ -16,6 +16,7 @@ from meshwright.hardware.chips import Chip, device_facts, gpu_capability
 from meshwright.hlo.instructions import Computation, Instruction, integers
 from meshwright.hlo.program import Program
 from meshwright.rehearsal.kernel_speeds import LONGEST_FFT
+from meshwright.rehearsal.kernels import is_eight_bit, transposed_sizes
 
 
 def scratch_sizes(program: Program, instruction: Instruction, chip: Chip) -> list[int]:
@@ -26,13 +27,10 @@ def scratch_sizes(program: Program, instruction: Instruction, chip: Chip) -> lis
     if instruction.opcode == "custom-call":
         size = _attention_workspace(program, instruction)
         return [size] if size else []
-    if instruction.opcode == "fft":
-        return _fft_buffers(program, instruction)
     if instruction.opcode != "fusion":
         return []
     if '"kind":"__triton' in instruction.attributes:
-        size = _product_workspace(program, instruction, chip)
-        return [size] if size else []
+        return _product_buffers(program, instruction, chip)
     sort = library_sort(program, instruction, chip)
     return [] if sort is None else _sort_buffers(program, instruction, sort)
 
@@ -88,19 +86,50 @@ _WORKSPACE_HOPPER, _WORKSPACE = 32 * 2**20, 4 * 2**20
 _LIBRARY_PRODUCTS = 2e10  # operations
 
 
-def _product_workspace(program: Program, fusion: Instruction, chip: Chip) -> int:
+def _product_buffers(program: Program, fusion: Instruction, chip: Chip) -> list[int]:
     if fusion.computation != program.entry.name or program.flops_of(fusion) < _LIBRARY_PRODUCTS:
-        return 0
+        return []
     operands = program.computations[fusion.computation].operands(fusion)
-    if any(operand.shape.leaves[0].dtype.startswith("f8") for operand in operands):
-        return 0  # which need copies in another layout as well: not known
     most = _WORKSPACE_HOPPER if gpu_capability(chip) >= (9, 0) else _WORKSPACE
-    return min(most, sum(operand.shape.bytes for operand in operands))
+    workspace = min(most, sum(operand.shape.bytes for operand in operands))
+    return [workspace, *_eight_bit_buffers(program, fusion)]
+
+
+# Products of 8-bit numbers always go to the library. It takes them with the contracted dimension
+# last, so others are copied in that order first, and it rounds nothing: what Triton's fusion makes
+# of the result is made of the whole result. Three steps of fp8 on one H200, exactly.
+
+
+def _eight_bit_buffers(program: Program, fusion: Instruction) -> list[int]:
+    inner = program.computations[fusion.called[0][1]]
+    dot = next((each for each in inner.instructions if each.opcode == "dot"), None)
+    if dot is None or not eight_bit_product(program, fusion):
+        return []
+    sizes = [size for size in transposed_sizes(inner, dot) if size]
+    return sizes if dot.root else [*sizes, dot.shape.bytes]
+
+
+def eight_bit_product(program: Program, fusion: Instruction) -> bool:
+    """Whether a fusion multiplies 8-bit numbers; its results are then made of a whole product."""
+    if fusion.opcode != "fusion":
+        return False
+    inner = program.computations[fusion.called[0][1]]
+    dots = (each for each in inner.instructions if each.opcode == "dot")
+    return any(is_eight_bit(inner.operands(dot)[0].shape.leaves[0]) for dot in dots)
 
 
 # cuFFT writes over the input of a transform to real numbers, so XLA hands it a copy, which it takes
-# from the allocator when it runs, as cuFFT's own buffer between passes (on one H200, beside what is
-# planned: 8,192 rows of 16,384 to real numbers 537 MB, 256 of 262,144 537 MB, 64 of 2**20 268 MB).
+# from the allocator when it runs, as cuFFT's own buffer between passes. On one H200, beside all
+# that is planned: 8,192 rows of 16,384 to real numbers 537 MB, 256 of 262,144 537 MB, 64 of 2**20
+# 268 MB.
+
+
+def taken_at_run(program: Program, computations: Iterable[Computation]) -> int:
+    """Bytes of the largest buffer that is no part of the plan, but taken while the program runs."""
+    transforms = (
+        each for where in computations for each in where.instructions if each.opcode == "fft"
+    )
+    return max((sum(_fft_buffers(program, each)) for each in transforms), default=0)
 
 
 def _fft_buffers(program: Program, fft: Instruction) -> list[int]:

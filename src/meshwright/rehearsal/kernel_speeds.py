@@ -105,9 +105,9 @@ _HOPPER_IRREGULAR = {
     "scattered elements": 16e9,
     "scattered elements in cache": 60e9,
 }
-# Elements a second of kernels that products of 8-bit floats need beside them: operands brought into
-# the order that cuBLAS takes, and rounded (8,192 x 4,096 and 16,384 x 8,192 on one H200).
-_HOPPER_APART = {"transposed f8": 0.155e12, "converted f8": 0.84e12}
+# Elements a second of kernels that products of 8-bit numbers need beside them: operands brought
+# into the order that cuBLAS takes, and rounded (fp8 of 8,192 x 4,096 and 16,384 x 8,192, int8).
+_HOPPER_APART = {"8 bits transposed": 0.155e12, "8 bits rounded": 0.84e12}
 # Seconds that a sort of few keys takes (2^16 float32 keys: 46 us on one H200).
 _SORT_START = 40e-6
 # Elements a second that a loop fusion writes, whatever their width (one H200: masks, fills, bf16).

@@ -327,9 +327,9 @@ def _slow(program: Program, computation: Computation, instruction: Instruction) 
     counts: dict[str, float] = {}
     name, count = _irregular(program, computation, instruction)
     if instruction.opcode == "dot":
-        name, count = "transposed f8", _transposed(computation, instruction)
-    if instruction.opcode == "convert" and instruction.shape.leaves[0].dtype.startswith("f8"):
-        name, count = "converted f8", instruction.shape.leaves[0].elements
+        name, count = "8 bits transposed", sum(transposed_sizes(computation, instruction))
+    if instruction.opcode == "convert" and is_eight_bit(instruction.shape.leaves[0]):
+        name, count = "8 bits rounded", instruction.shape.leaves[0].elements
     if instruction.opcode in _INTEGER and instruction.shape.leaves[0].dtype in ("u32", "s32"):
         name, count = "integer", instruction.shape.leaves[0].elements
     if instruction.opcode in _TRANSCENDENTAL and instruction.shape.leaves[0].dtype[0] in "fb":
@@ -377,15 +377,20 @@ def _sort_stages(length: int) -> int:
     return min(bits * (bits + 1) // 2, _MOST_STAGES)
 
 
-def _transposed(computation: Computation, dot: Instruction) -> int:
-    """Elements of 8-bit floats that a GPU's library wants in another order: contracted one last."""
-    count = 0
+def is_eight_bit(leaf: Leaf) -> bool:
+    """Whether its elements are numbers of 8 bits, as products take them."""
+    return leaf.dtype.startswith("f8") or leaf.dtype == "s8"
+
+
+def transposed_sizes(computation: Computation, dot: Instruction) -> list[int]:
+    """Elements of 8 bits that a GPU's library wants in another order: the contracted one last."""
+    sizes = []
     for side, operand in zip(("lhs", "rhs"), computation.operands(dot), strict=True):
         leaf = operand.shape.leaves[0]
         along = (dot.attribute(f"{side}_contracting_dims") or "").strip("{}")
-        if leaf.dtype.startswith("f8") and along != str(len(leaf.dims) - 1):
-            count += leaf.elements
-    return count
+        if is_eight_bit(leaf) and along != str(len(leaf.dims) - 1):
+            sizes.append(leaf.elements)
+    return sizes
 
 
 def _index_size(instruction: Instruction, dims: tuple[int, ...]) -> int:

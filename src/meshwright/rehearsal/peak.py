@@ -13,6 +13,7 @@ from meshwright.hardware.chips import Chip
 from meshwright.hlo.instructions import HOST_SPACE, Computation, Instruction
 from meshwright.hlo.program import Program
 from meshwright.rehearsal import gpu_scratch
+from meshwright.rehearsal.kernels import running
 from meshwright.rehearsal.live_ranges import BufferId, CallerBuffers, LiveRanges, bytes_in
 from meshwright.rehearsal.memory import Buffer
 
@@ -65,7 +66,7 @@ def workspace_at_peak(program: Program, chip: Chip, allocated: int) -> int:
         maker = program.computations[computation].by_name[name]
         if gpu_scratch.library_sort(program, maker, chip) is not None:
             more = max(more, peak.bytes - allocated)
-    return max(0, more)
+    return max(0, more) + gpu_scratch.taken_at_run(program, running(program))
 
 
 def scheduled_sizes(program: Program, assigned: Mapping[str, int]) -> dict[str, int]:
@@ -171,14 +172,15 @@ class Peaks:
         sizes = gpu_scratch.scratch_sizes(self.program, instruction, self.chip)
         if not sizes:
             return 0
-        if instruction.opcode == "fft":  # taken when it runs, when the places are given
-            return sum(sizes)
         sort = gpu_scratch.library_sort(self.program, instruction, self.chip)
-        # What was packed is taken apart after the sort: its result is idle while it runs.
-        last = at - 1 if len(sizes) == gpu_scratch.PACKED_BUFFERS else at
+        product = gpu_scratch.eight_bit_product(self.program, instruction)
+        # What was packed is taken apart after the sort, and a product of 8-bit numbers is rounded
+        # when it is done: their results are idle while they run.
+        last = at - 1 if product or len(sizes) == gpu_scratch.PACKED_BUFFERS else at
         idle = [size for made, size in results.values() if made > last]
         own = frozenset(number for name, number in results if name == instruction.name)
-        replaced = gpu_scratch.own_results(instruction, own) if sort is not None else 0
+        whole = sort is not None or product
+        replaced = gpu_scratch.own_results(instruction, own) if whole else 0
         return max(0, gpu_scratch.unplaced(sizes, idle) - replaced)
 
 
