@@ -201,6 +201,7 @@ class LeafRow:
         return [self.path, self.text, amount(self.bytes), held, f"{self.copies:,}"]
 
     def to_json(self) -> dict[str, Any]:
+        """Return the row as plain data; sizes in bytes."""
         return {
             "path": self.path,
             "array": self.text,

@@ -206,6 +206,7 @@ class AxisPart:
 
     @property
     def whole(self) -> bool:
+        """Whether a group spans all positions of the axis."""
         return self.members == self.size
 
     def __str__(self) -> str:
