@@ -8,6 +8,7 @@ At the end every page is checked to load nothing from another host.
 from __future__ import annotations
 
 import ast
+import html
 import re
 from pathlib import Path
 
@@ -23,6 +24,7 @@ WHOLE_FILES = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.
 
 PROMPTED = re.compile(r"^```python\n(?=>>> )(.*?)\n*^```$", re.MULTILINE | re.DOTALL)
 DOCTEST_FLAG = re.compile(r" *# doctest: \+\w+$", re.MULTILINE)
+EXAMPLE = re.compile(r'<div class="(language-(?:pycon|console)[^"]*)">(.*?)</div>', re.DOTALL)
 DRAWING = re.compile(r"^!\[([^\]]*)\]\(([\w./-]+\.svg)\)$", re.MULTILINE)
 LOADED = re.compile(
     r"""<(?:script|img|iframe|source|video|audio)\b[^>]*\bsrc=["']?(?:https?:)?//[^"'\s>]+"""
@@ -70,6 +72,26 @@ def inlined(path: Path, caption: str) -> str:
     svg = re.sub(r"@media *\(prefers-color-scheme: *dark\) *\{(?:[^{}]*\{[^{}]*\})*\s*\}", "", svg)
     one_line = re.sub(r"\s*\n\s*", " ", svg)
     return f'<figure class="drawing" aria-label="{caption}">{one_line}</figure>'
+
+
+def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Give every example with prompts the text that its copy button copies."""
+    return EXAMPLE.sub(
+        lambda m: f'<div class="{m[1]}" data-copy="{html.escape(typed(m[2]))}">{m[2]}</div>',
+        content,
+    )
+
+
+def typed(block: str) -> str:
+    """Return what one types of a highlighted block: no prompts, no output."""
+    lines = []
+    inside = False  # of an input: there `...` is a prompt, elsewhere it is output left out
+    for line in html.unescape(re.sub(r"<[^>]+>", "", block)).splitlines():
+        starts = line.startswith((">>> ", "$ "))
+        inside = starts or (inside and (line.startswith("... ") or line == "..."))
+        if inside:
+            lines.append(line.removeprefix("$ ") if line.startswith("$ ") else line[4:])
+    return "\n".join(lines)
 
 
 def on_post_build(config: MkDocsConfig) -> None:
