@@ -66,20 +66,28 @@ def mesh(
 ) -> Mesh | AbstractMesh:
     """Build the best mesh for a request, on the devices that are here or on hardware that is not.
 
-    - `spec`: `"dp:2, fsdp:-1, tp:4"`, a dict, pairs, a `MeshSpec`, or sizes with `names`.
-    - `on`: nothing for the live devices, a device list, a `Topology`, or a name such as
-      `"v5p:8x8x8"` (with `slices`). A name gives the vendor compiler's devices when it is
-      installed, else an `AbstractMesh`. `devices` is another word for a device list.
-    - `dcn`: how much of each axis crosses the slow network, e.g. `{"dp": 2}`; searched if left out.
-    - `axis_types`: a word (`"auto"`, `"explicit"`, `"manual"`), an `AxisType`, one per axis, or a
-      dict by name.
-    - `intensity`, `allow_split`, `order`: those of `place`.
-
     A request for fewer devices takes a compact, host-aligned part and warns about what stays idle
     (`IdleDevicesWarning`); an axis name one slip from a known one is warned of (`AxisNameWarning`).
-    Equal requests give equal placements in every process. Raises
-    `SpecError` for a request that is wrong in itself, `TopologyError` for unknown hardware,
-    `PlacementError` and `MeshError` where the two do not fit.
+    Equal requests give equal placements in every process.
+
+    Args:
+      spec: `"dp:2, fsdp:-1, tp:4"`, a dict, pairs, a `MeshSpec`, or sizes with `names`.
+      on: nothing for the live devices, a device list, a `Topology`, or a name such as
+        `"v5p:8x8x8"`. A name gives the vendor compiler's devices when it is installed, else an
+        `AbstractMesh`.
+      devices: another word for a device list.
+      names: of the axes, where `spec` is sizes.
+      dcn: how much of each axis crosses DCN, e.g. `{"dp": 2}`; searched if left out.
+      axis_types: a word (`"auto"`, the default, `"explicit"`, `"manual"`), an `AxisType`, one per
+        axis, or a dict by name.
+      slices: how many slices of the named hardware are joined by DCN.
+      intensity, allow_split, order: those of `place`.
+
+    Raises:
+      SpecError: for a request that is wrong in itself.
+      TopologyError: for unknown hardware.
+      PlacementError: where no layout exists.
+      MeshError: where the mesh and the devices do not fit.
 
     >>> import meshwright as mw
     >>> print(mw.mesh("dp:2, tp:-1"))

@@ -72,10 +72,10 @@ def explain(
     """Show what a mesh means on its hardware, or how a tree of arrays is cut over a mesh.
 
     `explain(mesh)` returns a `Placement`. Per axis: the links it uses, their bandwidth, modelled
-    times, what crosses the slow network. It takes any `jax.sharding.Mesh`, and an `AbstractMesh`
-    that `mesh` made for named hardware. A spec, or an `AbstractMesh` from elsewhere, has no
-    devices: say `on` what hardware, and how many `slices` of it. `intensity` replaces how much
-    traffic an axis is expected to have, by its name.
+    times, what crosses DCN. It takes any `jax.sharding.Mesh`, and an `AbstractMesh` that `mesh`
+    made for named hardware. A spec, or an `AbstractMesh` from elsewhere, has no devices: say `on`
+    what hardware, and how many `slices` of it. `intensity` replaces how much traffic an axis is
+    expected to have, by its name.
 
     `explain(tree, mesh)` returns a `PartitionReport`: what the given `specs`, or
     `partition(tree, mesh, **options)`, make of the tree. With neither, arrays (and shapes) that

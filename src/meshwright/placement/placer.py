@@ -49,10 +49,16 @@ def place(
     The search is complete over the ways to compose every axis from prime factors of the
     physical directions. The mesh fills the whole topology: open sizes of `spec` are filled from it.
 
-    `intensity` overrides how much an axis communicates, e.g. `{"tp": 20}`. `allow_split=False`
-    keeps every torus direction in one piece. `order`: how an axis made of several directions is
-    strung together, `"ring"` (neighbours only), `"grid"` (digits), or `"auto"` for what the
-    compiler does best. Raises `PlacementError` when no layout exists, with near shapes that do.
+    Args:
+      spec: the mesh, as for `mesh`; `"fsdp:2*8"` fixes what crosses DCN.
+      topology: the hardware, or its name.
+      intensity: how much axes communicate, by name, in place of what their roles say: `{"tp": 20}`.
+      allow_split: False keeps every torus direction in one piece.
+      order: how an axis made of several directions is strung together: `"ring"` (neighbours only),
+        `"grid"` (digits), or `"auto"` for what the compiler does best.
+
+    Raises:
+      PlacementError: when no layout exists, with near shapes that do.
 
     >>> print(place("fsdp:64, tp:4", "v5e:16x16").axes[1].parts)
     (Part(direction=0, factor=2, stride=1), Part(direction=1, factor=2, stride=1))
