@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from meshwright._show import Sheet, Shown, Table, short_repr
-from meshwright._text import amount, duration, plural
+from meshwright._text import amount, duration, fitted, plural, text_width
 from meshwright.hlo.dataflow import RunCount
 from meshwright.hlo.instructions import Source, SourceTable, primitives
 from meshwright.hlo.program import read_instruction
@@ -76,7 +76,8 @@ class Collectives(Shown):
             _cause_table(cause, entries) for cause, entries in self.by_cause().items()
         ]
         parts += [
-            textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in conflict_lines(self)
+            textwrap.fill(line, text_width(), subsequent_indent="  ")
+            for line in conflict_lines(self)
         ]
         if any(entry.asynchronous for entry in self.entries):
             parts.append(BESIDE)
@@ -270,8 +271,6 @@ def read_conflicts(stderr: str) -> list[ShardingConflict]:
 
 COLLECTIVE_HEADING = ["collective", "array", "over", "bytes", "times", "in all", "links", "source"]
 COLLECTIVE_RIGHT = [False, False, False, True, True, True, False, False]
-WIDTH = 100
-_MAY_BE_CUT = [COLLECTIVE_HEADING.index(name) for name in ("array", "over", "links", "source")]
 MOST_ROWS = 40
 BESIDE = "* runs beside other work"
 
@@ -349,13 +348,6 @@ def _cause_table(cause: str, entries: Sequence[Collective]) -> Table:
     )
 
 
-def _fitted(cells: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Cut the widest columns until a line fits the screen."""
-    widths = [max(len(row[c]) for row in cells) for c in range(len(COLLECTIVE_RIGHT))]
-    while sum(widths) + 2 * (len(widths) - 1) > WIDTH:
-        widths[max(_MAY_BE_CUT, key=widths.__getitem__)] -= 1
-    return [[_cut(cell, width) for cell, width in zip(row, widths, strict=True)] for row in cells]
-
-
-def _cut(cell: str, width: int) -> str:
-    return cell if len(cell) <= width else f"{cell[: width - 2]}.."
+def _fitted(cells: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
+    """Cut cells until a line fits the screen, or a page where there is none."""
+    return fitted(cells, COLLECTIVE_RIGHT, text_width())
