@@ -34,7 +34,9 @@ def table(rows: Sequence[Sequence[str]], right: Sequence[bool], columns: int | N
     dp       2  dot_.. model.py:12
     """
     width = columns or screen_columns()
-    rows = fitted(rows, right, width)
+    rows = _fitted(rows, right, width)
+    if width is not None:  # a cell is no longer than a line
+        rows = [[_cut(cell, width - _GAP) for cell in row] for row in rows]
     widths = [max(len(row[c]) for row in rows) for c in range(len(right))]
     lines = []
     for row in rows:
@@ -46,7 +48,7 @@ def table(rows: Sequence[Sequence[str]], right: Sequence[bool], columns: int | N
     return "\n".join(lines)
 
 
-def fitted(
+def _fitted(
     rows: Sequence[Sequence[str]], right: Sequence[bool], width: int | None
 ) -> Sequence[Sequence[str]]:
     """Cut cells of text until lines fit; the rows as they are where that is not enough."""
@@ -83,7 +85,10 @@ def _cut(cell: str, width: int) -> str:
         return cell
     source = _SOURCE.search(cell)
     if source is None:
-        return f"{cell[: width - 2]}.."
+        is_path = " " not in cell and ("/" in cell or "['" in cell)
+        return f"..{cell[2 - width :]}" if is_path else f"{cell[: width - 2]}.."
+    if len(source[0]) > width:  # a screen is narrower than the name of the file: its end tells more
+        return f"..{source[0][2 - width :]}"
     before, after = cell[: source.start()].rstrip(), cell[source.end() :].lstrip()
     room = width - len(source[0]) - 1
     if room < 4:  # too little to tell one operation from another

@@ -171,9 +171,10 @@ def _do(command: Command) -> int:
 
     from meshwright.errors import MeshwrightError, options_as_flags
 
-    if getattr(command, "on", None) is not None and "jax" not in sys.modules:
-        # Hardware by name needs no live device: JAX shall not look for any, which takes seconds
-        # and lets the vendors' libraries print what they miss.
+    if "jax" not in sys.modules and (getattr(command, "on", None) or not _has_accelerators()):
+        # Hardware by name needs no live device, and where there is none, there is none to be seen:
+        # JAX shall not look, which takes seconds and lets the vendors' libraries print at length
+        # what they miss.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     try:
         with warnings.catch_warnings(), options_as_flags():
@@ -189,6 +190,19 @@ def _do(command: Command) -> int:
         where = f"{error.filename}: " if error.filename else ""
         return _tell(f"{where}{error.strerror}")
     return code
+
+
+# What Linux shows of accelerators: NVIDIA's (also below Windows), AMD's, Intel's, Google's.
+_DEVICE_FILES = ("nvidiactl", "dxg", "kfd", "dri/renderD*", "accel*", "vfio/*")
+
+
+def _has_accelerators() -> bool:
+    """Whether an accelerator may be here; on other systems than Linux one always may."""
+    from pathlib import Path
+
+    if sys.platform != "linux":
+        return True
+    return any(next(Path("/dev").glob(pattern), None) for pattern in _DEVICE_FILES)
 
 
 def _in_flags(command: Command, error: MeshwrightError) -> str:

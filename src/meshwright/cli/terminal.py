@@ -63,7 +63,8 @@ def tell_written(*files: Path | None) -> None:
     """Say which files were written, beside the output itself."""
     for file in files:
         if file is not None:
-            print(f"wrote {file} ({amount(file.stat().st_size)})", file=sys.stderr)
+            whole = -(-file.stat().st_size // 1024) * 1024
+            print(f"wrote {file} ({amount(whole)})", file=sys.stderr)
 
 
 def show_topology(topology: Topology) -> None:

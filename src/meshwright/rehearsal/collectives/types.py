@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from meshwright._show import Sheet, Shown, Table, short_repr
-from meshwright._text import amount, duration, fitted, plural, text_width
+from meshwright._text import amount, duration, plural, table, text_width
 from meshwright.hlo.dataflow import RunCount
 from meshwright.hlo.instructions import Source, SourceTable, primitives
 from meshwright.hlo.program import read_instruction
@@ -333,8 +333,9 @@ class _CauseTable(Table):
     title: str = ""
 
     def text(self) -> str:
-        heading, *rows = _fitted([self.heading, *self.rows])
-        return f"\n{self.title}\n{Table(heading, rows, self.right, self.left_out).text()}"
+        lines = table([self.heading, *self.rows], self.right, text_width())
+        more = f"\n{self.left_out}" if self.left_out else ""
+        return f"\n{self.title}\n{lines}{more}"
 
     def html(self) -> str:
         return f"<h4>{html.escape(self.title)}</h4>{super().html()}"
@@ -346,8 +347,3 @@ def _cause_table(cause: str, entries: Sequence[Collective]) -> Table:
     return _CauseTable(
         COLLECTIVE_HEADING, rows[:MOST_ROWS], COLLECTIVE_RIGHT, more, cause_line(cause, entries)
     )
-
-
-def _fitted(cells: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
-    """Cut cells until a line fits the screen, or a page where there is none."""
-    return fitted(cells, COLLECTIVE_RIGHT, text_width())
