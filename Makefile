@@ -10,7 +10,7 @@ CONSTRAINTS = constraints/$(shell $(PYTHON) -c \
 CPU = JAX_PLATFORMS=cpu
 
 # The vendors' compilers: they run without an accelerator, and without a CUDA toolkit.
-COMPILERS = tpu,cuda13-compiler
+COMPILERS = compilers
 
 STAMPS = .venv/.stamp .venv-compilers/.stamp .venv-newest/.stamp
 
