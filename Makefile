@@ -10,12 +10,12 @@ CONSTRAINTS = constraints/$(shell $(PYTHON) -c \
 CPU = JAX_PLATFORMS=cpu
 
 # The vendors' compilers: they run without an accelerator, and without a CUDA toolkit.
-COMPILERS = tpu,cuda13-compiler
+COMPILERS = compilers
 
 STAMPS = .venv/.stamp .venv-compilers/.stamp .venv-newest/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo format lint test test-slow test-compilers test-newest test-gpu bench clean
+.PHONY: help venv demo docs format lint test test-slow test-compilers test-newest test-gpu bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,7 +24,7 @@ venv: .venv/.stamp ## create .venv with the package and its tools
 
 $(STAMPS): extras = dev
 .venv-compilers/.stamp .venv-newest/.stamp: extras = dev,$(COMPILERS)
-$(STAMPS): pyproject.toml $(wildcard constraints/*.txt)
+$(STAMPS): pyproject.toml $(wildcard constraints/py*.txt)
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
 		{ echo "meshwright needs Python 3.11 or newer; choose one with PYTHON=..."; exit 1; }
 	@echo "==> $(@D): creating it with $$($(PYTHON) --version)"
@@ -38,6 +38,18 @@ $(STAMPS): pyproject.toml $(wildcard constraints/*.txt)
 
 demo: venv ## a tour in about a minute; writes meshwright-report.html
 	@.venv/bin/python examples/demo.py
+
+# The site's tools read the package without importing it, so they need neither JAX nor the package.
+.venv-docs/.stamp: constraints/docs.txt
+	@echo "==> $(@D): creating it with $$($(PYTHON) --version)"
+	@rm -f $@
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $<
+	@touch $@
+
+docs: .venv-docs/.stamp ## build the site into site/, strictly; open site/index.html, no server needed
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --quiet
+	@echo "==> site/index.html"
 
 format: venv ## format the code and apply safe fixes
 	.venv/bin/ruff format .
@@ -76,5 +88,5 @@ bench: .venv-compilers/.stamp ## run every script of benchmarks/
 	done
 
 clean: ## remove the virtual environments, caches and builds
-	rm -rf .venv .venv-compilers .venv-newest build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-compilers .venv-docs .venv-newest build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests examples benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} + || true

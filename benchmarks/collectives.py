@@ -18,7 +18,7 @@ from typing import Any
 
 from meshwright._text import amount, duration
 from meshwright.hardware.chips import CHIPS
-from meshwright.rehearsal.collectives.gpu_wires import Group, collective_seconds, copy_seconds
+from meshwright.rehearsal.collectives.costs import Group, collective_seconds, copy_seconds
 
 ROWS = Path(__file__).parent / "data" / "collectives.json"
 

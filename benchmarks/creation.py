@@ -20,6 +20,7 @@ import meshwright as mw
 from meshwright._text import duration, table
 from meshwright.interfaces import mesh_creation
 from meshwright.meshes import build, devices
+from meshwright.placement import placer
 
 NAMES = ("dp", "fsdp", "ep", "tp", "sp")
 DIMS = (2, -1, 1, 8, 1)
@@ -46,7 +47,7 @@ def repeated(call: Callable[[], Any], times: int = 2000) -> float:
 
 def forget() -> None:
     mesh_creation._meshes.clear()
-    build._placed.cache_clear()
+    placer._placed.cache_clear()
     build.build_mesh.cache_clear()
     devices._live.cache_clear()
 

@@ -43,7 +43,7 @@ from meshwright.placement.placer import place as place
 from meshwright.rehearsal.api import rehearse as rehearse
 from meshwright.rehearsal.api import rehearse_model as rehearse_model
 from meshwright.rehearsal.pipelines import rehearse_pipeline as rehearse_pipeline
-from meshwright.rehearsal.verify import verify as verify
+from meshwright.rehearsal.verifier import verify as verify
 from meshwright.spec.mesh_spec import MeshSpec as MeshSpec
 from meshwright.transfers.device_put import FromCallback as FromCallback
 from meshwright.transfers.device_put import shard as shard

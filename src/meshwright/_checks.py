@@ -10,8 +10,6 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from meshwright.errors import MeshwrightError, RehearsalError, ScheduleError, SpecError, near, short
 
 LARGEST = 2**31 - 1
@@ -95,7 +93,11 @@ def is_single_slice(slices: object) -> bool:
 
 def check_flag(what: str, value: object, *, error: type[MeshwrightError] = SpecError) -> bool:
     """Return a boolean; refuse 0, 1 or 'yes'."""
-    if not isinstance(value, (bool, np.bool_)):
+    # NumPy's own booleans by their name: what checks its arguments need not load NumPy.
+    if not isinstance(value, bool) and f"{type(value).__module__}.{type(value).__name__}" not in (
+        "numpy.bool",
+        "numpy.bool_",
+    ):
         raise error(f"{what}: {short(value)} is not True or False.", option=_option(what))
     return bool(value)
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 # A long line is wrapped in brackets.
@@ -23,13 +21,18 @@ def attach(
     as Name`: type checkers and editors read it there, and so does this. `others` are names that
     the package has of itself.
     """
-    stub = Path(file).with_suffix(".pyi").read_text(encoding="utf-8")
+    # Not by pathlib, nor difflib above: those would be most of the time that the import takes, and
+    # before the command line runs Ctrl-C cannot be answered in one line.
+    with open(f"{file.rpartition('.')[0]}.pyi", encoding="utf-8") as text:  # noqa: PTH123
+        stub = text.read()
     module_of = {name: module for module, name in _LINE.findall(stub)}
     # A room among the names, such as `mw.models`, is listed, but not imported with a star.
     public = sorted([*others, *(name for name, module in module_of.items() if module != package)])
 
     def lookup(name: str) -> Any:
         if name not in module_of:
+            import difflib
+
             near = difflib.get_close_matches(name, module_of, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise AttributeError(f"module {package!r} has no attribute {name!r}.{hint}")

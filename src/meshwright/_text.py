@@ -4,26 +4,129 @@ from __future__ import annotations
 
 import itertools
 import numbers
+import os
+import re
+import sys
 from collections.abc import Iterable, Sequence
 
 from meshwright.errors import listing
 
+# Tables. In: rows of cells. Out: lines that fit the screen. Where they are too long, cells of text
+# are cut: first what stands beside a source line (`model.py:12`, which is never cut), then the
+# longest. Where that is not enough, a row goes on in lines below, so that no column is lost.
 
-def table(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
+_SOURCE = re.compile(r"(?:[\w.-]+\.\w+|<[^>\s]+>):\d+")
+_LEAST = 8  # columns that a cell of text keeps
+_GAP = 2
+
+
+def table(rows: Sequence[Sequence[str]], right: Sequence[bool], columns: int | None = None) -> str:
     """Lay out rows of text in columns; the first row is the heading, `right` are flush right.
 
-    >>> print(table([["axis", "size"], ["dp", "2"]], [False, True]))
-    axis  size
-    dp       2
+    Lines are at most `columns` long, by default those of the terminal that is printed to.
+
+    >>> rows = [["axis", "size", "from"], ["dp", "2", "dot_general model.py:12"]]
+    >>> print(table(rows, [False, True, False]))
+    axis  size  from
+    dp       2  dot_general model.py:12
+    >>> print(table(rows, [False, True, False], columns=30))
+    axis  size  from
+    dp       2  dot_.. model.py:12
     """
+    width = columns or screen_columns()
+    rows = _fitted(rows, right, width)
+    if width is not None:  # a cell is no longer than a line
+        rows = [[_cut(cell, width - _GAP) for cell in row] for row in rows]
     widths = [max(len(row[c]) for row in rows) for c in range(len(right))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if flush else cell.ljust(width)
-            for cell, width, flush in zip(row, widths, right, strict=True)
-        ).rstrip()
-        for row in rows
-    )
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(size) if flush else cell.ljust(size)
+            for cell, size, flush in zip(row, widths, right, strict=True)
+        ]
+        lines += _folded(cells, widths, width)
+    return "\n".join(lines)
+
+
+def _fitted(
+    rows: Sequence[Sequence[str]], right: Sequence[bool], width: int | None
+) -> Sequence[Sequence[str]]:
+    """Cut cells of text until lines fit; the rows as they are where that is not enough."""
+    widths = [max(len(row[c]) for row in rows) for c in range(len(right))]
+    if width is None or _total(widths) <= width:
+        return rows
+    texts = [c for c, flush in enumerate(right) if not flush]
+    sources = {c: _longest_source(rows, c) for c in texts}
+    least = {c: max(sources[c], min(widths[c], _LEAST)) for c in texts}
+    while _total(widths) > width:
+        first = [c for c in texts if sources[c] and widths[c] > least[c]]
+        may = first or [c for c in texts if widths[c] > least[c]]
+        if not may:
+            return rows
+        widths[max(may, key=lambda c: widths[c])] -= 1
+    return [
+        [_cut(cell, size) if c in least else cell for c, (cell, size) in enumerate(pairs)]
+        for pairs in (list(zip(row, widths, strict=True)) for row in rows)
+    ]
+
+
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + _GAP * (len(widths) - 1)
+
+
+def _longest_source(rows: Sequence[Sequence[str]], column: int) -> int:
+    matches = (_SOURCE.search(row[column]) for row in rows)
+    return max((len(match[0]) for match in matches if match), default=0)
+
+
+def _cut(cell: str, width: int) -> str:
+    """Cut a cell, but not its source line."""
+    if len(cell) <= width:
+        return cell
+    source = _SOURCE.search(cell)
+    if source is None:
+        is_path = " " not in cell and ("/" in cell or "['" in cell)
+        return f"..{cell[2 - width :]}" if is_path else f"{cell[: width - 2]}.."
+    if len(source[0]) > width:  # a screen is narrower than the name of the file: its end tells more
+        return f"..{source[0][2 - width :]}"
+    before, after = cell[: source.start()].rstrip(), cell[source.end() :].lstrip()
+    room = width - len(source[0]) - 1
+    if room < 4:  # too little to tell one operation from another
+        return source[0]
+    if before:
+        return (
+            f"{before[: room - 2]}.. {source[0]}" if len(before) > room else f"{before} {source[0]}"
+        )
+    return f"{source[0]} {after[: room - 2]}.."
+
+
+def _folded(cells: Sequence[str], widths: Sequence[int], width: int | None) -> list[str]:
+    """A row in as many lines as it takes; those after the first are indented."""
+    lines, used = [""], 0
+    for cell, size in zip(cells, widths, strict=True):
+        gap = _GAP if used else 0
+        if width is not None and used and used + gap + size > width:
+            lines.append("")
+            used, gap = 0, _GAP
+        lines[-1] += " " * gap + cell
+        used += gap + size
+    return [line.rstrip() for line in lines]
+
+
+def screen_columns() -> int | None:
+    """Columns of the terminal that is printed to; `None` for files and pipes.
+
+    `COLUMNS` is not asked: GNU readline leaves it to the children of any Python that loaded it.
+    """
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or None
+    except (AttributeError, OSError, ValueError):  # no terminal, or nothing that has one
+        return None
+
+
+def text_width() -> int:
+    """Columns at which prose is broken: the terminal's, or 100."""
+    return screen_columns() or 100
 
 
 def duration(seconds: float) -> str:

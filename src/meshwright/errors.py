@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import difflib
 import json
+import shlex
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -132,6 +133,11 @@ def options_as_flags() -> Iterator[None]:
         _FLAGS.reset(token)
 
 
+def on_command_line() -> bool:
+    """Whether a command of the command line runs."""
+    return _FLAGS.get()
+
+
 def option_text(name: str, *values: str) -> str:
     """Write an option, and values it may have, in the way the reader of the message writes it.
 
@@ -142,7 +148,8 @@ def option_text(name: str, *values: str) -> str:
     ('--unmatched replicate or shape', '--min-shard-bytes')
     """
     if _FLAGS.get():
-        return f"--{name.replace('_', '-')} {' or '.join(values)}".rstrip()
+        words = " or ".join(map(shlex.quote, values))
+        return f"--{name.replace('_', '-')} {words}".rstrip()
     return f"{name}={' or '.join(map(repr, values))}" if values else name
 
 

@@ -1,12 +1,16 @@
 """The command line, as a person and a script meet it. The pages' examples are goldens too."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from terminals import on_a_terminal
+
+from meshwright.cli.main import all_commands, main
+from meshwright.cli.options import help_text, read_words
 
 HERE = Path(__file__).parent
 
@@ -59,7 +63,9 @@ def test_mesh_as_json():
 
 def test_html_is_one_page_that_fetches_nothing(tmp_path):
     page = tmp_path / "mesh.html"
-    assert _run("mesh", "fsdp:-1, tp:4", "--on", "v5e:4x4", "--html", str(page)).returncode == 0
+    done = _run("mesh", "fsdp:-1, tp:4", "--on", "v5e:4x4", "--html", str(page))
+    assert (done.returncode, done.stderr[:25]) == (0, f"wrote {page}"[:25])
+    assert done.stderr.endswith(" KiB)\n")
     text = page.read_text()
     assert text.startswith("<!doctype html>")
     assert text.count("<svg") == 2
@@ -74,8 +80,8 @@ def test_html_is_one_page_that_fetches_nothing(tmp_path):
         (["mesh", "dp:2", "--on", "v5q:4x4"], "Did you mean 'v5p'?"),
         (["mesh", "dp:99", "--on", "cpu:8"], "Not enough devices"),
         (["mesh", "dp:-1", "--on", "v5e:3x3"], "v5e does not come in 3x3"),
-        (["mesh", "dp:-1", "--on", "v5e:4x4", "--slices", "0"], "slices: 0 is not a positive"),
-        (["mesh", "dp:-1", "--slices", "2"], "slices goes with a hardware name"),
+        (["mesh", "dp:-1", "--on", "v5e:4x4", "--slices", "0"], "--slices: 0 is not a positive"),
+        (["mesh", "dp:-1", "--slices", "2"], "--slices goes with a hardware name"),
         (["mesh", "dp:-1, tp:4", "--on", "v5e:4x4", "--dcn", "dp:2"], "there is 1"),
         (["mesh", "dp:-1", "--on", "cpu:8", "--html", "no/such/folder/x"], "No such file"),
         (["devices", "--on", "h100"], "is not a chip and a shape"),
@@ -90,11 +96,189 @@ def test_bad_input_exits_with_2_and_says_why(words, message):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("words", [[], ["mesh"], ["banana"], ["mesh", "dp:2", "--banana"]])
-def test_words_that_are_no_command_exit_with_2(words):
-    done = _run(*words)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr + done.stdout
+MESH, ON = ["--mesh", "fsdp:8"], ["--on", "cpu:8"]
+
+
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        (["banana"], ["there is no 'banana'. Commands: mesh, rehearse, partition, "]),
+        (["mehs"], ["there is no 'mehs'. Did you mean 'mesh'? Commands: "]),
+        (["--json", "mesh"], ["there is no option --json before a command."]),
+        (
+            ["mesh"],
+            ['SPEC is missing: the mesh, e.g. "dp:2, fsdp:-1, tp:4". See meshwright mesh -'],
+        ),
+        (
+            ["mesh", "dp:2", "--banana"],
+            ["mesh has no option --banana. See meshwright mesh --help."],
+        ),
+        (["mesh", "dp:2", "more"], ["mesh takes no 'more': it is one word more."]),
+        (["mesh", "dp:2", "--on"], ["--on has no value: hardware by name, e.g. "]),
+        (["mesh", "dp:2", "--json=yes"], ["--json takes no value."]),
+        (
+            ["schedule", "gpipe", "--groups", "x", "--microbatches", "4"],
+            ["--groups: 'x' is not an "],
+        ),
+        (
+            ["rehearse", "tiny", *MESH, "--batch", "8", "--compiler", "cup"],
+            ["--compiler: 'cup' is not one of vendor, cpu. Did you mean 'cpu'?"],
+        ),
+        # The misspelt option is told first, and what it stands for is not missing.
+        (
+            ["rehearse", "tiny", "--mehs", "fsdp:8"],
+            [
+                "rehearse has no option --mehs. Did you mean --mesh?",
+                "--batch is missing: rows of the whole batch, over all devices, e.g. 256.",
+                "See meshwright rehearse --help.",
+            ],
+        ),
+        (
+            ["rehearse"],
+            ["MODEL is missing: ", "--mesh is missing: ", "See meshwright rehearse --help."],
+        ),
+        (
+            ["schedule", "zb-h1"],
+            ["--groups is missing: ", "--microbatches is missing: ", "See meshwright schedule"],
+        ),
+        (
+            ["rehearse", "lama3-8b", *MESH, "--batch", "8"],
+            ["no model 'lama3-8b'. Did you mean 'll"],
+        ),
+        (["hardware", "v5q"], ["no chip 'v5q'. Did you mean 'v5"]),
+        (["completion", "tcsh"], ["SHELL: 'tcsh' is not one of bash, zsh, fish."]),
+    ],
+)
+def test_mistakes_are_told_together_and_with_what_was_meant(capsys, words, lines):
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    told = err.removeprefix("meshwright: ").splitlines()
+    assert out == "" and len(told) == len(lines)
+    for line, start in zip(told, lines, strict=True):
+        assert line.strip().startswith(start)
+
+
+def test_without_words_there_is_help_and_exit_code_2(capsys):
+    assert main([]) == 2
+    assert capsys.readouterr().err.startswith("usage: meshwright COMMAND")
+
+
+# What must answer at once: everything but live devices, trees of yours, and rehearsals.
+QUICK = [
+    *(["--help"], ["--version"], ["rehearse", "--help"], ["completion", "zsh"], ["cache"]),
+    *(["hardware"], ["hardware", "v5p"], ["hardware", "v5e:4x4", "--json"]),
+    *(
+        ["mesh", "fsdp:-1, tp:4", "--on", "v5e:4x4"],
+        ["mesh", "dp:3", "--on", "v5e:4x4", "--slices"],
+    ),
+    *(["schedule", "zb-h1", "--groups", "2", "--microbatches", "4"], ["schedule", "zbh1"]),
+    *(["rehearse", "tiny", "--on", "v5q:4x4", "--batch", "8", *MESH], ["models", "lama"]),
+    ["rehearse", "tiny", "--batch", "8", "--mesh", "fsdp:0"],
+]
+
+
+def test_help_schedules_meshes_and_mistakes_need_no_jax():
+    code = (
+        "import sys\n"
+        "from meshwright.cli.main import main\n"
+        f"codes = [main(words) for words in {QUICK!r}]\n"
+        "heavy = [name for name in ('jax', 'rich', 'scipy', 'tyro') if name in sys.modules]\n"
+        "sys.exit(f'{codes} {heavy}')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    codes = [0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 2, 2, 2, 2]
+    assert done.stderr.splitlines()[-1] == f"{codes} []"
+
+
+INTERRUPTED = """
+import os, signal, sys
+from meshwright.cli import main, schedule
+
+class Lost:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+def interrupted(*_, **__):
+    {how}
+    return {{}}
+
+schedule.simulate = interrupted
+sys.argv = ["meshwright", "schedule", "gpipe", "--groups", "2", "--microbatches", "4"]
+main.main()
+"""
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "os.kill(os.getpid(), signal.SIGINT)",
+        "Lost()",  # Python drops what a destructor raises
+        "try: os.kill(os.getpid(), signal.SIGINT)\n    except BaseException: 1 / 0",
+    ],
+)
+def test_an_interrupt_leaves_one_line_and_130(how):
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED.format(how=how)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "meshwright: interrupted\n")
+
+
+@pytest.mark.parametrize("name", all_commands())
+def test_help_speaks_of_options_and_not_of_python(name, monkeypatch):
+    command = all_commands()[name]
+    for columns in (60, 200):
+        monkeypatch.setattr("meshwright._text.screen_columns", lambda width=columns: width)
+        text = help_text(command)
+        assert not [word for word in ("None", "{", "--no-no-", "True", "False") if word in text]
+        lines = text.partition("\n\nexamples\n")[0].splitlines()[1:]
+        assert max(map(len, lines)) <= columns
+    for example in command.examples:
+        words = shlex.split(example.partition(" >")[0])
+        assert words[:2] == ["meshwright", name]
+        read_words(command, words[2:])
+    assert len(command.examples) == 2
+
+
+def test_bash_completes_commands_options_and_values(tmp_path):
+    script = tmp_path / "completion"
+    script.write_text(_run("completion", "bash").stdout)
+    typed = ["meshwright re", "meshwright mesh --s", "meshwright rehearse llama3-8b --compiler c"]
+    ask = "".join(
+        f"COMP_WORDS=({line}); COMP_CWORD={line.count(' ')}; _meshwright; echo ${{COMPREPLY[@]}}\n"
+        for line in typed
+    )
+    done = subprocess.run(
+        ["bash", "-c", f"source {script}\n{ask}"], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines() == ["rehearse", "--slices", "cpu"]
+
+
+def test_models_and_hardware_are_listed(capsys):
+    def listed(*words):
+        assert main(words) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    assert " llama3-8b 8,030,261,248 8,030,261,248 32 4096 8192 Decoder " in listed("models")
+    assert " layers 4 embed 64 " in listed("models", "tiny")
+    assert " h100 80 3.35 990 NVLink of 8 450 50 h100:8x4 " in listed("hardware")
+    assert "slices: v6e:1x1, v6e:2x2, v6e:2x4, " in listed("hardware", "trillium")
+    assert "machine types: a3-ultragpu-8g, p5e.48xlarge, " in listed("hardware", "h200")
+
+
+def test_the_cache_is_shown_and_cleared(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "meshwright"
+    folder.mkdir()
+    (folder / "a.rehearsal").write_bytes(b"x" * 2048)
+    (folder / "notes.txt").write_text("not ours")
+    assert main(["cache"]) == 0
+    assert capsys.readouterr().out == f"1 compiled program, 2 KiB of at most 2 GiB, in {folder}\n"
+    assert main(["cache", "--clear", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cleared"] is True
+    assert [file.name for file in folder.iterdir()] == ["notes.txt"]
 
 
 def test_idle_devices_are_noted_on_the_side():
@@ -110,19 +294,27 @@ def test_no_colours_when_piped_and_colours_on_a_terminal():
 
 
 @pytest.mark.parametrize(
-    ("words", "flag"),
+    ("words", "message"),
     [
-        (["mesh", "dp:-1", "--on", "v5e:4x4", "--slices", "0"], "--slices"),
-        (["schedule", "gpipe", "--groups", "0", "--microbatches", "4"], "--groups"),
-        (["schedule", "gpipe", "--groups", "2", "--microbatches", "0"], "--microbatches"),
-        (["schedule", "gpipe", "--groups", "2", "--microbatches", "4", "--latency", "-1"], "--lat"),
-        (["rehearse", "tiny", "--mesh", "dp:-1", "--on", "cpu:8", "--batch", "0"], "--batch"),
+        (["schedule", "gpipe", "--groups", "0", "--microbatches", "4"], "--groups: 0 is not"),
+        (["schedule", "gpipe", "--groups", "2", "--microbatches", "0"], "--microbatches: 0 is not"),
+        (
+            ["schedule", "gpipe", "--groups", "2", "--microbatches", "4", "--latency", "-1"],
+            "--latency: a time is a number from 0",
+        ),
+        (["rehearse", "tiny", *MESH, *ON, "--batch", "0"], "--batch: 0 is not"),
+        (["rehearse", "tiny", *MESH, *ON, "--batch", "8", "--no-codegen"], "--no-codegen is for"),
+        (["rehearse", "tiny", *MESH, *ON, "--batch", "8", "--set", "remat=x"], "(--set remat=...)"),
+        (
+            ["rehearse", "tiny", *MESH, "--on", "v5e:2x4", "--batch", "8"],
+            "pip install 'jax[tpu]'. Or go without it, --compiler cpu: simulated devices",
+        ),
     ],
 )
-def test_an_error_names_its_flag(words, flag):
-    done = _run(*words)
-    assert done.returncode == 2
-    assert f"On the command line this is {flag}" in done.stderr
+def test_a_message_writes_options_as_flags(capsys, monkeypatch, words, message):
+    monkeypatch.setattr("meshwright._compat.compiler_installed", lambda family: False)
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_slip_in_an_axis_name_is_noted_on_the_side():
@@ -130,9 +322,3 @@ def test_a_slip_in_an_axis_name_is_noted_on_the_side():
     assert done.returncode == 0
     assert done.stderr.startswith("note: axis 'fdsp' is taken for one of your own")
     assert "v5e:4x4" in done.stdout
-
-
-@pytest.mark.slow
-def test_no_flag_is_denied_twice():
-    for command in ("devices", "mesh", "partition", "rehearse", "schedule"):
-        assert "--no-no-" not in _run(command, "--help").stdout

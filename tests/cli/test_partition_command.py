@@ -149,7 +149,7 @@ def test_errors_name_options_as_they_are_written_here(here, tmp_path):
     assert "Pad to 8, use another axis, or pass --uneven replicate to partition." in err
     code, _, err = here(UNEVEN, "--min-shard-bytes", "-1")
     assert code == 2
-    assert "min-shard-bytes: -1 is less than 0" in err
+    assert "--min-shard-bytes: -1 is less than 0" in err
 
 
 def test_a_rule_that_is_there_twice_is_refused(here, tmp_path):

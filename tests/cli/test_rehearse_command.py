@@ -1,6 +1,7 @@
 """`meshwright rehearse`."""
 
 import json
+import re
 
 import pytest
 
@@ -46,15 +47,18 @@ def test_a_model_on_simulated_devices(capsys):
     assert "tiny as fsdp:4, tp:2 on cpu:8 (8 devices)" in out
     assert "fits: " in out
     assert "parameter gathers" in out
+    assert "\n\nWhat to do next\n- " in out
 
 
 def test_json_and_a_page(tmp_path, capsys):
     page = tmp_path / "report.html"
     words = ["tiny", "--mesh", "fsdp:8", "--on", "cpu:8", "--batch", "16", "--json"]
     assert main(["rehearse", *words, "--html", str(page)]) == 0
-    found = json.loads(capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    found = json.loads(out)
     assert found["fits"] is True
     assert found["mesh"] == "fsdp:8"
+    assert err.startswith(f"wrote {page} (") and err.endswith(" KiB)\n")
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
@@ -76,7 +80,7 @@ def test_ways_out_are_tried_when_asked(steps, capsys):
     assert "does NOT fit" in out
     table = [line for line in out.splitlines() if line.startswith(("what ", "cut ", "halve "))]
     assert table[0].split() == ["what", "how", "peak", "saves", "tried"]
-    assert "mesh='fsdp:8'" in table[1] and "fit, " in table[1]
+    assert "--mesh fsdp:8" in table[1] and "fit, " in table[1]
     assert "16384 rows instead of 32768" in table[2] and "fit, " in table[2]
     assert main(["rehearse", *words, "--try", "--json"]) == 3
     found = json.loads(capsys.readouterr().out)["remedies"]["remedies"]
@@ -88,7 +92,6 @@ def test_ways_out_are_tried_when_asked(steps, capsys):
     ("words", "message"),
     [
         (["lama3-8b", "--batch", "8"], "llama3-8b"),
-        (["tiny"], "--batch is missing"),
         (["own_steps:plain", "--batch", "8"], "--batch, --seq and --set go with a model"),
         (["own_steps:wrong"], "own_steps:wrong returned 3. Return (step, arguments...)"),
         (["own_steps:broken"], "its step failed: TypeError"),
@@ -116,6 +119,25 @@ def test_an_interrupt_is_told_in_a_line(monkeypatch, capsys):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("meshwright.cli.rehearse.rehearse_model", interrupted)
+    monkeypatch.setattr("meshwright.rehearsal.api.rehearse_model", interrupted)
     assert main(["rehearse", "tiny", "--mesh", "fsdp:8", "--on", "cpu:8", "--batch", "16"]) == 130
     assert capsys.readouterr().err == "meshwright: interrupted\n"
+
+
+def test_the_verdict_is_coloured_and_tables_fit_the_screen(monkeypatch, capsys):
+    words = ["rehearse", "tiny", "--mesh", "fsdp:4, tp:2", "--on", "cpu:8", "--batch", "16"]
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(words) == 0
+    assert "\x1b[1;32mfits: " in capsys.readouterr().out
+    monkeypatch.delenv("FORCE_COLOR")
+    for columns in (60, 200):
+        monkeypatch.setattr("meshwright._text.screen_columns", lambda width=columns: width)
+        assert main(words) == 0
+        lines = capsys.readouterr().out.splitlines()
+        table = lines[lines.index("") : lines.index("What to do next")]
+        tables = [line for line in table if "  " in line.strip()]
+        assert max(map(len, tables)) <= columns
+        cut = [
+            line for line in lines if ".py:" in line and not re.search(r"\.py:\d+( |$|[:,)])", line)
+        ]
+        assert cut == []

@@ -96,12 +96,14 @@ def test_a_table_as_a_page(run, tmp_path):
     ("words", "message"),
     [
         ([], "name a schedule, or pass --compare. There are gpipe, 1f1b"),
-        (["zb-h1"], "--groups is missing"),
         (["zb-h1", "--groups", "4"], "--microbatches is missing"),
         (["--compare", "--groups", "4"], "--microbatches is missing"),
         (["zbh1", *SIZES], "Did you mean 'zb-h1'?"),
         (["zb-h1", *SIZES, "--stages", "8"], "zb-h1 has 1 stage per group"),
-        (["zb-h1", "--groups", "0", "--microbatches", "4"], "groups: 0 is not a positive integer"),
+        (
+            ["zb-h1", "--groups", "0", "--microbatches", "4"],
+            "--groups: 0 is not a positive integer",
+        ),
         (["zb-h1", *SIZES, "--costs", "F=1,X=2"], "'X' is not one of"),
         (["zb-h1", *SIZES, "--costs", "F=-1"], "cost F: a time is a number from 0"),
         (["zb-h1", *SIZES, "--latency", "nan"], "latency: a time is a number from 0"),

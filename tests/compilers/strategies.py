@@ -1,6 +1,6 @@
 """Reading the TPU compiler's choice of collective algorithm off its compiled text.
 
-Run as a script it prints the table of docs/model.md:
+Run as a script it prints the table of docs/cost_model.md:
 
     python tests/compilers/strategies.py
 """

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import meshwright as mw
@@ -54,7 +55,7 @@ def test_the_cache_tells_programs_shardings_hardware_and_flags_apart(tmp_path, m
 @pytest.mark.parametrize("content", [b"", b"damaged", None])
 def test_a_damaged_entry_is_ignored_and_written_anew(tmp_path, content):
     first = rehearsed(tmp_path)
-    (entry,) = tmp_path.iterdir()
+    (entry,) = tmp_path.glob("*.rehearsal")
     whole = entry.read_bytes()
     flipped = bytearray(whole)
     flipped[len(flipped) // 2] ^= 1
@@ -77,7 +78,28 @@ def test_nothing_is_kept_where_it_is_not_wanted(tmp_path, monkeypatch):
     assert rehearsed(False).fits
     assert list(tmp_path.iterdir()) == []
     assert rehearsed(True).fits
-    assert len(list((tmp_path / "meshwright").iterdir())) == 1
+    assert len(list((tmp_path / "meshwright").glob("*.rehearsal"))) == 1
+
+
+def test_a_full_cache_drops_what_was_not_used_for_longest(tmp_path, monkeypatch):
+    site = compiler.Site("cpu", mw.topology("cpu:8"), np.arange(8))
+    first, second, third, fourth = (
+        compiler.Job("step", code, site, ()) for code in (b"a", b"b", b"c", b"d")
+    )
+    for used, job in enumerate((first, second, third)):
+        compiler.save(tmp_path, job, compiler.Outcome("compiled", seconds=4.0))
+        os.utime(tmp_path / f"{job.key}.rehearsal", (used, used))
+    assert compiler.load(tmp_path, first) is not None  # and so used now
+    sizes = [stat.st_size for _, stat in compiler.cached(tmp_path)]
+    monkeypatch.setattr(compiler, "MOST_BYTES", sum(sizes) + min(sizes) // 2)
+    compiler.save(tmp_path, fourth, compiler.Outcome("compiled", seconds=70.0))
+    kept = [compiler.load(tmp_path, job) is not None for job in (first, second, third, fourth)]
+    assert kept == [True, False, True, True]
+    # What the last compile of that name on that hardware took is what to expect of the next.
+    assert compiler.last_seconds(tmp_path, compiler.Job("step", b"e", site, ())) == 70.0
+    assert compiler.last_seconds(tmp_path, compiler.Job("other", b"e", site, ())) is None
+    compiler.clear(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def compiling():

@@ -1,142 +1,237 @@
-"""`meshwright ...`: parse arguments, run a command, print errors in one line with exit code 2."""
+"""`meshwright ...`: read the words, run a command, say what went wrong in a line or two.
+
+Exit codes: 0, 2 for a mistake in the words or in what they ask for, 3 where a rehearsed step does
+not fit, 130 after Ctrl-C. Imports are in the functions: what comes before `main` runs cannot be
+interrupted in one line.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import io
-import json
 import os
 import sys
-import warnings
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Any, Union
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import tyro
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-from meshwright._html import page
-from meshwright._version import __version__
-from meshwright.cli import terminal
-from meshwright.cli.partition import PartitionCommand
-from meshwright.cli.rehearse import RehearseCommand
-from meshwright.cli.schedule import ScheduleCommand
-from meshwright.errors import MeshwrightError, options_as_flags
-from meshwright.hardware.topology import Topology
-from meshwright.hardware.topology import topology as read_topology
-from meshwright.meshes.build import placement_of, warn_idle, warn_names
-from meshwright.meshes.devices import target_topology
-from meshwright.spec.mesh_spec import MeshSpec
+    from meshwright.cli.options import Command
+    from meshwright.errors import MeshwrightError
+
+MISTAKE, INTERRUPTED = 2, 130  # exit codes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; returns the exit code.
+
+    Without `arguments` the process is the command's own: it takes the words it was started with,
+    and ends here.
+    """
+    if arguments is not None:
+        return _guarded(list(arguments))
+    _end_in_one_line()
+    _leave(_guarded(sys.argv[1:]))
+
+
+def _guarded(words: list[str]) -> int:
+    try:
+        return _run(words)
+    except KeyboardInterrupt:
+        pass
+    except BaseException:
+        if not _Interrupt.seen:  # else it is what became of the interrupt on its way
+            raise
+    _Interrupt.tell()
+    return INTERRUPTED
+
+
+# Ctrl-C. The first one unwinds what runs, so that files and processes are tidied, and `_guarded`
+# says so. A second one, and one that Python would lose (in a destructor, or a callback of a library
+# in C), ends the process at once; its compiling process notices, and ends too.
+
+
+class _Interrupt:
+    seen = told = False
+
+    @classmethod
+    def tell(cls) -> None:
+        if not cls.told:
+            cls.told = True
+            clear = "\r\x1b[K" if sys.stderr.isatty() else ""  # of a line of progress
+            print(f"{clear}{_PROGRAM}: interrupted", file=sys.stderr, flush=True)
+
+
+_PROGRAM = "meshwright"
+
+
+def _end_in_one_line() -> None:
+    import signal
+
+    def interrupt(*_: object) -> None:
+        if _Interrupt.seen:
+            end()
+        _Interrupt.seen = True
+        raise KeyboardInterrupt
+
+    def lost(what: Any, usual: Any = sys.unraisablehook) -> None:
+        end() if _Interrupt.seen else usual(what)
+
+    def end() -> NoReturn:
+        _Interrupt.tell()
+        os._exit(INTERRUPTED)
+
+    # Where the signal is ignored (`nohup`, a job in the background of a script) it stays so.
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, interrupt)
+        sys.unraisablehook = lost
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process without the seconds and the messages of libraries that unload."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:  # nobody reads any more
+        code = code or 1
+    os._exit(code)
+
+
+# A command. What it warns of becomes a note; what it refuses, a message in the words of the command
+# line.
+
+
+def _run(words: list[str]) -> int:
+    import io
+
+    from meshwright.cli.options import UsageError, help_text, overview, read_words
+
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a letter still gets text
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if words == ["--version"]:
-        print(f"meshwright {__version__}")
-        return 0
+    name, rest = (words[0], words[1:]) if words else ("", [])
+    if name == "--version":
+        from meshwright._version import __version__
 
-    commands = Union[  # noqa: UP007
-        Annotated[Devices, tyro.conf.subcommand("devices", prefix_name=False)],
-        Annotated[MeshCommand, tyro.conf.subcommand("mesh", prefix_name=False)],
-        Annotated[PartitionCommand, tyro.conf.subcommand("partition", prefix_name=False)],
-        Annotated[RehearseCommand, tyro.conf.subcommand("rehearse", prefix_name=False)],
-        Annotated[ScheduleCommand, tyro.conf.subcommand("schedule", prefix_name=False)],
-    ]
-    command: Any = tyro.cli(
-        commands,
-        prog="meshwright",
-        description="The mesh layer for JAX: say what parallelism you want, on what hardware.",
-        args=words,
-    )
+        return _say(f"{_PROGRAM} {__version__}")
+    if name in ("-h", "--help", "help"):
+        asked = rest[0] if rest and rest[0] in _COMMANDS else None
+        return _say(help_text(_command(asked)) if asked else overview(all_commands(), _ABOUT))
+    if not name:
+        print(overview(all_commands(), _ABOUT), file=sys.stderr)
+        return MISTAKE
+    if name not in _COMMANDS:
+        return _tell(_no_command(name))
+    if "-h" in rest or "--help" in rest:
+        return _say(help_text(_command(name)))
+    try:
+        command = read_words(_command(name), rest)
+    except UsageError as error:
+        return _tell(str(error))
+    return _do(command)
+
+
+_ABOUT = "The mesh layer for JAX: say what parallelism you want, on what hardware."
+
+
+# The file and class of each command, imported when it is asked for.
+_COMMANDS = {
+    "mesh": ("mesh_commands", "MeshCommand"),
+    "rehearse": ("rehearse", "RehearseCommand"),
+    "partition": ("mesh_commands", "PartitionCommand"),
+    "schedule": ("schedule", "ScheduleCommand"),
+    "devices": ("mesh_commands", "DevicesCommand"),
+    "hardware": ("mesh_commands", "HardwareCommand"),
+    "models": ("rehearse", "ModelsCommand"),
+    "cache": ("rehearse", "CacheCommand"),
+    "completion": ("terminal", "CompletionCommand"),
+}
+
+
+def _command(name: str) -> type[Command]:
+    import importlib
+
+    file, kind = _COMMANDS[name]
+    chosen: type[Command] = getattr(importlib.import_module(f"meshwright.cli.{file}"), kind)
+    return chosen
+
+
+def all_commands() -> dict[str, type[Command]]:
+    return {name: _command(name) for name in _COMMANDS}
+
+
+def _no_command(name: str) -> str:
+    from meshwright.errors import near, short
+
+    known = list(_COMMANDS)
+    what = f"no option {name} before a command" if name.startswith("-") else f"no {short(name)}"
+    return f"there is {what}.{near(name, known)} Commands: {', '.join(known)}. See --help."
+
+
+def _do(command: Command) -> int:
+    import warnings
+
+    from meshwright.errors import MeshwrightError, options_as_flags
+
+    if "jax" not in sys.modules and (getattr(command, "on", None) or not _has_accelerators()):
+        # Hardware by name needs no live device, and where there is none, there is none to be seen:
+        # JAX shall not look, which takes seconds and lets the vendors' libraries print at length
+        # what they miss.
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
     try:
         with warnings.catch_warnings(), options_as_flags():
             warnings.showwarning = _note
-            code: int = command.run() or 0
+            code = command.run() or 0
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except KeyboardInterrupt:
-        print("meshwright: interrupted", file=sys.stderr)
-        return 130
     except MeshwrightError as error:
-        print(f"meshwright: {error}{_flag(command, error)}", file=sys.stderr)
-        return 2
+        return _tell(_in_flags(command, error))
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        print(f"meshwright: {where}{error.strerror}", file=sys.stderr)
-        return 2
+        return _tell(f"{where}{error.strerror}")
     return code
 
 
-def _flag(command: Any, error: MeshwrightError) -> str:
-    """Name the flag that an error is about, where the command has it and the text does not."""
-    flag = f"--{(error.option or '').replace('_', '-')}"
-    if error.option is None or not hasattr(command, error.option) or flag in str(error):
-        return ""
-    return f" On the command line this is {flag}."
+# What Linux shows of accelerators: NVIDIA's (also below Windows), AMD's, Intel's, Google's.
+_DEVICE_FILES = ("nvidiactl", "dxg", "kfd", "dri/renderD*", "accel*", "vfio/*")
+
+
+def _has_accelerators() -> bool:
+    """Whether an accelerator may be here; on other systems than Linux one always may."""
+    from pathlib import Path
+
+    if sys.platform != "linux":
+        return True
+    return any(next(Path("/dev").glob(pattern), None) for pattern in _DEVICE_FILES)
+
+
+def _in_flags(command: Command, error: MeshwrightError) -> str:
+    """The message with the option it is about written as on the command line."""
+    import re
+
+    from meshwright.cli.options import options_of
+    from meshwright.errors import ModelError
+
+    text, name = str(error), error.option
+    flags = {each.name: each.written for each in options_of(type(command))}
+    if isinstance(error, ModelError) and name not in flags and "set" in flags and name != "name":
+        return f"{text} (--set {name}=...)"
+    flag = flags.get(name or "", "")
+    if name is None or not flag.startswith("--") or flag in text:
+        return text
+    written, count = re.subn(rf"(?<![\w-]){name}(?=: | goes )", flag, text, count=1)
+    return written if count else f"{text} ({flag})"
+
+
+def _say(text: str) -> int:
+    print(text)
+    return 0
+
+
+def _tell(text: str) -> int:
+    print(f"{_PROGRAM}: {text}", file=sys.stderr)
+    return MISTAKE
 
 
 def _note(message: Warning | str, *_: Any, **__: Any) -> None:
     print(f"note: {message}", file=sys.stderr)
-
-
-# The commands, each a dataclass whose fields are its options.
-
-
-@dataclasses.dataclass
-class Devices:
-    """Show the devices that are here, or hardware by its name."""
-
-    on: str | None = None
-    """Hardware by name, e.g. v5p:4x4x4, h100:8x4, cpu:8. Default: the live devices."""
-    slices: int = 1
-    """How many of them, joined by the slow network."""
-    json: bool = False
-    """Print JSON."""
-
-    def run(self) -> None:
-        hardware = _hardware(self.on, self.slices)
-        if self.json:
-            print(json.dumps(hardware.to_json(), indent=2))
-        else:
-            terminal.show_topology(hardware)
-
-
-@dataclasses.dataclass
-class MeshCommand:
-    """Place a mesh, explain it and draw it."""
-
-    spec: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPEC")]
-    """The request, e.g. "dp:2, fsdp:-1, tp:4"."""
-    on: str | None = None
-    """Hardware by name, e.g. v5p:8x8x8, v5p-128, h100:8x4, cpu:8. Default: the live devices."""
-    slices: int = 1
-    """How many of them, joined by the slow network."""
-    dcn: str | None = None
-    """How much of each axis crosses the slow network, e.g. "dp:2". Default: worked out."""
-    json: bool = False
-    """Print JSON."""
-    html: Path | None = None
-    """Also write the explanation with its drawings to this file."""
-
-    def run(self) -> None:
-        hardware = _hardware(self.on, self.slices)
-        spec = MeshSpec.parse(self.spec)
-        warn_names(spec)
-        placed = placement_of(spec, hardware, self.dcn)
-        warn_idle(placed.spec, placed.topology, hardware)
-        if self.html is not None:
-            text = page(str(placed.spec), placed._repr_html_())
-            self.html.write_text(text, encoding="utf-8")
-        if self.json:
-            print(json.dumps(placed.to_json(), indent=2))
-        else:
-            terminal.show_placement(placed)
-
-
-def _hardware(on: str | None, slices: int) -> Topology:
-    return target_topology(None, None, slices) if on is None else read_topology(on, slices=slices)

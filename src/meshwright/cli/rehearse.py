@@ -1,69 +1,94 @@
-"""`meshwright rehearse MODEL`: what the compiler makes of a step on hardware you do not have."""
+"""`meshwright rehearse MODEL`: what the compiler makes of a step on hardware you do not have.
+
+With it `models`, what there is to rehearse, and `cache`, what was compiled before. What is wrong
+with the words is told before JAX is loaded, which takes seconds: hence the imports in functions.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
-
-from meshwright.cli.terminal import call, explained
+from meshwright._text import amount, plural, table
+from meshwright.cli import terminal
+from meshwright.cli.mesh_commands import dcn_option, on_option, slices_option
+from meshwright.cli.options import Command, flag, option, positional, words
 from meshwright.errors import RehearsalError, short
-from meshwright.models.presets import model
-from meshwright.rehearsal.api import rehearse, rehearse_model
-from meshwright.rehearsal.remedy_table import Remedies
-from meshwright.rehearsal.rendering import as_text
-from meshwright.rehearsal.result import Rehearsal
-from meshwright.report import page
+from meshwright.hardware.topology import topology
+from meshwright.models.presets import check_model, model, names
+from meshwright.rehearsal.compiler import MOST_BYTES, cached, clear, default_folder
+from meshwright.spec.mesh_spec import MeshSpec
+
+if TYPE_CHECKING:
+    from meshwright.rehearsal.result import Rehearsal
 
 DOES_NOT_FIT = 3  # exit code
 
 
-@dataclasses.dataclass
-class RehearseCommand:
+@dataclasses.dataclass(kw_only=True)
+class RehearseCommand(Command):
     """Compile a train step for named hardware: does it fit, what does it move, how long does it
     take. No accelerator is needed. The exit code is 3 where it does not fit."""
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A model (tiny, llama3-8b, mixtral-8x7b, ...), or module:function for a step of your own. The
-    function takes nothing and returns (step, arguments...), or a dict of rehearse's arguments with
-    step and args in it."""
-    mesh: str
-    """The mesh, e.g. "fsdp:-1, tp:4"."""
-    on: str | None = None
-    """Hardware by name, e.g. v5e:16x16, h100:8x4. Default: the live devices."""
-    slices: int = 1
-    """How many of them, joined by the slow network."""
-    dcn: str | None = None
-    """How much of each axis crosses the slow network, e.g. "dp:2". Default: worked out."""
-    batch: int | None = None
-    """Rows of the whole batch, over all devices (models only)."""
-    seq: int | None = None
-    """Length of a row. Default: the model's own (models only)."""
-    set: tuple[str, ...] = ()
-    """Changes to the model: layers=4, attention=dot (auto, flash), remat=minimal (none, full, dots,
-    save_qkv), moments=bfloat16, products=int8 (fp8), tiles=4, ... docs/models.md has them all."""
-    compiler: Literal["vendor", "cpu"] = "vendor"
-    """Whose compiler: the hardware's, or cpu for simulated devices."""
-    timeout: float = 900.0
-    """Seconds after which the compiler is ended."""
-    codegen: bool = True
-    """Let a TPU's compiler generate code; without, the answer comes in seconds, from the scheduled
-    program."""
-    try_: Annotated[bool, tyro.conf.arg(name="try")] = False
-    """Where it does not fit, compile each way out, too; where it does, what would save time."""
-    cache: bool = True
-    """Take an answer that is known from before; without, compile in any case."""
-    json: bool = False
-    """Print JSON."""
-    html: Path | None = None
-    """Also write a report to this file."""
+    command = "rehearse"
+    examples = (
+        'meshwright rehearse llama3-8b --mesh "fsdp:-1, tp:4" --on v5e:16x16 --batch 256',
+        'meshwright rehearse my_model:job --mesh "fsdp:8" --on h100:8 --html report.html',
+    )
+
+    source: str = positional(
+        "A model (`meshwright models` lists them), or module:function for a step of your own. The "
+        "function takes nothing and returns (step, arguments...), or a dict of rehearse's "
+        "arguments with step and args in it.",
+        metavar="MODEL",
+        suggested=names(),
+    )
+    mesh: str = option('The mesh, e.g. "fsdp:-1, tp:4".', required=True, metavar="SPEC")
+    on: str | None = on_option("v5e:16x16, h100:8x4")
+    slices: int = slices_option()
+    dcn: str | None = dcn_option()
+    batch: int | None = option(
+        "Rows of the whole batch, over all devices, e.g. 256. Models need it.", int
+    )
+    seq: int | None = option("Length of a row. Without it: the model's own.", int)
+    set: tuple[str, ...] = words(
+        "Changes to the model: layers=4, attention=dot (auto, flash), remat=minimal (none, full, "
+        "dots, save_qkv), moments=bfloat16, products=int8 (fp8), ... `meshwright models NAME` "
+        "lists them.",
+        metavar="NAME=VALUE ...",
+    )
+    compiler: Literal["vendor", "cpu"] = option(
+        "Whose compiler: the hardware's, or cpu for simulated devices.",
+        default="vendor",
+        choices=("vendor", "cpu"),
+    )
+    timeout: float = option(
+        "Seconds after which the compiler is ended.", float, default=900.0, metavar="SECONDS"
+    )
+    codegen: bool = flag(
+        "End a TPU's compiler when it has scheduled the program, before it generates code: an "
+        "answer in seconds.",
+        default=True,
+    )
+    try_: bool = flag(
+        "Where it does not fit, compile each way out, too; where it does, what would save time."
+    )
+    cache: bool = flag("Compile in any case, also what is known from before.", default=True)
+    json: bool = flag("Print JSON.")
+    html: Path | None = option("Also write a report to this file.", Path)
+
+    @classmethod
+    def also_missing(cls, values: Mapping[str, Any]) -> list[str]:
+        """A model needs a batch; a function has its own."""
+        return ["batch"] if ":" not in values.get("source", ":") else []
 
     def run(self) -> int:
-        if self.html is not None and not self.html.parent.is_dir():
-            raise RehearsalError(f"--html {self.html}: there is no folder {self.html.parent}.")
+        self._check()
+        from meshwright.report import page
+
         result = self._rehearsed()
         ways = result.remedies(check=True) if self.try_ and not result.fits else ()
         costs = result.costs(check=self.try_ and result.fits)
@@ -75,14 +100,33 @@ class RehearseCommand:
             if self.try_:
                 data["tried"] = [str(way) for way in ways]
                 data["costs"] = costs.to_json()
-            if isinstance(ways, Remedies):
-                data["remedies"] = ways.to_json()
+                data["remedies"] = result.remedies().to_json() if not ways else ways.to_json()
             print(json.dumps(data, indent=2))
         else:
-            print(as_text(result, ways, costs))
+            terminal.show_rehearsal(result, ways, costs)
+        terminal.tell_written(self.html)
         return 0 if result.fits else DOES_NOT_FIT
 
+    def _check(self) -> None:
+        """Refuse what can be refused without JAX."""
+        if self.html is not None and not self.html.parent.is_dir():
+            raise RehearsalError(f"--html {self.html}: there is no folder {self.html.parent}.")
+        if ":" in self.source:
+            if self.batch is not None or self.seq is not None or self.set:
+                raise RehearsalError(
+                    "--batch, --seq and --set go with a model; your function says its own."
+                )
+        else:
+            check_model(self.source)
+        MeshSpec.parse(self.mesh)
+        for change in self.set:
+            _change(change)
+        if self.on is not None:
+            topology(self.on, slices=self.slices)
+
     def _rehearsed(self) -> Rehearsal:
+        from meshwright.rehearsal.api import rehearse, rehearse_model
+
         options: dict[str, Any] = {
             "mesh": self.mesh,
             "on": self.on,
@@ -93,23 +137,17 @@ class RehearseCommand:
             "codegen": self.codegen,
             "cache": self.cache,
         }
-        if ":" not in self.source:
-            if self.batch is None:
-                raise RehearsalError("--batch is missing: rows of the whole batch, e.g. 256.")
+        if self.batch is not None:
             chosen = model(self.source, **dict(map(_change, self.set)))
             return rehearse_model(chosen, batch=self.batch, seq=self.seq, **options)
-        if self.batch is not None or self.seq is not None or self.set:
-            raise RehearsalError(
-                "--batch, --seq and --set go with a model; your function says its own."
-            )
-        step, args, own = _own_step(self.source, call(self.source))
+        step, args, own = _own_step(self.source, terminal.call(self.source))
         twice = [name for name in own if options.get(name) not in (_UNSET.get(name), own[name])]
         if twice:
             raise RehearsalError(
                 f"{self.source} says {twice[0]}={short(own[twice[0]])} itself, and the command "
                 f"line says {short(options[twice[0]])}. Say it once."
             )
-        with explained(f"{self.source}: its step failed"):
+        with terminal.explained(f"{self.source}: its step failed"):
             return rehearse(step, *args, **{**options, **own})
 
 
@@ -139,3 +177,86 @@ def _own_step(source: str, returned: Any) -> tuple[Any, tuple[Any, ...], dict[st
         f"{source} returned {short(returned)}. Return (step, arguments...), or a dict with step, "
         "args and more of rehearse's arguments."
     )
+
+
+@dataclasses.dataclass(kw_only=True)
+class ModelsCommand(Command):
+    """List the models there are to rehearse, or the settings of one."""
+
+    command = "models"
+    examples = ("meshwright models", "meshwright models llama3-8b")
+
+    source: str | None = positional(
+        "A model, to list its settings, which `rehearse --set` changes.",
+        metavar="NAME",
+        required=False,
+        suggested=names(),
+    )
+    json: bool = flag("Print JSON.")
+
+    def run(self) -> None:
+        if self.source is None:
+            self._show_all()
+        else:
+            check_model(self.source)
+            self._show_one(self.source)
+
+    def _show_all(self) -> None:
+        chosen = [model(name) for name in names()]
+        if self.json:
+            data = [{"name": each.name, "parameters": each.parameters} for each in chosen]
+            print(json.dumps(data, indent=2))
+            return
+        heading = ["model", "parameters", "for a token", "layers", "embed", "row", "kind"]
+        rows = [heading]
+        for each in chosen:
+            sizes = [str(getattr(each.config, name, "")) for name in ("layers", "embed", "seq")]
+            counts = [f"{count:,}" for count in (each.parameters, each.active_parameters)]
+            rows.append([each.name, *counts, *sizes, type(each).__name__])
+        first, *rest = table(rows, [False, True, True, True, True, True, False]).splitlines()
+        terminal.show([(first, "dim"), *((line, "") for line in rest)])
+
+    def _show_one(self, name: str) -> None:
+        chosen = model(name)
+        settings = dataclasses.asdict(chosen.config)
+        if self.json:
+            data = {"name": name, "parameters": chosen.parameters, "settings": settings}
+            print(json.dumps(data, indent=2))
+            return
+        rows = [[each, _written(value)] for each, value in settings.items()]
+        title = f"{name}: {type(chosen).__name__}, {chosen.parameters:,} parameters"
+        lines = table([["setting", "value"], *rows], [False, False]).splitlines()
+        terminal.show([(title, "bold"), (lines[0], "dim"), *((line, "") for line in lines[1:])])
+
+
+def _written(value: Any) -> str:
+    """A setting as `--set` takes it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+@dataclasses.dataclass(kw_only=True)
+class CacheCommand(Command):
+    """Show what is kept of programs that were compiled before, or remove it."""
+
+    command = "cache"
+    examples = ("meshwright cache", "meshwright cache --clear")
+
+    clear: bool = flag("Remove all of it.")
+    json: bool = flag("Print JSON.")
+
+    def run(self) -> None:
+        folder = default_folder()
+        entries = cached(folder)
+        size = sum(stat.st_size for _, stat in entries)
+        if self.clear:
+            clear(folder)
+        if self.json:
+            data = {"folder": str(folder), "programs": len(entries), "bytes": size}
+            data |= {"limit": MOST_BYTES, "cleared": self.clear}
+            print(json.dumps(data, indent=2))
+            return
+        kept = f"{plural(len(entries), 'compiled program')}, {amount(size)}"
+        if self.clear:
+            print(f"removed {kept}, from {folder}")
+        else:
+            print(f"{kept} of at most {amount(MOST_BYTES)}, in {folder}")

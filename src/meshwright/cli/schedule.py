@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
-
-import tyro
-from rich.console import Console
-from rich.text import Text
+from typing import Any, Literal
 
 from meshwright._html import ink, page
 from meshwright._text import tidy
+from meshwright.cli.options import Command, flag, option, positional
+from meshwright.cli.terminal import show, show_pieces, tell_written
 from meshwright.errors import ScheduleError
 from meshwright.schedules.auto import Auto
 from meshwright.schedules.compare import Comparison, compare_schedules, memory_excess, memory_limit
@@ -24,43 +23,62 @@ from meshwright.schedules.timeline import Timeline, simulate
 from meshwright.schedules.types import KINDS, Schedule
 
 
-@dataclasses.dataclass
-class ScheduleCommand:
+@dataclasses.dataclass(kw_only=True)
+class ScheduleCommand(Command):
     """Draw a pipeline schedule with its bubble and memory, or compare all that fit.
 
     Tasks are F, the forward; B, the gradient of the input; W, the gradient of the weights; and
     BW, the whole backward, which costs B + W.
     """
 
-    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = None
-    """gpipe, 1f1b, eager-1f1b, interleaved-1f1b, looped-bfs, zb-h1, zb-h2, zb-v, dualpipe-v,
-    forward, auto (the best one found), or a .csv or .json file."""
-    groups: int | None = None
-    """How many groups run it."""
-    microbatches: int | None = None
-    """How many microbatches a step has."""
-    stages: int | None = None
-    """Stages of the whole model. Default: one per group, or as many as the schedule has."""
-    costs: str = "F=1,B=1,W=1"
-    """Time of one microbatch through one group's share of the model, in any unit."""
-    latency: float = 0.0
-    """Time a result takes from one group to another, in the same unit."""
-    memory: float | None = None
-    """The most microbatches a group may hold activations of."""
-    compare: bool = False
-    """Show all schedules for these sizes as one table, fastest first."""
-    svg: Path | None = None
-    """Also write the picture to this file."""
-    trace: Path | None = None
-    """Also write a trace to this file, for Perfetto or chrome://tracing."""
-    html: Path | None = None
-    """Also write a page with the picture, or with the table, to this file."""
-    save: Path | None = None
-    """Also write the schedule to this file, .csv or .json."""
-    notation: Literal["meshwright", "torch"] = "meshwright"
-    """Whose letters CSV files are read and written in; in PyTorch's, I is B and B is BW."""
-    json: bool = False
-    """Print JSON."""
+    command = "schedule"
+    examples = (
+        "meshwright schedule zb-h1 --groups 4 --microbatches 16",
+        "meshwright schedule --compare --groups 4 --microbatches 16 --memory 6",
+    )
+
+    name: str | None = positional(
+        f"{', '.join(NAMED)}, auto (the best one found), or a .csv or .json file.",
+        metavar="NAME",
+        required=False,
+        suggested=(*NAMED, "auto"),
+    )
+    groups: int | None = option("How many groups run it.", int)
+    microbatches: int | None = option("How many microbatches a step has.", int)
+    stages: int | None = option(
+        "Stages of the whole model. Without it: one per group, or as many as the schedule has.", int
+    )
+    costs: str = option(
+        "Time of one microbatch through one group's share of the model, in any unit.",
+        default="F=1,B=1,W=1",
+        metavar="COSTS",
+    )
+    latency: float = option(
+        "Time a result takes from one group to another, in the same unit.", float, default=0.0
+    )
+    memory: float | None = option("The most microbatches a group may hold activations of.", float)
+    compare: bool = flag("Show all schedules for these sizes as one table, fastest first.")
+    svg: Path | None = option("Also write the picture to this file.", Path)
+    trace: Path | None = option(
+        "Also write a trace to this file, for Perfetto or chrome://tracing.", Path
+    )
+    html: Path | None = option(
+        "Also write a page with the picture, or with the table, to this file.", Path
+    )
+    save: Path | None = option("Also write the schedule to this file, .csv or .json.", Path)
+    notation: Literal["meshwright", "torch"] = option(
+        "Whose letters CSV files are read and written in; in PyTorch's, I is B and B is BW.",
+        default="meshwright",
+        choices=("meshwright", "torch"),
+    )
+    json: bool = flag("Print JSON.")
+
+    @classmethod
+    def also_missing(cls, values: Mapping[str, Any]) -> list[str]:
+        """A schedule by name needs its sizes; a file has them."""
+        name = values.get("name") or ""
+        has_sizes = _is_file(name) or not (name or values.get("compare"))
+        return [] if has_sizes else ["groups", "microbatches"]
 
     def run(self) -> None:
         chosen = None if self.name is None else self._find(self.name)
@@ -73,6 +91,7 @@ class ScheduleCommand:
             )
         else:
             self._show_one(chosen)
+        tell_written(self.svg, self.trace, self.save, self.html)
 
     def _show_one(self, chosen: Schedule) -> None:
         timeline = simulate(chosen, self.costs, self.latency)
@@ -123,10 +142,7 @@ class ScheduleCommand:
                 if asked not in (None, has):
                     raise ScheduleError(f"{self.name} has {has} {what}, not {asked}.")
             return chosen.groups, chosen.microbatches
-        if self.groups is None or self.microbatches is None:
-            missing = "--groups" if self.groups is None else "--microbatches"
-            raise ScheduleError(f"{missing} is missing: say for how many the schedule is.")
-        return self.groups, self.microbatches
+        return self.groups or 0, self.microbatches or 0  # `also_missing` has asked for both
 
     def _comparison(self, groups: int, microbatches: int, own: list[Schedule]) -> Comparison:
         return compare_schedules(
@@ -167,25 +183,15 @@ _STYLES = {kind: f"{ink(fill(kind))} on {fill(kind)}" for kind in KINDS}
 
 
 def show_timeline(timeline: Timeline) -> None:
-    lines = []
-    for line in draw_lines(timeline):
-        text = Text()
-        for piece, kind in line:
-            text.append(piece, style=_STYLES.get(kind, "bold" if kind else ""))
-        text.rstrip()
-        lines.append(text)
-    _print(lines)
+    show_pieces(
+        [(piece, _STYLES.get(kind, "bold" if kind else "")) for piece, kind in line]
+        for line in draw_lines(timeline)
+    )
 
 
 def show_comparison(table: Comparison) -> None:
     head, columns, *rows = str(table).splitlines()
-    lines = [Text(head, style="bold"), Text(columns, style="dim")]
+    lines = [(head, "bold"), (columns, "dim")]
     for line, row in zip(rows, table.rows, strict=True):
-        lines.append(Text(line, style="" if row.fits else "dim"))
-    _print(lines)
-
-
-def _print(lines: list[Text]) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    for line in lines:
-        console.print(line, soft_wrap=True)
+        lines.append((line, "" if row.fits else "dim"))
+    show(lines)

@@ -4,70 +4,138 @@ of `module:function` in a user's code."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import inspect
+import os
 import sys
+import textwrap
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.text import Text
-
+from meshwright._text import amount, text_width
+from meshwright.cli.options import Command, completion, positional
 from meshwright.errors import MeshwrightError, near, short
-from meshwright.hardware.topology import Topology
-from meshwright.placement.placement import Placement, draw_groups
+
+if TYPE_CHECKING:
+    from meshwright.hardware.topology import Topology
+    from meshwright.placement.placement import Placement
+    from meshwright.rehearsal.avoidable_costs import AvoidableCosts
+    from meshwright.rehearsal.remedy_table import Remedy
+    from meshwright.rehearsal.result import Rehearsal
 
 _COLOURS = ("red", "green", "yellow", "blue", "magenta", "cyan")
 
+Piece = tuple[str, str]  # a text and its style, in rich's words
+
+
+def show(lines: Iterable[Piece]) -> None:
+    """Print lines, with their styles where somebody looks at them."""
+    show_pieces([line] for line in lines)
+
+
+def show_pieces(lines: Iterable[Sequence[Piece]]) -> None:
+    """Print lines of several styles."""
+    if not (sys.stdout.isatty() or os.environ.get("FORCE_COLOR")):
+        for line in lines:
+            print("".join(text for text, _ in line).rstrip())
+        return
+    # In the function: rich takes a tenth of a second to load, for colours that a pipe has not.
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    for line in lines:
+        joined = Text.assemble(*line)
+        joined.rstrip()
+        console.print(joined, soft_wrap=True)
+
+
+def wrapped(text: str) -> str:
+    """Break a line of prose at the width of the screen."""
+    return textwrap.fill(text, text_width())
+
+
+def tell_written(*files: Path | None) -> None:
+    """Say which files were written, beside the output itself."""
+    for file in files:
+        if file is not None:
+            whole = -(-file.stat().st_size // 1024) * 1024
+            print(f"wrote {file} ({amount(whole)})", file=sys.stderr)
+
 
 def show_topology(topology: Topology) -> None:
-    console = _console()
     first, *rest = str(topology).splitlines()
-    _print(console, Text(first, style="bold"))
-    for line in rest:
-        _print(console, Text(line))
+    lines = [(first, "bold"), *((line, "") for line in rest)]
     chip, chips = topology.chip, topology.num_chips
     if chip.family != "cpu":
-        _print(
-            console,
-            Text(
+        lines.append(
+            (
                 f"  {chip.name}: {chip.tflops:,g} TFLOP/s bf16, {chip.memory_gb:g} GB at "
                 f"{chip.memory_tbps:g} TB/s a chip; in all {chip.tflops * chips / 1000:,.4g} "
-                f"PFLOP/s, {chip.memory_gb * chips / 1000:,.4g} TB"
-            ),
+                f"PFLOP/s, {chip.memory_gb * chips / 1000:,.4g} TB",
+                "",
+            )
         )
+    show(lines)
 
 
 def show_placement(placement: Placement) -> None:
-    console = _console()
+    from meshwright.placement.placement import draw_groups
+
     headline, heading, *rest = str(placement).splitlines()
-    _print(console, Text(headline, style="bold"))
-    _print(console, Text(heading, style="dim"))
-    for line in rest:
-        _print(console, Text(line))
-    title, *lines = draw_groups(placement).splitlines()
-    _print(console, Text(title, style="dim"))
-    for line in lines:
-        _print(console, _coloured(line))
+    title, *drawn = draw_groups(placement).splitlines()
+    show([(headline, "bold"), (heading, "dim"), *((line, "") for line in rest)])
+    show([(title, "dim")])
+    show_pieces(map(_coloured, drawn))
 
 
-def _coloured(line: str) -> Text:
-    text = Text()
-    for letter in line:
-        style = _COLOURS[ord(letter) % len(_COLOURS)] if letter.strip() else ""
-        text.append(letter, style=style)
-    return text
+def _coloured(line: str) -> list[Piece]:
+    return [
+        (letter, _COLOURS[ord(letter) % len(_COLOURS)] if letter.strip() else "") for letter in line
+    ]
 
 
-def _console() -> Console:
-    return Console(highlight=False, soft_wrap=True)
+def show_rehearsal(result: Rehearsal, ways: Sequence[Remedy], costs: AvoidableCosts | None) -> None:
+    """Print everything, the verdict in colour, what to do next at the end."""
+    from meshwright.rehearsal.rendering import as_text
+    from meshwright.report import advice
+
+    listed = {str(way) for way in ways or result.remedies()}  # in a table of their own
+    steps = [line for line in advice(result, ways) if line.rstrip(".") not in listed]
+    text = as_text(result, ways, costs, steps)
+    show((line, _style(line, number)) for number, line in enumerate(text.splitlines()))
 
 
-def _print(console: Console, text: Text) -> None:
-    console.print(text, soft_wrap=True)
+def _style(line: str, number: int) -> str:
+    if line.startswith(("fits: ", "fits (")):
+        return "bold green"
+    if line.startswith("does NOT fit"):
+        return "bold red"
+    return "bold" if number == 0 or line.startswith("What to do next") else ""
+
+
+@dataclasses.dataclass(kw_only=True)
+class CompletionCommand(Command):
+    """Print a script that completes commands, options and names in a shell."""
+
+    command = "completion"
+    examples = (
+        "meshwright completion bash >> ~/.bashrc",
+        "meshwright completion fish > ~/.config/fish/completions/meshwright.fish",
+    )
+
+    shell: str = positional(
+        "Whose: bash, zsh or fish.", metavar="SHELL", choices=("bash", "zsh", "fish")
+    )
+
+    def run(self) -> None:
+        from meshwright.cli.main import all_commands  # in the function: it imports this file
+
+        print(completion(all_commands(), self.shell))
 
 
 # Call `module:function` of a user's code; what goes wrong there is reported in one line.

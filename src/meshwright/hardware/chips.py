@@ -31,7 +31,7 @@ class Chip:
     - `host`: the box of chips that one host holds. `domain`: the most GPUs of one NVLink domain.
       `pod`: the most chips of one slice.
     - `gathers_planes`: whether its compiler gathers over several whole wrapped directions at once
-      (docs/model.md has the evidence).
+      (docs/cost_model.md has the evidence).
     """
 
     name: str

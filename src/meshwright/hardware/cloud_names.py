@@ -73,6 +73,22 @@ _SMALL_A100 = {
 }
 
 
+def machine_names(chip: Chip) -> list[str]:
+    """List the clouds' machine types that have this GPU."""
+    return [name for name, (gpu, *_) in _MACHINES.items() if gpu == chip.name]
+
+
+def slice_names(chip: Chip) -> list[str]:
+    """List the slices of a TPU with a power of two of chips, as the cloud docs shape them.
+
+    >>> slice_names(CHIPS["v5e"])[-2:]
+    ['v5e:8x16', 'v5e:16x16']
+    """
+    counts = [1 << power for power in range(chip.pod.bit_length())]
+    shapes = [shapes_of_count(chip, count) for count in counts]
+    return [f"{chip.name}:{shape_text(only[0])}" for only in shapes if len(only) == 1]
+
+
 def read_cloud_name(name: str) -> tuple[str, dict[str, float]]:
     """Return a name of ours for a name that a cloud uses, and speeds that come with it.
 

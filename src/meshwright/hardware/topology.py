@@ -170,16 +170,21 @@ def topology(
 ) -> Topology:
     """Describe the hardware that a name such as `v5p:8x8x8` means, or a list of JAX devices.
 
-    `source` is a name or the devices. Names: `v4: v5e: v5p: v6e: tpu7x:` with a shape
-    (`v5p:4x4x8_twisted` for a twisted torus), `a100: h100: h200: b200: gb200:` with GPUs per
-    NVLink domain and domains (`h100:8x4` is 4 hosts of 8), `cpu:` with devices and hosts; and those
-    of the clouds, `v5litepod-16`, `v5p-128` (cores, so 64 chips), `8xh100`, `a3-megagpu-8g`,
-    `p5.48xlarge`, with the shape that their documentation gives the number. `slices` joins
-    several by the slow network. `twisted` asks for a twisted torus, or none; `None` leaves
-    it to the name. `chips_per_host` overrides how a TPU slice is cut into hosts, `speeds` any of
-    `link`, `network`, `core` in GB/s (or `tflops`, `memory_gb`, `memory_tbps`). Device lists:
-    `sort_slices=False` keeps slices in the order in which they appear. A `Topology` is returned
-    as it is. Raises `TopologyError` for hardware that is unknown or cannot exist.
+    Args:
+      source: a name, or devices; a `Topology` is returned as it is. Names: `v4: v5e: v5p: v6e:
+        tpu7x:` with a shape (`v5p:4x4x8_twisted` for a twisted torus), `a100: h100: h200: b200:
+        gb200:` with GPUs per NVLink domain and domains (`h100:8x4` is 4 hosts of 8), `cpu:` with
+        devices and hosts; and those of the clouds, `v5litepod-16`, `v5p-128` (cores, so 64 chips),
+        `8xh100`, `a3-megagpu-8g`, `p5.48xlarge`, with the shape that their documentation says.
+      slices: how many of them are joined by DCN; of a name only.
+      chips_per_host: how a TPU slice is cut into hosts, in place of what is usual.
+      twisted: whether the torus is twisted; by default as the name says.
+      speeds: other figures than the published ones: `link`, `network`, `core` and `bus` in GB/s,
+        `tflops`, `memory_gb`, `memory_tbps`, `ram_gb`.
+      sort_slices: False keeps the slices of a device list in the order in which they appear.
+
+    Raises:
+      TopologyError: for hardware that is unknown or cannot exist.
 
     >>> print(topology("v5e:16x16"))
     v5e:16x16: 256 devices on 64 hosts

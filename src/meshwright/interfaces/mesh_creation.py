@@ -19,17 +19,15 @@ from meshwright import _compat
 from meshwright._checks import check_distinct, check_flag, check_integer, check_list, check_name
 from meshwright._text import plural
 from meshwright.errors import BackendError, MeshError, SpecError, listing, near, short
-from meshwright.meshes.build import (
-    AXIS_TYPES,
-    AxisTypesLike,
-    build_mesh,
+from meshwright.meshes.build import AXIS_TYPES, AxisTypesLike, build_mesh
+from meshwright.meshes.devices import live_devices, target_topology
+from meshwright.placement.placer import (
     more_devices_hint,
     placement_of,
     resolve_on,
     warn_idle,
     warn_names,
 )
-from meshwright.meshes.devices import live_devices, target_topology
 from meshwright.spec.mesh_spec import MeshSpec
 
 DEFAULT_DIMS = (1, -1, 1, 1, 1)

@@ -18,26 +18,21 @@ from typing import Any, TypeAlias
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from meshwright import _compat
-from meshwright._checks import check_flag, is_single_slice
-from meshwright._text import plural_noun
-from meshwright.axes import meant_name, role
-from meshwright.errors import (
-    AxisNameWarning,
-    IdleDevicesWarning,
-    MeshError,
-    SpecError,
-    listing,
-    option_text,
-    short,
-    warn,
-)
-from meshwright.hardware.topology import Topology, compact_part
+from meshwright._checks import is_single_slice
+from meshwright.errors import MeshError, listing, option_text, short
+from meshwright.hardware.topology import Topology
 from meshwright.hardware.topology import topology as read_topology
 from meshwright.meshes.devices import attach, target_topology
 from meshwright.placement.cost_model import Order
 from meshwright.placement.placement import Placement
-from meshwright.placement.placer import measure, place
+from meshwright.placement.placer import (
+    measure,
+    place,
+    placement_of,
+    resolve_on,
+    warn_idle,
+    warn_names,
+)
 from meshwright.spec.mesh_spec import MeshSpec, SpecLike
 
 AxisTypeLike: TypeAlias = AxisType | str | None
@@ -66,20 +61,28 @@ def mesh(
 ) -> Mesh | AbstractMesh:
     """Build the best mesh for a request, on the devices that are here or on hardware that is not.
 
-    - `spec`: `"dp:2, fsdp:-1, tp:4"`, a dict, pairs, a `MeshSpec`, or sizes with `names`.
-    - `on`: nothing for the live devices, a device list, a `Topology`, or a name such as
-      `"v5p:8x8x8"` (with `slices`). A name gives the vendor compiler's devices when it is
-      installed, else an `AbstractMesh`. `devices` is another word for a device list.
-    - `dcn`: how much of each axis crosses the slow network, e.g. `{"dp": 2}`; searched if left out.
-    - `axis_types`: a word (`"auto"`, `"explicit"`, `"manual"`), an `AxisType`, one per axis, or a
-      dict by name.
-    - `intensity`, `allow_split`, `order`: those of `place`.
-
     A request for fewer devices takes a compact, host-aligned part and warns about what stays idle
     (`IdleDevicesWarning`); an axis name one slip from a known one is warned of (`AxisNameWarning`).
-    Equal requests give equal placements in every process. Raises
-    `SpecError` for a request that is wrong in itself, `TopologyError` for unknown hardware,
-    `PlacementError` and `MeshError` where the two do not fit.
+    Equal requests give equal placements in every process.
+
+    Args:
+      spec: `"dp:2, fsdp:-1, tp:4"`, a dict, pairs, a `MeshSpec`, or sizes with `names`.
+      on: nothing for the live devices, a device list, a `Topology`, or a name such as
+        `"v5p:8x8x8"`. A name gives the vendor compiler's devices when it is installed, else an
+        `AbstractMesh`.
+      devices: another word for a device list.
+      names: of the axes, where `spec` is sizes.
+      dcn: how much of each axis crosses DCN, e.g. `{"dp": 2}`; searched if left out.
+      axis_types: a word (`"auto"`, the default, `"explicit"`, `"manual"`), an `AxisType`, one per
+        axis, or a dict by name.
+      slices: how many slices of the named hardware are joined by DCN.
+      intensity, allow_split, order: those of `place`.
+
+    Raises:
+      SpecError: for a request that is wrong in itself.
+      TopologyError: for unknown hardware.
+      PlacementError: where no layout exists.
+      MeshError: where the mesh and the devices do not fit.
 
     >>> import meshwright as mw
     >>> print(mw.mesh("dp:2, tp:-1"))
@@ -120,97 +123,18 @@ def abstract_mesh(
     if on is not None:
         parsed, _ = resolve_on(parsed, read_topology(on, slices=slices))
     elif not is_single_slice(slices):
-        raise MeshError(_SLICES_WITHOUT_NAME, option="slices")
+        raise MeshError(_slices_without_name(), option="slices")
     elif parsed.size is None:
         raise MeshError(
-            f"'{parsed}' is open: say on what hardware, on='v5p:8x8x8', or its size.", option="on"
+            f"'{parsed}' is open: say on what hardware, {option_text('on', 'v5p:8x8x8')}, or its "
+            "size.",
+            option="on",
         )
     return _abstract(parsed)
 
 
-_SLICES_WITHOUT_NAME = "slices goes with a hardware name: say on='v5p:8x8x8'."
-
-
-def resolve_on(spec: MeshSpec, hardware: Topology, dcn: Any = None) -> tuple[MeshSpec, Topology]:
-    """Fill the open sizes of a spec; also return the part of the hardware that it uses."""
-    spec = spec.with_dcn(dcn, hardware.num_slices)
-    size = spec.size
-    if size is not None and size < hardware.num_devices:
-        slow = [axis.slow for axis in spec.axes]
-        spans = math.prod(part for part in slow if part is not None)
-        # Slow factors of 1 alone ask for nothing: the part may then be whatever is compact.
-        hardware = _part(hardware, size, spans if spans > 1 else None)
-    try:
-        return spec.resolve(hardware.num_devices, hardware.num_slices), hardware
-    except SpecError as error:
-        hint = more_devices_hint(spec, hardware)
-        if not hint:
-            raise
-        raise SpecError(f"{error}{hint}", option=error.option) from None
-
-
-# Simulated devices for a try-out; more of them take long to start.
-_MOST_SIMULATED = 1024
-
-
-def more_devices_hint(spec: MeshSpec, hardware: Topology) -> str:
-    """Say how to go on where a single machine has too few devices, or nothing elsewhere."""
-    needed = math.prod((axis.slow or 1) * max(axis.fast, 1) for axis in spec.axes)
-    first = hardware.devices[0] if hardware.devices else None
-    live = first is not None and not _compat.is_compile_only(first)
-    if not live or hardware.num_hosts > 1 or not hardware.num_devices < needed <= _MOST_SIMULATED:
-        return ""
-    alone = "" if hardware.chip.family == "cpu" else " and JAX_PLATFORMS=cpu"
-    return (
-        f" To try it without hardware, simulate devices: JAX_NUM_CPU_DEVICES={needed}{alone} in "
-        f"the environment, or jax.config.update('jax_num_cpu_devices', {needed}) before JAX's "
-        f"first use. To lay it out on hardware that is not here, pass meshwright.mesh a name, "
-        f"{option_text('on', 'v5e:16x16')}."
-    )
-
-
-# Cached for its identity too: topologies compare by it, and `_placed` below has them as keys.
-_part = functools.lru_cache(maxsize=128)(compact_part)
-
-
-def placement_of(
-    spec: MeshSpec,
-    hardware: Topology,
-    dcn: Any = None,
-    intensity: Mapping[str, float] | None = None,
-    allow_split: bool = True,
-    order: Order = "auto",
-) -> Placement:
-    """Place a spec on the part of the hardware that it fills; equal calls search once."""
-    resolved, part = resolve_on(spec, hardware, dcn)
-    allow_split = check_flag("allow_split", allow_split)
-    if intensity is not None and not isinstance(intensity, Mapping):
-        raise SpecError(
-            f"intensity: {short(intensity)} is not a dict such as {{'tp': 12}}.", option="intensity"
-        )
-    frozen = None if intensity is None else tuple(intensity.items())
-    try:
-        hash((frozen, order))
-    except TypeError:  # no valid option is unhashable; the checks of `place` name the wrong one
-        return place(resolved, part, intensity=intensity, allow_split=allow_split, order=order)
-    return _placed(resolved, part, frozen, allow_split, order)
-
-
-@functools.lru_cache(maxsize=128)
-def _placed(
-    spec: MeshSpec,
-    part: Topology,
-    intensity: tuple[tuple[str, float], ...] | None,
-    allow_split: bool,
-    order: Order,
-) -> Placement:
-    return place(
-        spec,
-        part,
-        intensity=None if intensity is None else dict(intensity),
-        allow_split=allow_split,
-        order=order,
-    )
+def _slices_without_name() -> str:
+    return f"slices goes with a hardware name: say {option_text('on', 'v5p:8x8x8')}."
 
 
 @functools.lru_cache(maxsize=128)
@@ -226,32 +150,6 @@ def build_mesh(placed: Placement) -> Mesh:
     if shape != tuple(zip(placed.spec.names, placed.spec.sizes, strict=True)):
         raise MeshError(f"asked for '{placed.spec}', got {shape}: please report this.")
     return built
-
-
-def warn_idle(spec: MeshSpec, part: Topology, hardware: Topology) -> None:
-    """Warn about devices that stay idle."""
-    idle = hardware.num_devices - part.num_devices
-    if not idle:
-        return
-    hosts = hardware.num_hosts - part.num_hosts
-    whole = f", {hosts} {plural_noun(hosts, 'whole host')} among them" if hosts else ""
-    warn(
-        f"'{spec}' uses {part.num_devices} of {hardware.num_devices} devices; "
-        f"{idle} stay idle{whole}. Put -1 on an axis to use all.",
-        IdleDevicesWarning,
-    )
-
-
-def warn_names(spec: MeshSpec) -> None:
-    """Warn about axis names that look like slips."""
-    for name in spec.names:
-        meant = meant_name(name)
-        if meant is not None:
-            warn(
-                f"axis {name!r} is taken for one of your own, not for {meant!r} "
-                f"({role(meant).description}). Did you mean {meant!r}?",
-                AxisNameWarning,
-            )
 
 
 def _abstract(spec: MeshSpec) -> AbstractMesh:
@@ -314,7 +212,7 @@ def explain_mesh(
     ring
     """
     if on is None and not is_single_slice(slices):
-        raise MeshError(_SLICES_WITHOUT_NAME, option="slices")
+        raise MeshError(_slices_without_name(), option="slices")
     if isinstance(mesh, Placement):
         if on is not None or intensity is not None:
             raise MeshError("a Placement is explained as it is; place it anew with other options.")

@@ -135,7 +135,7 @@ def load_optax() -> Any:
         return importlib.import_module("optax")
     except ModuleNotFoundError as error:
         raise ModelError(
-            'Training needs Optax, which is not installed: pip install "meshwright[models]".'
+            "Training needs Optax, which is not installed: pip install optax"
         ) from error
 
 

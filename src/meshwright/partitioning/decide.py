@@ -65,21 +65,27 @@ def partition(
 ) -> Any:
     """Choose a `PartitionSpec` for every array of a tree; other leaves pass through.
 
-    By `rules`: (pattern, spec) pairs over the leaf's path, first match wins. By `logical` axes: a
-    table from logical names to mesh axes; the names come from `names`, a tree of tuples, or from
-    the metadata of Flax or penzai in the tree. A name that is a mesh axis needs no entry, so
-    `logical={}` reads metadata that names mesh axes. By shape when neither is given: `axes`
-    (default: those meant for weights) are used so that bytes per device are least; arrays of less
-    than `min_shard_bytes` (stacks: a layer of less) stay whole. `stacked` names the leaves whose
-    first dim counts layers and stays whole; without it they are recognised by the structure of the
-    tree, as the page on partitioning says.
+    By `rules`, by `logical` axes, or by shape when neither is given.
 
-    Options: `uneven="replicate"` drops axes that do not divide a dim; `unmatched="replicate"` or
-    `"shape"` allows leaves that no rule matches, that have no names, or names that are not in the
-    table, and keeps the leaf (or the dim of such a name) whole, or goes by the leaf's shape;
-    `unused="allow"` permits rules and patterns that match nothing.
+    Args:
+      tree: any pytree of arrays or shapes.
+      mesh: the mesh to shard over; it needs no devices.
+      rules: (pattern, spec) pairs over the leaf's path; the first that matches wins.
+      logical: a table from names of dims to mesh axes. A name that is a mesh axis needs no entry,
+        so `{}` reads metadata that names mesh axes.
+      names: a tree of tuples with a name for each dim; by default the metadata of Flax or penzai.
+      axes: by shape, the mesh axes to use so that bytes per device are least; by default those
+        meant for weights.
+      min_shard_bytes: by shape, arrays of fewer bytes (of a stack, a layer) are replicated.
+      uneven: `"replicate"` drops axes that do not divide a dim, which are an error otherwise.
+      unmatched: what becomes of leaves that no rule matches, that have no names, and of names that
+        are not in the table: `"replicate"` for the leaf (or the dim of such a name), `"shape"`.
+      unused: `"allow"` permits rules and patterns that match nothing.
+      stacked: patterns of the leaves whose first dim counts layers and is not sharded; by default
+        they are recognised by the structure of the tree. False for none.
 
-    Raises `PartitionError`, with the path of every leaf that is wrong.
+    Raises:
+      PartitionError: with the path of every leaf that is wrong.
 
     >>> import jax, meshwright as mw
     >>> mesh = mw.mesh("fsdp:4, tp:2")

@@ -72,10 +72,10 @@ def explain(
     """Show what a mesh means on its hardware, or how a tree of arrays is cut over a mesh.
 
     `explain(mesh)` returns a `Placement`. Per axis: the links it uses, their bandwidth, modelled
-    times, what crosses the slow network. It takes any `jax.sharding.Mesh`, and an `AbstractMesh`
-    that `mesh` made for named hardware. A spec, or an `AbstractMesh` from elsewhere, has no
-    devices: say `on` what hardware, and how many `slices` of it. `intensity` replaces how much
-    traffic an axis is expected to have, by its name.
+    times, what crosses DCN. It takes any `jax.sharding.Mesh`, and an `AbstractMesh` that `mesh`
+    made for named hardware. A spec, or an `AbstractMesh` from elsewhere, has no devices: say `on`
+    what hardware, and how many `slices` of it. `intensity` replaces how much traffic an axis is
+    expected to have, by its name.
 
     `explain(tree, mesh)` returns a `PartitionReport`: what the given `specs`, or
     `partition(tree, mesh, **options)`, make of the tree. With neither, arrays (and shapes) that
@@ -201,6 +201,7 @@ class LeafRow:
         return [self.path, self.text, amount(self.bytes), held, f"{self.copies:,}"]
 
     def to_json(self) -> dict[str, Any]:
+        """Return the row as plain data; sizes in bytes."""
         return {
             "path": self.path,
             "array": self.text,

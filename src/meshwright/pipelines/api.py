@@ -35,21 +35,27 @@ def pipeline(
 ) -> PipelineStep:
     """Make a step that runs as a pipeline over groups; call it like `fn`.
 
-    `fn` is a loss function (the step then gives its value and gradients, with the `options` of
-    `value_and_grad`), a whole training step that calls `value_and_grad`, or a list of stage
-    functions `f(params[i], x)`. `groups` is an `MpmdMesh`, a `MeshGroups` or a list of meshes.
-    `schedule` is a name, a `Schedule` or an `Auto`; "forward" has no gradients, and `outputs` then
-    says how results are reduced, as `aux` does. Arguments but the first (or those of `argnums`) are
-    cut along dim 0 into `microbatches`. `rules` say how parameters are split inside their groups,
-    and `unused` whether all must be obeyed, as in `partition`; by default shapes decide. Arguments
-    that `donate_argnums` numbers are given up, as in `jax.jit`. The first call with arguments of a
-    kind traces, cuts and compiles.
+    The first call with arguments of a kind traces, cuts and compiles. In several processes all call
+    it, best as `with pipeline(...) as step`.
 
-    In several processes all call it, best as `with pipeline(...) as step`. When one of them
-    fails, or makes no progress for `timeout` seconds, all end with a line that says why.
+    Args:
+      fn: a loss function (the step then gives its value and gradients), a whole training step that
+        calls `value_and_grad`, or a list of stage functions `f(params[i], x)`.
+      groups: an `MpmdMesh`, a `MeshGroups` or a list of meshes.
+      schedule: a name, a `Schedule` or an `Auto`; "forward" has no gradients.
+      microbatches: into how many parts arguments are cut along dim 0, all but the first (or those
+        of `argnums`).
+      rules: how parameters are sharded inside their groups, as in `partition`; by default shapes
+        decide.
+      unused: `"allow"` permits rules that match nothing.
+      donate_argnums: numbers of the arguments that are given up, as in `jax.jit`.
+      timeout: seconds without progress after which all processes end, with a line that says why.
+      **options: those of `value_and_grad`, if `fn` is a loss function; with "forward", `outputs`
+        says how results are reduced, as `aux` does.
 
-    Raises `PipelineError` for options that are wrong by themselves; what depends on the arguments
-    is checked at the first call.
+    Raises:
+      PipelineError: for options that are wrong by themselves; what depends on the arguments is
+        checked at the first call.
 
     >>> import jax, jax.numpy as jnp, meshwright as mw
     >>> def loss(params, x):

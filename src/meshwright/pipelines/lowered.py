@@ -69,7 +69,7 @@ class LoweredStep(Shown):
     """The programs of a step for arguments of one kind, by group and stage.
 
     `in_shardings` is like the arguments, a tuple, and `out_shardings` like what the step returns:
-    where each array lies, in the group that takes or gives it; None for what is no array or is
+    where each array lies, in the group that takes or gives it; None for what is not an array or is
     not used. In several processes the programs are those of this process's group.
     Text, HTML in a notebook, `to_json()` for scripts.
     """

@@ -65,20 +65,27 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Differentiate `fn` as `jax.value_and_grad` does, in microbatches if it runs in a pipeline.
 
-    In a pipeline the arguments other than `argnums` (one number or several) are cut along dim 0
-    into microbatches; those without dims, and those that `whole` names, go whole to each. An
-    argument with more or fewer rows than the others is refused unless `cut` names it, or it holds
-    one random key per microbatch; `cut={1: 2}` cuts argument 1 along dim 2. The value and the
-    gradients are the `reduce` ("mean" or "sum") over microbatches, or those of every microbatch
-    ("stack", a new first dim). Auxiliary outputs (`has_aux=True`) are reduced by `aux`, one word or
-    a tree of them: "stack" (the default), "concat" (along dim 0, "concat:1" along dim 1), "mean",
-    "sum", "max", or a function of two values. `carry` is an argument that each microbatch hands on
-    to the next, such as batch statistics; `fn` then returns `value, carry`, or `value, (carry,
-    aux)`. `carry`, `whole` and `cut` take numbers or names of arguments.
-
     Outside of a pipeline this is `jax.value_and_grad` of the whole batch. Leaves of the
-    differentiated argument that are no floating-point arrays get `None` as their gradient. Options
-    that are wrong, or do not fit the call, raise `PipelineError`.
+    differentiated argument that are not floating-point arrays get `None` as their gradient.
+
+    Args:
+      fn: the function, of which the first output is the value.
+      argnums: number of the argument to differentiate, or several. In a pipeline all others are cut
+        along dim 0 into microbatches; those without dims go whole to each.
+      has_aux: whether `fn` returns `value, aux`.
+      reduce: "mean" or "sum" of value and gradients over microbatches, or "stack" for those of
+        every microbatch, along a new first dim.
+      aux: how auxiliary outputs are reduced, one word or a tree of them: "stack" (the default),
+        "concat" (along dim 0, "concat:1" along dim 1), "mean", "sum", "max", or a function of two
+        values.
+      carry: an argument that each microbatch hands on to the next, such as batch statistics; `fn`
+        then returns `value, carry`, or `value, (carry, aux)`. A number or a name.
+      whole: arguments that are not cut, by number or name.
+      cut: arguments that are cut although they have more or fewer rows than the others, which is
+        refused otherwise (but one random key per microbatch); `{1: 2}` cuts argument 1 along dim 2.
+
+    Raises:
+      PipelineError: for options that are wrong, or do not fit the call.
 
     >>> import jax.numpy as jnp, meshwright as mw
     >>> mw.value_and_grad(lambda w, x: jnp.mean(w["a"] * x))({"a": jnp.ones(4)}, jnp.ones(4))

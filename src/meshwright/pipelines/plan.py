@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from meshwright._progress import Bar
+from meshwright._progress import Pulse
 from meshwright._show import short_repr
 from meshwright._text import plural
 from meshwright.errors import PipelineError, ScheduleError
@@ -240,7 +240,7 @@ def compile_all(
             waiting.setdefault(id(operation.function), (operation.function, operation))
     total = len(waiting)
     threads = min(total or 1, os.cpu_count() or 1)
-    with Bar("pipeline") as bar, _thread_pool(threads) as pool:
+    with Pulse("pipeline") as pulse, _thread_pool(threads) as pool:
         while waiting:
             # Lowering traces Python, under the interpreter lock: threads would not help there.
             ready = [
@@ -250,8 +250,10 @@ def compile_all(
             ]
             futures = [(job[0], pool.submit(compile_one, *job)) for job in ready]
             for function, future in futures:
+                done = total - len(waiting)
+                pulse.now(f"compiling {function.name} ({done + 1} of {total})")
                 while not concurrent.futures.wait([future], _TICK).done:
-                    bar.now(f"compiling {function.name}", total - len(waiting), total)
+                    pass  # in short waits, which Ctrl-C can end
                 function.compiled = future.result()
                 del waiting[id(function)]
             _read_output_shardings(builder, operations)

@@ -10,7 +10,7 @@ still small. Over a level of `n` members, with `m` members of the group inside e
     seconds = bytes * (n - 1) / n / (m * bandwidth per device)
 
 The bandwidth of a switch, a network or a chip is a number. That of a torus depends on what
-the group covers, as the TPU compiler's own strategies do (docs/model.md shows the evidence):
+the group covers, as the TPU compiler's own strategies do (docs/cost_model.md shows the evidence):
 
 - whole directions only: it drives all of them at once. Each gives `2 * link` where it wraps
   around (a ring, both ways), `link` where it does not (a line);
@@ -82,6 +82,7 @@ class AxisCost:
 
     @property
     def all_reduce(self) -> float:
+        """Seconds of an all-reduce of 1 GiB: a reduce-scatter, then an all-gather."""
         return 2 * self.all_gather
 
 
@@ -251,7 +252,7 @@ def choose_order(topology: Topology, parts: Parts, name: str, order: Order) -> s
 
     A ring visits neighbours only. A grid counts the directions like digits: the TPU compiler
     gathers over several whole wrapped directions at once only in that order (v4, v5p, TPU7x;
-    see docs/model.md), so it is taken there unless the axis talks to neighbours.
+    see docs/cost_model.md), so it is taken there unless the axis talks to neighbours.
     """
     torus = parts_of_kind(topology, parts, "torus")
     if len(torus) < 2:

@@ -48,10 +48,12 @@ class Placement(Shown):
 
     @property
     def cost(self) -> float:
+        """Seconds of an all-gather of 1 GiB over each axis, times its weight, summed."""
         return sum(axis.weighted for axis in self.axes)
 
     @property
     def runner_up_cost(self) -> float | None:
+        """The cost of the runner-up in the same unit, or `None` where there is no other layout."""
         return sum(axis.weighted for axis in self.runner_up) if self.runner_up else None
 
     def _sheet(self) -> Sheet:

@@ -1,7 +1,8 @@
 """`place(spec, topology)`: find the best layout and write down where every device goes.
 
-`measure` does the reverse: it reads the layout of any mesh that exists, ours or not, off its
-devices, and costs it by the same model.
+`placement_of` places a request on the part of the hardware that it fills. `measure` does the
+reverse: it reads the layout of any mesh that exists, ours or not, off its devices, and costs it by
+the same model. Nothing here needs JAX.
 """
 
 from __future__ import annotations
@@ -11,12 +12,23 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from meshwright.axes import axis_weights
-from meshwright.errors import PlacementError, short
-from meshwright.hardware.topology import Topology
+from meshwright._checks import check_flag
+from meshwright._text import plural_noun
+from meshwright.axes import axis_weights, meant_name, role
+from meshwright.errors import (
+    AxisNameWarning,
+    IdleDevicesWarning,
+    PlacementError,
+    SpecError,
+    option_text,
+    short,
+    warn,
+)
+from meshwright.hardware.topology import Topology, compact_part
 from meshwright.hardware.topology import topology as read_topology
 from meshwright.placement.cost_model import (
     Order,
@@ -49,10 +61,16 @@ def place(
     The search is complete over the ways to compose every axis from prime factors of the
     physical directions. The mesh fills the whole topology: open sizes of `spec` are filled from it.
 
-    `intensity` overrides how much an axis communicates, e.g. `{"tp": 20}`. `allow_split=False`
-    keeps every torus direction in one piece. `order`: how an axis made of several directions is
-    strung together, `"ring"` (neighbours only), `"grid"` (digits), or `"auto"` for what the
-    compiler does best. Raises `PlacementError` when no layout exists, with near shapes that do.
+    Args:
+      spec: the mesh, as for `mesh`; `"fsdp:2*8"` fixes what crosses DCN.
+      topology: the hardware, or its name.
+      intensity: how much axes communicate, by name, in place of what their roles say: `{"tp": 20}`.
+      allow_split: False keeps every torus direction in one piece.
+      order: how an axis made of several directions is strung together: `"ring"` (neighbours only),
+        `"grid"` (digits), or `"auto"` for what the compiler does best.
+
+    Raises:
+      PlacementError: when no layout exists, with near shapes that do.
 
     >>> print(place("fsdp:64, tp:4", "v5e:16x16").axes[1].parts)
     (Part(direction=0, factor=2, stride=1), Part(direction=1, factor=2, stride=1))
@@ -171,6 +189,123 @@ def near_shapes(topology: Topology, sizes: Sequence[int], most: int = 3) -> list
         return (round(away, 9), shape)
 
     return sorted(shapes, key=distance)[:most]
+
+
+# A request on hardware: the part that it fills, its open sizes, its placement, what to warn of.
+
+
+def resolve_on(spec: MeshSpec, hardware: Topology, dcn: Any = None) -> tuple[MeshSpec, Topology]:
+    """Fill the open sizes of a spec; also return the part of the hardware that it uses."""
+    spec = spec.with_dcn(dcn, hardware.num_slices)
+    size = spec.size
+    if size is not None and size < hardware.num_devices:
+        slow = [axis.slow for axis in spec.axes]
+        spans = math.prod(part for part in slow if part is not None)
+        # Slow factors of 1 alone ask for nothing: the part may then be whatever is compact.
+        hardware = _part(hardware, size, spans if spans > 1 else None)
+    try:
+        return spec.resolve(hardware.num_devices, hardware.num_slices), hardware
+    except SpecError as error:
+        hint = more_devices_hint(spec, hardware)
+        if not hint:
+            raise
+        raise SpecError(f"{error}{hint}", option=error.option) from None
+
+
+# Simulated devices for a try-out; more of them take long to start.
+_MOST_SIMULATED = 1024
+
+
+def more_devices_hint(spec: MeshSpec, hardware: Topology) -> str:
+    """Say how to go on where a single machine has too few devices, or nothing elsewhere."""
+    needed = math.prod((axis.slow or 1) * max(axis.fast, 1) for axis in spec.axes)
+    too_few = hardware.num_devices < needed <= _MOST_SIMULATED
+    if not hardware.devices or hardware.num_hosts > 1 or not too_few:
+        return ""
+    from meshwright import _compat  # in the function: devices are here, and so JAX is loaded
+
+    if _compat.is_compile_only(hardware.devices[0]):
+        return ""
+    alone = "" if hardware.chip.family == "cpu" else " and JAX_PLATFORMS=cpu"
+    return (
+        f" To try it without hardware, simulate devices: JAX_NUM_CPU_DEVICES={needed}{alone} in "
+        f"the environment, or jax.config.update('jax_num_cpu_devices', {needed}) before JAX's "
+        f"first use. To lay it out on hardware that is not here, name it: "
+        f"{option_text('on', 'v5e:16x16')}."
+    )
+
+
+# Cached for its identity too: topologies compare by it, and `_placed` below has them as keys.
+_part = functools.lru_cache(maxsize=128)(compact_part)
+
+
+def placement_of(
+    spec: MeshSpec,
+    hardware: Topology,
+    dcn: Any = None,
+    intensity: Mapping[str, float] | None = None,
+    allow_split: bool = True,
+    order: Order = "auto",
+) -> Placement:
+    """Place a spec on the part of the hardware that it fills; equal calls search once."""
+    resolved, part = resolve_on(spec, hardware, dcn)
+    allow_split = check_flag("allow_split", allow_split)
+    if intensity is not None and not isinstance(intensity, Mapping):
+        raise SpecError(
+            f"intensity: {short(intensity)} is not a dict such as {{'tp': 12}}.", option="intensity"
+        )
+    frozen = None if intensity is None else tuple(intensity.items())
+    try:
+        hash((frozen, order))
+    except TypeError:  # no valid option is unhashable; the checks of `place` name the wrong one
+        return place(resolved, part, intensity=intensity, allow_split=allow_split, order=order)
+    return _placed(resolved, part, frozen, allow_split, order)
+
+
+@functools.lru_cache(maxsize=128)
+def _placed(
+    spec: MeshSpec,
+    part: Topology,
+    intensity: tuple[tuple[str, float], ...] | None,
+    allow_split: bool,
+    order: Order,
+) -> Placement:
+    return place(
+        spec,
+        part,
+        intensity=None if intensity is None else dict(intensity),
+        allow_split=allow_split,
+        order=order,
+    )
+
+
+def warn_idle(spec: MeshSpec, part: Topology, hardware: Topology) -> None:
+    """Warn about devices that stay idle."""
+    idle = hardware.num_devices - part.num_devices
+    if not idle:
+        return
+    hosts = hardware.num_hosts - part.num_hosts
+    whole = f", {hosts} {plural_noun(hosts, 'whole host')} among them" if hosts else ""
+    warn(
+        f"'{spec}' uses {part.num_devices} of {hardware.num_devices} devices; "
+        f"{idle} stay idle{whole}. Put -1 on an axis to use all.",
+        IdleDevicesWarning,
+    )
+
+
+def warn_names(spec: MeshSpec) -> None:
+    """Warn about axis names that look like slips."""
+    for name in spec.names:
+        meant = meant_name(name)
+        if meant is not None:
+            warn(
+                f"axis {name!r} is taken for one of your own, not for {meant!r} "
+                f"({role(meant).description}). Did you mean {meant!r}?",
+                AxisNameWarning,
+            )
+
+
+# A mesh that exists.
 
 
 def measure(

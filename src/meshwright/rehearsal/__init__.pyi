@@ -12,4 +12,4 @@ from meshwright.rehearsal.pipelines import rehearse_pipeline as rehearse_pipelin
 from meshwright.rehearsal.result import Rehearsal as Rehearsal
 from meshwright.rehearsal.step_time import StepTime as StepTime
 from meshwright.rehearsal.verification import Verification as Verification
-from meshwright.rehearsal.verify import verify as verify
+from meshwright.rehearsal.verifier import verify as verify

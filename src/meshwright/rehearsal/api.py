@@ -15,7 +15,7 @@ from typing import Any, Required, TypedDict, Unpack
 
 from jax.sharding import AbstractMesh, Mesh
 
-from meshwright._progress import Bar
+from meshwright._progress import Pulse
 from meshwright.errors import MeshwrightError, RehearsalError, near
 from meshwright.hardware.topology import Topology
 from meshwright.hlo.literals import decode_constants
@@ -28,7 +28,14 @@ from meshwright.placement.placement import Placement
 from meshwright.rehearsal.collectives.analyze import analyze
 from meshwright.rehearsal.collectives.causes import Batch
 from meshwright.rehearsal.collectives.types import Collectives, read_conflicts
-from meshwright.rehearsal.compiler import Compiler, Outcome, Platform, Site, compile_or_load
+from meshwright.rehearsal.compiler import (
+    Compiler,
+    Outcome,
+    Platform,
+    Site,
+    compile_or_load,
+    last_seconds,
+)
 from meshwright.rehearsal.host_memory import HostMemory, host_memory
 from meshwright.rehearsal.host_transfers import HostTransfers, find_host_transfers
 from meshwright.rehearsal.lowering import lower
@@ -188,15 +195,15 @@ def run(request: Request) -> Rehearsal:
     # The compiling process takes seconds to load its compiler: it starts before the function is
     # traced, and is ended unused if tracing fails or the cache has the answer.
     with (
-        Bar(f"{request.name} on {hardware.name}") as bar,
+        Pulse(f"{request.name} on {hardware.name}") as pulse,
         Compiler(site, request.codegen) as compiler,
     ):
-        bar.now("shardings")
+        pulse.now("shardings")
         in_specs, out_specs = request.specs(mesh)
         names = request.argument_names
         # Simulated CPU devices have one memory alone.
         shapes = as_shapes(request.args, in_specs, mesh, keep_on_host=platform != "cpu")
-        bar.now("tracing")
+        pulse.now("tracing")
         lowered = lower(
             request.function,
             shapes,
@@ -208,14 +215,12 @@ def run(request: Request) -> Rehearsal:
             out_specs,
         )
         arguments = sharding_table(names, with_jit_shardings(shapes, lowered.inputs, mesh), mesh)
+        job = dataclasses.replace(lowered.job(request.name, site), codegen=request.codegen)
+        pulse.now("compiling", last_seconds(request.cache, job))
         outcome, from_cache = compile_or_load(
-            dataclasses.replace(lowered.job(request.name, site), codegen=request.codegen),
-            request.cache,
-            request.timeout,
-            lambda passed: bar.now("compiling", passed, request.timeout),
-            compiler,
+            job, request.cache, request.timeout, lambda _: None, compiler
         )
-        bar.now("reading")
+        pulse.now("reading the program")
         facts = _read_outcome(outcome, placed, hardware, arguments.rows, request.batch)
     estimate = None
     if facts["memory"].refused:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 
 from meshwright._show import Sheet, Shown, Table, short_repr
-from meshwright._text import duration, plural
+from meshwright._text import duration, plural, text_width
 from meshwright.axes import role
 from meshwright.hlo.instructions import Shape, Source, primitives
 from meshwright.partitioning.report import LeafRow
@@ -136,7 +136,7 @@ class AvoidableCosts(Shown):
         steps = [f"at {', '.join(dict.fromkeys(at))}: {what}" for what, at in changes.items()]
         failed = [f"at {cost.where}: not tried, {cost.failed}" for cost in shown if cost.failed]
         lines = [
-            textwrap.fill(line, 100, initial_indent="- ", subsequent_indent="  ")
+            textwrap.fill(line, text_width(), initial_indent="- ", subsequent_indent="  ")
             for line in (*steps, *failed)
         ]
         headline = f"{plural(len(self.entries), 'avoidable cost')} of a step of "

@@ -27,8 +27,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from meshwright import _compat
-from meshwright.errors import RehearsalError, listing
+from meshwright.errors import RehearsalError, listing, on_command_line
 from meshwright.hardware.topology import Topology
 from meshwright.hlo.instructions import Source
 
@@ -130,7 +129,6 @@ class Outcome:
 # How libtpu names the memories of a chip's cores when a kernel does not fit them.
 ON_CHIP = re.compile(r"space[= ](?:vmem|smem|cmem)|scoped vmem")
 SCHEDULED = "scheduled"  # folder for programs that the compiler writes before it generates code
-_SOONER = {True: ", codegen=False for an answer without the code", False: ""}
 _TICK = 0.1  # seconds between two looks at the compiling process
 _MOST_LINES = 12  # of a compiler's own words in a message
 _FATAL = re.compile(r"^F\d{4} |Check failed|[Uu]nknown (command line )?flag")  # glog and absl
@@ -186,6 +184,9 @@ _NO_TOOLS = re.compile(r"libdevice not found|find a suitable version of (ptxas|n
 
 def _refusal(job: Job, reason: str) -> str:
     """The compiler's own words; those of a kernel with the lines where the kernels are called."""
+    # In the function: what reads the cache alone needs no JAX.
+    from meshwright import _compat
+
     lines = reason.splitlines()[:_MOST_LINES]
     if job.site.platform == "cuda" and _NO_TOOLS.search(reason):
         lines.insert(
@@ -294,12 +295,22 @@ def _wait(
         passed = time.monotonic() - began
         if passed > timeout:
             raise RehearsalError(
-                f"{job.name}: the compiler was not done after {timeout:g} s and was ended. Pass "
-                f"timeout=... seconds to wait longer{_SOONER[job.site.platform == 'tpu']}, or try "
+                f"{job.name}: the compiler was not done after {timeout:g} s and was ended. Wait "
+                f"longer, {_flag('timeout=', '--timeout ')}{2 * timeout:g}{_sooner(job)}, or try "
                 "fewer layers first.",
                 option="timeout",
             )
         tick(passed)
+
+
+def _sooner(job: Job) -> str:
+    if job.site.platform != "tpu" or not job.codegen:
+        return ""
+    return f", ask for no code, {_flag('codegen=False', '--no-codegen')}, which takes seconds"
+
+
+def _flag(argument: str, flag: str) -> str:
+    return flag if on_command_line() else argument
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -333,43 +344,102 @@ def _version(name: str) -> str:
 
 
 # Outcomes are kept on disk, one file each, named by the key of their job. A file holds a checksum,
-# then the outcome, compressed. One that is damaged counts as not there.
+# then the outcome, compressed. One that is damaged counts as not there. Of more than `MOST_BYTES`
+# those go that were not used for longest.
 
+MOST_BYTES = 2 << 30
 _CHECKSUM = 32  # bytes of a SHA-256
+_ENTRY, _PARTIAL, _TIMES = ".rehearsal", "partial-", "times.json"
+_MOST_TIMES = 500
 
 
 def default_folder() -> Path:
-    """`$XDG_CACHE_HOME/meshwright`, or `~/.cache/meshwright`."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "meshwright"
+    """The folder where this platform keeps caches; on Linux below `$XDG_CACHE_HOME`."""
+    from platformdirs import user_cache_path  # in the function: a folder may be given
+
+    return user_cache_path("meshwright", appauthor=False)
+
+
+def cached(folder: Path) -> list[tuple[Path, os.stat_result]]:
+    """List the entries of a cache, those that were not used for longest first."""
+    entries = []
+    for file in folder.glob(f"*{_ENTRY}"):
+        with contextlib.suppress(OSError):  # another process may remove it meanwhile
+            entries.append((file, file.stat()))
+    return sorted(entries, key=lambda entry: entry[1].st_mtime)
+
+
+def clear(folder: Path) -> None:
+    """Remove everything that rehearsals have put into a folder."""
+    for file in (*folder.glob(f"*{_ENTRY}"), *folder.glob(f"{_PARTIAL}*"), folder / _TIMES):
+        file.unlink(missing_ok=True)
 
 
 def load(folder: Path, job: Job) -> Outcome | None:
     """Load the outcome of a job; `None` where there is none, or its file is damaged."""
+    file = folder / f"{job.key}{_ENTRY}"
     try:
-        content = _file(folder, job).read_bytes()
+        content = file.read_bytes()
         checksum, packed = content[:_CHECKSUM], content[_CHECKSUM:]
         if hashlib.sha256(packed).digest() != checksum:
             return None
-        return Outcome(**json.loads(zlib.decompress(packed)))
+        outcome = Outcome(**json.loads(zlib.decompress(packed)))
     except (OSError, ValueError, TypeError, zlib.error):
         return None
+    with contextlib.suppress(OSError):  # a folder that may only be read
+        os.utime(file)
+    return outcome
 
 
 def save(folder: Path, job: Job, outcome: Outcome) -> None:
     """Keep an outcome; a folder that cannot be written only costs the time of another compile."""
-    # Written beside and renamed, so that a reader sees all of it or nothing.
     packed = zlib.compress(json.dumps(outcome.to_json()).encode(), level=1)
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=folder)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(packed).digest() + packed)
-            Path(name).replace(_file(folder, job))
-        finally:
-            Path(name).unlink(missing_ok=True)
+        _write(folder / f"{job.key}{_ENTRY}", hashlib.sha256(packed).digest() + packed)
+        times = {**_times(folder), _alike(job): outcome.seconds}
+        _write(folder / _TIMES, json.dumps(dict(list(times.items())[-_MOST_TIMES:])).encode())
+        _drop_oldest(folder)
 
 
-def _file(folder: Path, job: Job) -> Path:
-    return folder / f"{job.key}.rehearsal"
+def _write(file: Path, content: bytes) -> None:
+    """Write beside and rename, so that a reader sees all of it or nothing."""
+    handle, name = tempfile.mkstemp(dir=file.parent, prefix=_PARTIAL)
+    try:
+        with os.fdopen(handle, "wb") as partial:
+            partial.write(content)
+        Path(name).replace(file)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _drop_oldest(folder: Path) -> None:
+    entries = cached(folder)
+    size = sum(stat.st_size for _, stat in entries)
+    for file, stat in entries[:-1]:  # the newest stays, however large
+        if size <= MOST_BYTES:
+            return
+        file.unlink(missing_ok=True)
+        size -= stat.st_size
+
+
+# How long compiles took, by what they were called and for what: what to expect of the next one.
+
+
+def last_seconds(folder: Path | None, job: Job) -> float | None:
+    """Seconds that the last compile like this one took, if that is known."""
+    seconds = None if folder is None else _times(folder).get(_alike(job))
+    return float(seconds) if isinstance(seconds, (int, float)) else None
+
+
+def _alike(job: Job) -> str:
+    code = "" if job.codegen else ", without code"
+    return f"{job.name} on {job.site.topology.name} by {job.site.platform}{code}"
+
+
+def _times(folder: Path) -> dict[str, Any]:
+    try:
+        times = json.loads((folder / _TIMES).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return times if isinstance(times, dict) else {}

@@ -13,6 +13,7 @@ import numpy as np
 
 from meshwright._show import Sheet, Shown, Table
 from meshwright._text import amount, plural
+from meshwright.errors import option_text
 from meshwright.hardware.topology import Topology
 from meshwright.hlo.instructions import HOST_SPACE
 from meshwright.hlo.program import Program
@@ -65,7 +66,8 @@ class HostMemory(Shown):
         if self.limit is None:
             return (
                 f"{words}; how much the host has is not known: name a machine type, e.g. "
-                "on='a3-highgpu-8g', or give topology(name, speeds={'ram_gb': GB for each chip})"
+                f"{option_text('on', 'a3-highgpu-8g')}, or in Python give topology(name, "
+                "speeds={'ram_gb': GB for each chip})"
             )
         if self.fits:
             return f"fits the host: {words}, of {amount(self.limit)}"

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from meshwright.axes import role
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, on_command_line, option_text
 from meshwright.hardware.chips import CHIPS, Chip
 from meshwright.hardware.topology import Topology
 from meshwright.hardware.tpu_shapes import BELOW_CUBE, DOCUMENTED, PLANAR, shape_text
@@ -67,9 +67,12 @@ def _changed(
     if peak is None or peak >= result.memory.peak:
         return
     command = rehearse_command(request)
-    how = f"mesh='{spec}'" if on is None else f"mesh='{spec}', on='{on}'"
+    changes = [option_text("mesh", str(spec))]
+    if on is not None:
+        changes.append(option_text("on", on))
     if on is not None and slices > 1:
-        how += f", slices={slices}"
+        changes.append(f"--slices {slices}" if on_command_line() else f"slices={slices}")
+    how = (" " if on_command_line() else ", ").join(changes)
     if command:
         how = changed_words(result.request, request)
     # Given shardings name the axes of the old mesh.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from meshwright._show import Sheet, Shown, Table, short_repr
 from meshwright._text import amount, plural
+from meshwright.errors import on_command_line
 from meshwright.rehearsal.request import Request
 
 if TYPE_CHECKING:  # `result` imports this file
@@ -157,5 +158,6 @@ class Remedies(Shown, Sequence[Remedy]):
         if any(way.request is not None and way.request.mesh != mesh for way in untried):
             notes[0] += " On another mesh the partitioner may gather more, or less."
         if any(way.request is not None for way in untried):
-            notes[0] += " remedies(check=True), or --try, compiles them."
+            how = "--try" if on_command_line() else "remedies(check=True), or --try,"
+            notes[0] += f" {how} compiles them."
         return notes

@@ -27,7 +27,7 @@ from meshwright._html import (
     tag,
     wide,
 )
-from meshwright._text import amount, duration, plural_noun
+from meshwright._text import amount, duration, plural_noun, text_width
 from meshwright.partitioning.report import (
     REPORT_HEADING,
     REPORT_RIGHT,
@@ -72,9 +72,15 @@ _WORST = 3  # replicated arrays that are named
 
 
 def as_text(
-    result: Rehearsal, remedies: Sequence[Remedy] = (), costs: AvoidableCosts | None = None
+    result: Rehearsal,
+    remedies: Sequence[Remedy] = (),
+    costs: AvoidableCosts | None = None,
+    advice: Sequence[str] = (),
 ) -> str:
-    """Print everything for a terminal; `remedies` and `costs` are those that were tried, if any."""
+    """Print everything for a terminal; `remedies` and `costs` are those that were tried, if any.
+
+    `advice`, if given, is what to do next, in place of the short list that every result has.
+    """
     parts = [headline(result), str(result.memory)]
     if result.time is not None:
         parts += [str(result.collectives), str(result.time)]
@@ -83,8 +89,10 @@ def as_text(
     parts += [str(each) for each in (result.host_transfers, result.host_memory) if each is not None]
     if not result.memory.fits:
         parts.append(str(remedies or result.remedies()))
-    if advice := next_steps(result, table=True):
-        parts.append("\n".join(map(_item, advice)))
+    if advice:
+        parts.append("\n".join(["What to do next", *map(_item, advice)]))
+    elif steps := next_steps(result, table=True):
+        parts.append("\n".join(map(_item, steps)))
     return "\n\n".join(parts)
 
 
@@ -123,7 +131,7 @@ def next_steps(result: Rehearsal, table: bool = False) -> list[str]:
 
 
 def _item(line: str) -> str:
-    return textwrap.fill(line, 100, initial_indent="- ", subsequent_indent="  ")
+    return textwrap.fill(line, text_width(), initial_indent="- ", subsequent_indent="  ")
 
 
 def as_json(result: Rehearsal) -> dict[str, Any]:

@@ -15,16 +15,17 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 from meshwright import _compat
 from meshwright._checks import argument_numbers, check_seconds
 from meshwright._show import short_repr
-from meshwright.errors import RehearsalError, near, short
+from meshwright.errors import RehearsalError, near, on_command_line, option_text, short
 from meshwright.hardware.chips import Chip
 from meshwright.hardware.topology import Topology
 from meshwright.hardware.topology import topology as read_topology
-from meshwright.meshes.build import abstract_mesh, explain_mesh, placement_of, warn_idle
+from meshwright.meshes.build import abstract_mesh, explain_mesh
 from meshwright.meshes.devices import target_topology
 from meshwright.models.base import Model
 from meshwright.partitioning.decide import Options, partition
 from meshwright.pipelines.step import PipelineStep
 from meshwright.placement.placement import Placement
+from meshwright.placement.placer import placement_of, warn_idle
 from meshwright.rehearsal.collectives.causes import Batch
 from meshwright.rehearsal.compiler import PLATFORMS, Platform, default_folder
 from meshwright.rehearsal.step_arguments import argument_names, decide_specs, has_rows, is_state
@@ -36,6 +37,12 @@ CompilerChoice = Literal["vendor", "cpu"]
 TIMEOUT = 900.0  # seconds; a train step of llama3-8b for 64 TPU chips takes 40
 _MOST_CPU_DEVICES = 2048  # that XLA's CPU client makes in one process
 EXTRAS = {"tpu": "tpu", "gpu": "cuda13-compiler"}  # of pip install meshwright[...], by chip family
+# How to get the compiler of a family of chips: by the packages themselves, which works wherever
+# meshwright came from.
+INSTALL = {
+    "tpu": "pip install 'jax[tpu]'",
+    "gpu": "pip install 'jax[cuda13-local]' nvidia-nvvm nvidia-cuda-nvcc",
+}
 
 
 class CompileOptions(TypedDict, total=False):
@@ -327,8 +334,8 @@ def platform_of(request: Request, hardware: Topology, devices: int) -> Platform:
     if not request.codegen and (request.compiler == "cpu" or family != "tpu"):
         whose = request.compiler if request.compiler == "cpu" else family
         raise RehearsalError(
-            "codegen=False is for the TPU's compiler, which takes minutes to generate code; "
-            f"{hardware.name} is compiled by the {whose.upper()}'s. Leave it out.",
+            f"{_without_codegen()} is for the TPU's compiler, which takes minutes to generate "
+            f"code; {hardware.name} is compiled by the {whose.upper()}'s. Leave it out.",
             option="codegen",
         )
     if request.compiler == "cpu" or family == "cpu":
@@ -341,12 +348,16 @@ def platform_of(request: Request, hardware: Topology, devices: int) -> Platform:
     if not _compat.compiler_installed(family):
         raise RehearsalError(
             f"{hardware.name}: the {family.upper()} compiler is not installed. It needs no "
-            f"{family.upper()} and comes with one command: pip install "
-            f"'meshwright[{EXTRAS[family]}]'. Or go without it, rehearse(..., compiler='cpu'): "
-            "simulated devices, the same partitioning, memory only roughly.",
+            f"{family.upper()} and comes with one command: {INSTALL[family]}. Or go without it, "
+            f"{option_text('compiler', 'cpu')}: simulated devices, the same partitioning, memory "
+            "only roughly.",
             option="compiler",
         )
     return PLATFORMS[family]
+
+
+def _without_codegen() -> str:
+    return "--no-codegen" if on_command_line() else "codegen=False"
 
 
 def shrunk(args: Sequence[Any], data: Sequence[int], factor: int) -> tuple[Any, ...] | None:

@@ -43,6 +43,7 @@ class Compared:
 
     @property
     def ok(self) -> bool:
+        """Whether the difference is within the tolerance, or no more than rounding."""
         return self.difference <= self.tolerance or self.rounding  # NaN is not
 
 

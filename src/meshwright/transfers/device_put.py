@@ -46,13 +46,15 @@ def shard(
 ) -> Any:
     """Place every array of a tree on the mesh; other leaves pass through.
 
-    `specs` is a tree of `PartitionSpec`s as `partition` makes it (or of `NamedSharding`s on this
-    mesh, as `shardings` does), or one for all; without it `partition(tree, mesh, **options)`
-    decides. Leaves may be host or device arrays, `FromCallback`s, or `ShapeDtypeStruct`s, which
-    come back with their sharding. An array that the tree holds twice is placed once, and stays
-    one. In several processes host arrays must be the same everywhere, and each process copies only
-    its own pieces; `local=True` says that they are this process's part instead. 64-bit values that
-    JAX would narrow are refused, or converted with `narrow="convert"`, integers if they fit.
+    Args:
+      tree: host or device arrays, `FromCallback`s, or `ShapeDtypeStruct`s, which come back with
+        their sharding. An array that the tree holds twice is placed once, and stays one.
+      specs: a tree of `PartitionSpec`s (or of `NamedSharding`s on this mesh), or one for all; by
+        default `partition` decides, with its `options`.
+      narrow: `"convert"` for 64-bit values that JAX would narrow, integers if they fit.
+      local: in several processes host arrays must be the same everywhere; True says that they are
+        this process's part instead.
+
     Raises `PartitionError`, with the path of every leaf that is wrong, before anything is placed.
 
     >>> import numpy as np, meshwright as mw

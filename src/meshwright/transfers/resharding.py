@@ -57,19 +57,23 @@ def reshard(tree: Any, mesh: AnyMesh, specs: Any, *, donate: bool = False) -> An
     """Move every array of a tree to `mesh`, split by `specs`; other leaves pass through.
 
     No bit changes. Arrays may come from any mesh, split, single device or from host memory, and
-    go to fewer, more or other devices. `specs` is a tree of `PartitionSpec`s (or of
-    `NamedSharding`s on `mesh`), a prefix of one, or one spec for all. Pieces that already lie as
-    asked are not copied: the result then shares its memory with the array that was given, so
-    donating one of the two to a jitted function deletes the other.
+    go to fewer, more or other devices. Pieces that already lie as asked are not copied: the result
+    then shares its memory with the array that was given, so donating one of the two to a jitted
+    function deletes the other.
 
-    `donate=True` gives up the arrays as they are moved, so that little more than one of them
-    exists twice. An array stays as it was, not deleted, when its pieces already lie in place, or
-    when its memory is shared with another live array.
+    Args:
+      tree: any pytree. In several processes all call this with the same global arrays. A process
+        that holds no part of an array passes the global array without shards, as JAX makes it, or a
+        `jax.ShapeDtypeStruct(shape, dtype, sharding=...)`; host arrays must be equal everywhere.
+      mesh: where the arrays go.
+      specs: a tree of `PartitionSpec`s (or of `NamedSharding`s on `mesh`), a prefix of one, or one
+        spec for all.
+      donate: gives up the arrays as they are moved, so that little more than one of them exists
+        twice. An array is not deleted when its pieces already lie in place, or when its memory is
+        shared with another live array.
 
-    In several processes all call it with the same global arrays. A process that holds no part of
-    an array passes the global array without shards, as JAX makes it, or a
-    `jax.ShapeDtypeStruct(shape, dtype, sharding=...)`; host arrays must be equal everywhere.
-    Raises `PartitionError`, the same in every process, before anything moves.
+    Raises:
+      PartitionError: the same in every process, before anything moves.
 
     >>> import jax, numpy as np, meshwright as mw
     >>> from jax.sharding import PartitionSpec as P

@@ -29,11 +29,20 @@ def init(
 ) -> Any:
     """Compute `fn(*args)` straight into its shardings.
 
-    `specs`, or the options of `partition`, decide; the result's shapes are found without running
-    `fn`. Arrays among the arguments are traced; all else (sizes, configurations, functions) is
-    handed to `fn` as it is. Leaves that are no arrays come back as `fn` returns them. 64-bit
-    values of numpy are refused or, with `narrow="convert"`, converted, as `shard` does. Raises
-    `PartitionError`, with every leaf that is wrong, before anything is computed.
+    The result's shapes are known without running `fn`. Leaves that are not arrays come back as `fn`
+    returns them.
+
+    Args:
+      fn: what makes the tree: parameters, a module, an optimizer state.
+      *args: its arguments. Arrays are traced; all else (sizes, configurations, functions) is handed
+        to `fn` as it is.
+      mesh: the mesh to compute on.
+      specs: a tree of specs for the result; by default `partition` decides, with its `options`.
+      narrow: `"convert"` converts 64-bit values of NumPy, as `shard` does; otherwise they are
+        refused.
+
+    Raises:
+      PartitionError: with every leaf that is wrong, before anything is computed.
 
     >>> import jax, meshwright as mw
     >>> normal = lambda key: {"w": jax.random.normal(key, (256, 256))}

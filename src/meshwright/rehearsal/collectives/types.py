@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from meshwright._show import Sheet, Shown, Table, short_repr
-from meshwright._text import amount, duration, plural
+from meshwright._text import amount, duration, plural, table, text_width
 from meshwright.hlo.dataflow import RunCount
 from meshwright.hlo.instructions import Source, SourceTable, primitives
 from meshwright.hlo.program import read_instruction
@@ -76,7 +76,8 @@ class Collectives(Shown):
             _cause_table(cause, entries) for cause, entries in self.by_cause().items()
         ]
         parts += [
-            textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in conflict_lines(self)
+            textwrap.fill(line, text_width(), subsequent_indent="  ")
+            for line in conflict_lines(self)
         ]
         if any(entry.asynchronous for entry in self.entries):
             parts.append(BESIDE)
@@ -206,6 +207,7 @@ class AxisPart:
 
     @property
     def whole(self) -> bool:
+        """Whether a group spans all positions of the axis."""
         return self.members == self.size
 
     def __str__(self) -> str:
@@ -270,8 +272,6 @@ def read_conflicts(stderr: str) -> list[ShardingConflict]:
 
 COLLECTIVE_HEADING = ["collective", "array", "over", "bytes", "times", "in all", "links", "source"]
 COLLECTIVE_RIGHT = [False, False, False, True, True, True, False, False]
-WIDTH = 100
-_MAY_BE_CUT = [COLLECTIVE_HEADING.index(name) for name in ("array", "over", "links", "source")]
 MOST_ROWS = 40
 BESIDE = "* runs beside other work"
 
@@ -334,8 +334,9 @@ class _CauseTable(Table):
     title: str = ""
 
     def text(self) -> str:
-        heading, *rows = _fitted([self.heading, *self.rows])
-        return f"\n{self.title}\n{Table(heading, rows, self.right, self.left_out).text()}"
+        lines = table([self.heading, *self.rows], self.right, text_width())
+        more = f"\n{self.left_out}" if self.left_out else ""
+        return f"\n{self.title}\n{lines}{more}"
 
     def html(self) -> str:
         return f"<h4>{html.escape(self.title)}</h4>{super().html()}"
@@ -347,15 +348,3 @@ def _cause_table(cause: str, entries: Sequence[Collective]) -> Table:
     return _CauseTable(
         COLLECTIVE_HEADING, rows[:MOST_ROWS], COLLECTIVE_RIGHT, more, cause_line(cause, entries)
     )
-
-
-def _fitted(cells: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Cut the widest columns until a line fits the screen."""
-    widths = [max(len(row[c]) for row in cells) for c in range(len(COLLECTIVE_RIGHT))]
-    while sum(widths) + 2 * (len(widths) - 1) > WIDTH:
-        widths[max(_MAY_BE_CUT, key=widths.__getitem__)] -= 1
-    return [[_cut(cell, width) for cell, width in zip(row, widths, strict=True)] for row in cells]
-
-
-def _cut(cell: str, width: int) -> str:
-    return cell if len(cell) <= width else f"{cell[: width - 2]}.."

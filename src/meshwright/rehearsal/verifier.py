@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from meshwright._progress import Bar
+from meshwright._progress import Pulse
 from meshwright._text import plural
 from meshwright.errors import RehearsalError, short
 from meshwright.meshes.build import abstract_mesh
@@ -97,14 +97,14 @@ def verify(
         for spec in resolve_specs("verify", walked, arg, on, tree, {})
     ]
     devices = _enough_devices(mesh, on)
-    with Bar(f"verifying {request.name}") as bar:
+    with Pulse(f"verifying {request.name}") as pulse:
         if devices is None:
             where = f"{on.size} simulated CPU devices"
-            bar.now(where)
+            pulse.now(where)
             one, many = _run_simulated(step, flat_specs, on, request.timeout)
         else:
             where = plural(on.size, f"{devices[0].platform.upper()} device")
-            bar.now(where)
+            pulse.now(where)
             whole, single = [make_spec()] * len(flat_specs), _like(on, devices[:1])
             one = _run_here(step, whole, single)
             many = _run_here(step, flat_specs, _like(on, devices))
