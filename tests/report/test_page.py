@@ -197,7 +197,7 @@ def test_a_stand_in_is_marked_and_to_be_asked_again_with_the_real_compiler(resul
     placed = mw.place("fsdp:4, tp:2", "v5e:4x2")
     estimate = dataclasses.replace(result, placement=placed, stand_in=True)
     text = page(estimate)
-    assert "pip install &#x27;meshwright[tpu]&#x27;" in text
+    assert "pip install &#x27;jax[tpu]&#x27;" in text
     head = text[text.index("<main>") : text.index("<section")]
     mark = '<span class="badge">CPU estimate</span>'
     assert head.count(mark) == 1 + head.count("<dt>")  # the verdict, and every tile

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from meshwright._show import Sheet, Shown, short_repr
-from meshwright._text import amount, duration
+from meshwright._text import amount, duration, text_width
 from meshwright.axes import role
+from meshwright.errors import option_text
 from meshwright.partitioning.report import LeafRow
 from meshwright.rehearsal.avoidable_costs import AvoidableCosts
 from meshwright.rehearsal.collectives.types import IMPLICIT_RESHARDING, Collective
@@ -23,7 +24,7 @@ from meshwright.rehearsal.mesh_remedies import data_rows, data_shards
 from meshwright.rehearsal.model_commands import rehearse_command
 from meshwright.rehearsal.peak_estimates import PeakEstimate
 from meshwright.rehearsal.remedy_table import Remedy
-from meshwright.rehearsal.request import EXTRAS, batch_shape, changed_model
+from meshwright.rehearsal.request import INSTALL, batch_shape, changed_model
 from meshwright.rehearsal.step_time import RECOMPUTED
 
 if TYPE_CHECKING:  # `result` imports this file
@@ -86,7 +87,7 @@ class AdviceList(Shown, Sequence[Advice]):
     def _sheet(self) -> Sheet:
         mark = f" ({CPU_ESTIMATE})" if self.cpu_estimate else ""
         lines = (
-            textwrap.fill(f"{number}. {each}", 100, subsequent_indent="   ")
+            textwrap.fill(f"{number}. {each}", text_width(), subsequent_indent="   ")
             for number, each in enumerate(self, 1)
         )
         return Sheet(f"What to do next{mark}", list(lines))
@@ -333,10 +334,10 @@ def _recomputing(result: Rehearsal) -> Iterator[Advice]:
 def _stand_in(result: Rehearsal) -> Iterator[Advice]:
     if result.stand_in:
         chip, request = result.placement.topology.chip, result.request
-        install = f"pip install 'meshwright[{EXTRAS[chip.family]}]'"
         command = rehearse_command(dataclasses.replace(request, compiler="vendor"))
+        again = f"rehearse again without {option_text('compiler', 'cpu')}"
         yield Advice(
             f"ask the compiler of {chip.name} itself before you rent it",
             f"its own peak in place of {amount(result.memory.peak)}, which is a {CPU_ESTIMATE}",
-            f"{install}; then {command or 'rehearse again without compiler=cpu'}",
+            f"{INSTALL[chip.family]}; then {command or again}",
         )
