@@ -2,7 +2,7 @@
 
 In: the pages of `docs/`, the examples, the changelog. Out: the same as pages, with links that lead
 somewhere, examples that copy without prompts, and drawings that follow the site's light and dark.
-At the end every page is checked to load nothing from another host.
+At the end every page is checked: nothing is loaded from another host, nothing copies a prompt.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ WHOLE_FILES = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.
 PROMPTED = re.compile(r"^```python\n(?=>>> )(.*?)\n*^```$", re.MULTILINE | re.DOTALL)
 DOCTEST_FLAG = re.compile(r" *# doctest: \+\w+$", re.MULTILINE)
 EXAMPLE = re.compile(r'<div class="(language-(?:pycon|console)[^"]*)">(.*?)</div>', re.DOTALL)
+TABLE = re.compile(r"<table>\s*<thead>(.*?)</thead>.*?</table>", re.DOTALL)
+MOST_COLUMNS = 8  # that are legible side by side
 DRAWING = re.compile(r"^!\[([^\]]*)\]\(([\w./-]+\.svg)\)$", re.MULTILINE)
 LOADED = re.compile(
     r"""<(?:script|img|iframe|source|video|audio)\b[^>]*\bsrc=["']?(?:https?:)?//[^"'\s>]+"""
@@ -75,9 +77,15 @@ def inlined(path: Path, caption: str) -> str:
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Give every example with prompts the text that its copy button copies."""
-    return EXAMPLE.sub(
+    """Give examples with prompts the text that is copied; let wide tables scroll, not wrap."""
+    content = EXAMPLE.sub(
         lambda m: f'<div class="{m[1]}" data-copy="{html.escape(typed(m[2]))}">{m[2]}</div>',
+        content,
+    )
+    return TABLE.sub(
+        lambda m: (
+            f'<div class="many-columns">{m[0]}</div>' if m[1].count("<th") > MOST_COLUMNS else m[0]
+        ),
         content,
     )
 
@@ -95,10 +103,17 @@ def typed(block: str) -> str:
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Refuse a site that would load anything from another host."""
+    """Refuse a site that loads anything from another host, or whose examples copy prompts."""
     faults = []
     for path in sorted(Path(config.site_dir).rglob("*")):
         if path.suffix in (".html", ".css"):
-            faults += [f"{path.name}: {match}" for match in LOADED.findall(path.read_text())]
+            text = path.read_text()
+            faults += [f"{path.name} loads {match}" for match in LOADED.findall(text)]
+            copied = re.findall(r'data-copy="([^"]*)"', text)
+            faults += [
+                f"{path.name}: a prompt is copied" for code in copied if "&gt;&gt;&gt; " in code
+            ]
+            if text.count('"language-pycon') > len(copied):
+                faults.append(f"{path.name}: an example is copied with its output")
     if faults:
-        raise PluginError("pages load from other hosts:\n" + "\n".join(faults[:20]))
+        raise PluginError("\n".join(faults[:20]))

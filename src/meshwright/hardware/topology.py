@@ -101,7 +101,7 @@ class Topology(Shown):
 
     @property
     def num_slices(self) -> int:
-        """Parts joined by the slow network: slices, NVLink domains, or hosts."""
+        """Parts joined by DCN: slices, NVLink domains, or hosts."""
         return self.size_of("network")
 
     @property

@@ -52,19 +52,23 @@ def create_mesh(
 ) -> Mesh:
     """Create a mesh over all devices of a backend; equal requests give the same mesh object.
 
-    - `axis_dims`, `axis_names`: a size and a name per axis; a size of -1, at most once, takes the
-      devices that are left.
-    - `dcn_mesh_dims`: how each axis is spread over the slow network; searched when missing.
-    - `should_sort_granules_by_key`: the same order of slices or hosts in every process.
-    - `allow_split_physical_axes`: one torus direction may serve several mesh axes.
-    - `backend`: `"cpu"`, `"gpu"`, `"tpu"`, or `None` for JAX's default.
-    - `use_jax`: build the meshes of a single host with `jax.make_mesh`.
-    - `axis_types`: a word (`"auto"`, `"explicit"`, `"manual"`) or an `AxisType` for all axes, alone
-      or in a list, or a list of one per axis.
+    `mesh(...)` says the same in one string.
 
-    `mesh(...)` says the same in one string. Errors are `ValueError`s: `SpecError` for the request,
-    `BackendError` (a `RuntimeError` too) for a backend that is not here, `PlacementError` where no
-    layout exists.
+    Args:
+      axis_dims: a size for each axis; -1, at most once, takes the devices that are left.
+      axis_names: a name for each axis.
+      dcn_mesh_dims: how each axis is spread over DCN; searched when missing.
+      should_sort_granules_by_key: the same order of slices or hosts in every process.
+      allow_split_physical_axes: one torus direction may serve several mesh axes.
+      backend: `"cpu"`, `"gpu"`, `"tpu"`, or `None` for JAX's default.
+      use_jax: build the meshes of a single host with `jax.make_mesh`.
+      axis_types: a word (`"auto"`, `"explicit"`, `"manual"`) or an `AxisType` for all axes, alone
+        or in a list, or a list of one per axis.
+
+    Raises:
+      SpecError: for a request that is wrong; this and the others are `ValueError`s.
+      BackendError: for a backend that is not here; a `RuntimeError` too.
+      PlacementError: where no layout exists.
 
     >>> import meshwright as mw
     >>> dict(mw.create_mesh((2, -1), ("dp", "tp")).shape)

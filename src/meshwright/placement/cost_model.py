@@ -70,7 +70,7 @@ def total_factor(parts: Parts) -> int:
 class AxisCost:
     """What an axis costs.
 
-    GB/s per device inside the slice and over the slow network (0 when unused), the most links
+    GB/s per device inside the slice and over DCN (0 when unused), the most links
     between two neighbours, the shape its devices form, and seconds for 1 GiB.
     """
 

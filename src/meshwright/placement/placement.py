@@ -86,7 +86,7 @@ class AxisPlan:
 
     `weight` is how much the axis counts in the cost (`axes.axis_weights`). `parts` is `None` when
     the devices form no regular box. `order` is `line`, `ring`, `grid`, or for meshes made
-    elsewhere `other` or `scattered`. `slow`: how many parts of the slow network the axis spans.
+    elsewhere `other` or `scattered`. `slow`: how many parts joined by DCN the axis spans.
     """
 
     name: str

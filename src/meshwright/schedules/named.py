@@ -26,10 +26,16 @@ MOST_FORWARDS = 10_000_000  # of a schedule; more is surely a mistake in the siz
 def schedule(name: str, *, groups: int, microbatches: int, stages: int | None = None) -> Schedule:
     """Build a named schedule for a number of groups and microbatches.
 
-    `stages` counts those of the whole model: one per group for `gpipe`, `1f1b`, `eager-1f1b`,
-    `zb-h1`, `zb-h2` and `forward` (no backward: inference); two per group for `zb-v` and
-    `dualpipe-v`; any integer per group, by default two, for `interleaved-1f1b` and `looped-bfs`.
-    Raises `ScheduleError` for an unknown name, and for sizes the schedule is not defined for.
+    Args:
+      name: `gpipe`, `1f1b`, `eager-1f1b`, `interleaved-1f1b`, `looped-bfs`, `zb-h1`, `zb-h2`,
+        `zb-v`, `dualpipe-v`, or `forward` (no backward: inference).
+      groups: how many groups run it.
+      microbatches: how many parts the batch has.
+      stages: those of the whole model: one per group, but two for `zb-v` and `dualpipe-v`, and any
+        number, by default two, for `interleaved-1f1b` and `looped-bfs`.
+
+    Raises:
+      ScheduleError: for an unknown name, and for sizes the schedule is not defined for.
 
     >>> import meshwright as mw
     >>> mw.schedules.schedule("interleaved-1f1b", groups=4, microbatches=8, stages=12)

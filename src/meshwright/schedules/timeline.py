@@ -152,10 +152,15 @@ class Timeline:
 def simulate(schedule: Schedule, costs: AnyCosts = "F=1,B=1,W=1", latency: float = 0.0) -> Timeline:
     """Simulate a schedule: every task starts as soon as its group is free and its inputs are there.
 
-    `costs` are those of one group's share of the model, cut evenly over the group's stages, so
-    that schedules with few and many stages compare; or a list with one `Costs` per stage.
-    `latency` is the time a result takes to another group, in the same unit; both go on working
-    meanwhile. Raises `ScheduleError` if the schedule cannot run.
+    Args:
+      schedule: which group runs which task in which order.
+      costs: those of one group's share of the model, in any unit, cut evenly over the group's
+        stages, so that schedules with few and many stages compare; or a list with one per stage.
+      latency: the time a result takes to another group, in the same unit; both go on working
+        meanwhile.
+
+    Raises:
+      ScheduleError: if the schedule cannot run.
 
     >>> import meshwright as mw
     >>> zb = mw.schedules.simulate(mw.schedules.schedule("zb-h1", groups=4, microbatches=16))

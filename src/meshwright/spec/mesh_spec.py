@@ -118,7 +118,7 @@ class MeshSpec:
         return tuple(axis.type for axis in self.axes)
 
     def resolve(self, devices: int, slices: int | None = None) -> MeshSpec:
-        """Fill the `-1`s, given `devices` in all, in `slices` parts of the slow network.
+        """Fill the `-1`s, given `devices` in all, in `slices` parts joined by DCN.
 
         Raises `SpecError` when the sizes do not multiply to exactly `devices`.
 
@@ -176,7 +176,7 @@ class MeshSpec:
         )
 
     def with_dcn(self, dcn: Any, slices: int | None = None) -> MeshSpec:
-        """Return the spec with the part of each axis that crosses the slow network (DCN) fixed.
+        """Return the spec with the part of each axis that crosses DCN, the slow network, fixed.
 
         The sizes stay as they are. `dcn` is a dict (axes it does not name get 1), one number per
         axis, or a string such as `"dp:2"`. A -1 in it takes what is left of `slices`.
@@ -261,7 +261,7 @@ class AxisSpec:
     """One axis of a `MeshSpec`.
 
     `slow=None`: `fast` is the whole size, and its split over the networks is free. Otherwise the
-    axis spans `slow` parts over the slow network times `fast` devices inside each.
+    axis spans `slow` parts over DCN times `fast` devices inside each.
     """
 
     name: str

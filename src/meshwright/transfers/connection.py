@@ -38,10 +38,16 @@ def connect(
 ) -> Link:
     """Open a link between `processes`, by default all; each of them calls this, in one order.
 
-    `transport`: "local" inside one process, where nothing is opened; "pull", where receivers fetch
-    by key, from a server in each process that listens on `address` only; "put", where all
-    processes call `move` in one order (see `allow_puts`). "auto" is "local" in one process and
-    "pull" in several. Waits at most `timeout` seconds for the others, then raises `TransferError`.
+    Args:
+      processes: numbers of those that take part.
+      transport: "local" inside one process, where nothing is opened; "pull", where receivers fetch
+        by key, from a server in each process; "put", where all processes call `move` in one order
+        (see `allow_puts`). "auto" is "local" in one process and "pull" in several.
+      address: the only one that this process's server listens on.
+      timeout: seconds to wait for the others.
+
+    Raises:
+      TransferError: if they do not come in time.
 
     >>> import jax, numpy as np, meshwright as mw
     >>> from jax.sharding import NamedSharding, PartitionSpec as P
