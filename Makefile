@@ -15,7 +15,7 @@ COMPILERS = compilers
 STAMPS = .venv/.stamp .venv-compilers/.stamp .venv-newest/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo docs format lint test test-slow test-compilers test-newest test-gpu bench clean
+.PHONY: help venv demo demo-tpu docs format lint test test-wheel test-slow test-compilers test-newest test-gpu bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ $(STAMPS): pyproject.toml $(wildcard constraints/py*.txt)
 
 demo: venv ## a tour in about a minute; writes meshwright-report.html
 	@.venv/bin/python examples/demo.py
+
+demo-tpu: .venv-compilers/.stamp ## the same tour with the TPU's own compiler
+	@.venv-compilers/bin/python examples/demo.py --tpu
 
 # The site's tools read the package without importing it, so they need neither JAX nor the package.
 .venv-docs/.stamp: constraints/docs.txt
@@ -64,6 +67,9 @@ test: lint ## lint, then the suite but whole trainings and what needs the vendor
 	$(CPU) .venv/bin/python -m pytest -n 2 --dist loadfile \
 		-m "not compilers and not gpu and not slow" $(PYTEST_ARGS)
 
+test-wheel: ## every block of the README, where only the built wheel is installed
+	$(PYTHON) tools/readme_from_wheel.py .venv-wheel $(CONSTRAINTS)
+
 test-slow: .venv/.stamp ## the examples, models that train, models of Flax and Equinox, more processes
 	$(CPU) .venv/bin/python -m pytest -n 2 --dist loadfile -m slow $(PYTEST_ARGS)
 
@@ -88,5 +94,5 @@ bench: .venv-compilers/.stamp ## run every script of benchmarks/
 	done
 
 clean: ## remove the virtual environments, caches and builds
-	rm -rf .venv .venv-compilers .venv-docs .venv-newest build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-compilers .venv-docs .venv-newest .venv-wheel build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests examples benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} + || true

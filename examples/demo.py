@@ -1,10 +1,10 @@
 """A tour in about a minute on two cores, with no accelerator and no vendor's library.
 
-python examples/demo.py [meshwright-report.html]
+python examples/demo.py [--tpu] [meshwright-report.html]
 
 A mesh is placed on 256 TPU chips, an 8B model is cut over it and its train step rehearsed on
-simulated devices; a tiny one is trained on eight of them, sharded and as a pipeline; and each model
-gets a page of its own.
+simulated devices (with `--tpu` by libtpu, which ends when it has scheduled it); a tiny one is
+trained on eight of them, sharded and as a pipeline; and each model gets a page of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ BEGAN = time.monotonic()
 def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    report = Path(sys.argv[1] if len(sys.argv) > 1 else "meshwright-report.html")
+    tpu, paths = "--tpu" in sys.argv, [word for word in sys.argv[1:] if word != "--tpu"]
+    report = Path(paths[0] if paths else "meshwright-report.html")
 
     say(f"1. {MESH!r} on {POD}: which chip goes where")
     placed = mw.place(MESH, POD)
@@ -42,8 +43,10 @@ def main() -> None:
     mesh = mw.abstract_mesh(placed.spec)
     print(mw.explain(big.shapes()["params"], mesh, rules=big.rules(mesh), unused="allow"))
 
-    say(f"3. {MODEL} rehearsed: {BATCH} rows of {SEQ} on {placed.positions.size} simulated devices")
-    result = mw.rehearse_model(MODEL, batch=BATCH, seq=SEQ, mesh=MESH, on=POD, compiler="cpu")
+    devices = "chips, by libtpu" if tpu else "simulated devices"
+    say(f"3. {MODEL} rehearsed: {BATCH} rows of {SEQ} on {placed.positions.size} {devices}")
+    options = {"codegen": False} if tpu else {"compiler": "cpu"}
+    result = mw.rehearse_model(MODEL, batch=BATCH, seq=SEQ, mesh=MESH, on=POD, **options)
     print(result.memory.verdict())
     for cause, entries in result.collectives.by_cause().items():
         print(cause_line(cause, entries))

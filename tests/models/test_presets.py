@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import meshwright as mw
-from meshwright.models import training
 from meshwright.models.presets import ModelSettings
 from meshwright.models.weights import count_parameters
 
@@ -172,16 +171,6 @@ def test_a_batch_that_does_not_divide_names_the_sizes():
     model = mw.models.model("tiny")
     with pytest.raises(mw.errors.PartitionError, match=r"dim 0 has size 12, not divisible by 8"):
         mw.shard(model.example(12), mesh, model.batch_spec(mesh))
-
-
-def test_training_without_optax_says_what_to_install(monkeypatch):
-    def missing(name):
-        raise ModuleNotFoundError(name)
-
-    tiny = mw.models.model("tiny")
-    monkeypatch.setattr(training.importlib, "import_module", missing)
-    with pytest.raises(mw.errors.ModelError, match=r"pip install optax$"):
-        tiny.optimizer()
 
 
 def test_every_setting_of_every_model_is_typed():

@@ -129,19 +129,10 @@ def _check_dtype(name: str, value: str) -> None:
         )
 
 
-def load_optax() -> Any:
-    """Import Optax, which only training needs, or raise an error that says how to install it."""
-    try:
-        return importlib.import_module("optax")
-    except ModuleNotFoundError as error:
-        raise ModelError(
-            "Training needs Optax, which is not installed: pip install optax"
-        ) from error
-
-
 def make_optimizer(config: Config, decays: Any) -> Any:
     """Make AdamW on clipped gradients; `decays` is a tree of booleans, which weights decay."""
-    optax = load_optax()
+    optax: Any = importlib.import_module("optax")  # only training needs it; it takes a while
+
     rate = optax.warmup_cosine_decay_schedule(
         init_value=config.learning_rate / config.warmup,
         peak_value=config.learning_rate,
@@ -184,7 +175,8 @@ def train_step(
     loss: Callable[..., Any], optimizer: Any, state: Any, batch: Any, accumulation: int = 1
 ) -> tuple[dict[str, Any], dict[str, jax.Array]]:
     """Take one step of training, of a batch in so many parts; return the next state and metrics."""
-    optax = load_optax()
+    optax: Any = importlib.import_module("optax")  # only training needs it; it takes a while
+
     params = state["params"]
     # Ours, not `jax.value_and_grad`: it marks what `pipeline` runs once per microbatch, and is the
     # same as JAX's where the step is not a pipeline.
