@@ -95,7 +95,11 @@ def block(*inside: object) -> Html:
     return tag("div", tag("style", Html(style())), *inside, class_="mw")
 
 
-def page(title: str, body: str, *, css: str = "body{margin:16px}", body_class: str = "") -> str:
+# `color-scheme` lets the browser paint its own background dark, too.
+_PLAIN = ":root{color-scheme:light dark}body{margin:16px}"
+
+
+def page(title: str, body: str, *, css: str = _PLAIN, body_class: str = "") -> str:
     """A whole page around a value's HTML: works offline, readable on a phone."""
     named = f' class="{html.escape(body_class)}"' if body_class else ""
     return (

@@ -3,6 +3,8 @@
 import chromium
 import pytest
 
+import meshwright as mw
+from meshwright._html import page as plain_page
 from meshwright.report import page
 
 pytestmark = pytest.mark.skipif(
@@ -134,3 +136,27 @@ def test_paper_has_everything_unfolded_and_nothing_to_click(browser, address):
     assert browser.value(clickable) == 0
     assert browser.value("document.documentElement.scrollWidth") <= 800
     browser.ask("Emulation.setEmulatedMedia", media="")
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_what_a_notebook_shows_fits_its_cell_in_the_dark(browser, larger, result, width, tmp_path):
+    shown = (
+        larger.placement,
+        mw.place("fsdp:-1, tp:4", "v5p:4x4x4"),
+        larger.arguments,
+        result.memory,
+        result.time,
+        result.remedies(),
+        result.advice(),
+        mw.MeshSpec.parse("dp:2*2, tp:-1"),
+        mw.models.model("mixtral-8x7b"),
+    )
+    path = tmp_path / "forms.html"
+    text = plain_page("forms", "".join(value._repr_html_() for value in shown))
+    path.write_text(text, encoding="utf-8")
+    browser.events.clear()
+    browser.show(path.as_uri(), width=width, dark=True)
+    assert browser.value("document.documentElement.scrollWidth") <= width
+    dark = "getComputedStyle(document.querySelector('.mw')).backgroundColor"
+    assert sum(map(int, browser.value(dark)[4:-1].split(","))) < 120
+    assert browser.value("document.querySelectorAll('.mw').length") == len(shown)

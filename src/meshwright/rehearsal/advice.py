@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
+from meshwright._html import Html, block, tag
 from meshwright._show import Sheet, Shown, short_repr
 from meshwright._text import amount, duration, text_width
 from meshwright.axes import role
@@ -57,6 +58,12 @@ class Advice:
     def __repr__(self) -> str:
         return short_repr(self, f"{self.what}: {self.brings}")
 
+    def drawing(self) -> Html:
+        """An item of a list."""
+        change = tag("code", self.change) if self.change else Html()
+        what = f"{self.what[:1].upper()}{self.what[1:]}: "
+        return tag("li", what, tag("b", self.brings), ".", change)
+
     def to_json(self) -> dict[str, Any]:
         """Return all of it as plain data; bytes and seconds."""
         return dataclasses.asdict(self)
@@ -91,6 +98,13 @@ class AdviceList(Shown, Sequence[Advice]):
             for number, each in enumerate(self, 1)
         )
         return Sheet(f"What to do next{mark}", list(lines))
+
+    def drawing(self) -> Html:
+        """The list, numbered, each with its number in bold and the change as code."""
+        return tag("ol", *(each.drawing() for each in self), class_="next")
+
+    def _repr_html_(self) -> str:
+        return block(tag("b", self._sheet().headline), self.drawing())
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return every piece of advice as plain data, the most important first."""

@@ -41,7 +41,6 @@ from meshwright.placement.placement import (
     placement_headline,
     placement_rows,
 )
-from meshwright.rehearsal.advice import Advice, AdviceList
 from meshwright.rehearsal.collectives.types import (
     BESIDE,
     COLLECTIVE_HEADING,
@@ -128,17 +127,6 @@ def _tiles(result: Rehearsal) -> Html:
         tag("div", tag("dt", name), tag("dd", value), tag("dd", note, class_="small"), *mark)
         for name, value, note in tiles
     )
-
-
-def advice_section(entries: AdviceList) -> Html:
-    """Number the steps to take, the most important first."""
-    return tag("ol", *(_advice(each) for each in entries), class_="next")
-
-
-def _advice(each: Advice) -> Html:
-    change = tag("code", each.change) if each.change else Html()
-    what = f"{each.what[:1].upper()}{each.what[1:]}: "
-    return tag("li", what, tag("b", each.brings), ".", change)
 
 
 # Memory: stacked parts against the limit, and the largest buffers with where they come from.

@@ -26,7 +26,7 @@ from meshwright._version import __version__
 from meshwright.rehearsal.advice import find_advice
 from meshwright.rehearsal.callbacks import callbacks_line
 from meshwright.rehearsal.host_memory import host_notes
-from meshwright.rehearsal.html_sections import advice_section, section, sections, verdict
+from meshwright.rehearsal.html_sections import section, sections, verdict
 from meshwright.rehearsal.memory import CPU_ESTIMATE
 from meshwright.rehearsal.model_commands import rehearse_command
 
@@ -117,7 +117,7 @@ def as_json(result: Rehearsal) -> dict[str, Any]:
 
 def as_html(result: Rehearsal) -> str:
     """Draw everything as one self-contained block: no scripts, nothing fetched."""
-    advice = advice_section(result.advice())
+    advice = result.advice().drawing()
     parts = [
         verdict(result, headline(result).splitlines()),
         section("next", "What to do next", advice, result.stand_in),
@@ -150,7 +150,7 @@ def as_page(
     title: str | None = None,
 ) -> str:
     """Make one page; `more` are sections beside those that every rehearsal has."""
-    advice = advice_section(find_advice(result, remedies, costs))
+    advice = find_advice(result, remedies, costs).drawing()
     origin = provenance(result)
     parts = {  # heading and content, by the name that links use
         **sections(result, remedies, costs),
