@@ -74,7 +74,7 @@ class Outcome:
 
 def main() -> int:
     if not (_installed("libtpu") and _installed("jax_plugins.xla_cuda13")):
-        print("needs the vendors' compilers: make bench, or pip install 'meshwright[tpu]'")
+        print("needs the vendors' compilers: make bench, or pip install 'jax[tpu]'")
         return 0
     rows = []
     for name, slices, requests in PAIRS:

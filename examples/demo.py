@@ -3,8 +3,8 @@
 python examples/demo.py [meshwright-report.html]
 
 A mesh is placed on 256 TPU chips, an 8B model is cut over it and its train step rehearsed on
-simulated devices; a tiny one is trained on eight of them, sharded and as a pipeline; and all of it
-goes into one page.
+simulated devices; a tiny one is trained on eight of them, sharded and as a pipeline; and each model
+gets a page of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import meshwright as mw
 from meshwright.cli import terminal
 from meshwright.pipelines.explanation import Explanation
 from meshwright.rehearsal.collectives.types import cause_line
-from meshwright.report import advice, page
 
 MODEL, MESH, POD, BATCH, SEQ = "llama3-8b", "fsdp:-1, tp:4", "v5e:16x16", 256, 2048
 SHARDED, PIPELINED = "fsdp:4, tp:2", "pp:2, fsdp:2, tp:2"
@@ -61,17 +60,15 @@ def main() -> None:
     check_same(sharded, pipelined)
 
     say(f"6. The report: {report}")
-    as_one, as_stages = f"tiny as {SHARDED}", f"tiny as {PIPELINED}"
-    text = page(
-        result,
-        pipeline={as_stages: explained},
-        training={as_one: sharded, as_stages: pipelined},
-    )
-    report.write_text(text, encoding="utf-8")
-    print("What to do next, it says:")
-    for line in advice(result):
-        print(f"- {line}")
+    result.save(report)
+    print(result.advice())
     print(f"\nOpen {report} in a browser ({report.stat().st_size // 1024} KiB, works offline).")
+    other = report.with_name(f"{report.stem}-tiny.html")
+    ran = mw.rehearse_model(tiny, batch=ROWS, mesh=SHARDED, on="cpu:8")
+    runs = {f"as {SHARDED}": sharded, f"as {PIPELINED}": pipelined}
+    text = mw.report.page(ran, pipeline={f"as {PIPELINED}": explained}, training=runs)
+    other.write_text(text, encoding="utf-8")
+    print(f"What ran is in {other}: losses, and the pipeline's timeline.")
 
 
 def train_sharded(model: mw.models.Model, start: dict) -> list[float]:

@@ -14,7 +14,13 @@ DEADLINE = 240
 # What an example must print; of any other, that it prints something.
 TRAINS = ("(8 devices): ", "@fsdp", "@tp", "on a device", "loss after 10 steps: ")
 SHOWS = {
-    "demo.py": ("runner-up", "fits: ", "both runs agree", "What to do next", "works offline"),
+    "demo.py": (
+        "runner-up",
+        "fits (CPU estimate): ",
+        "both runs agree",
+        "What to do next",
+        "works offline",
+    ),
     "equinox_mlp.py": (*TRAINS, "layers/0/up/weight    f32[1024@tp,256@fsdp]"),
     "flax_linen.py": (*TRAINS, "opt_state/0/trace/layer_0/up/kernel", "is P('fsdp', 'tp')"),
     "flax_nnx.py": (*TRAINS, "layers/0/up/kernel", "is P('fsdp', 'tp')"),

@@ -93,7 +93,7 @@ def test_public_name_is_importable_and_lives_where_it_says(name):
 
 
 def test_dir_lists_the_public_names():
-    namespaces = {"errors", "models", "rehearsal", "schedules", "transfers"}
+    namespaces = {"errors", "models", "rehearsal", "report", "schedules", "transfers"}
     assert dir(mw) == sorted({*mw.__all__, *namespaces})
     assert {"Schedule", "schedule"} <= set(dir(mw.schedules))
     assert "types" not in dir(mw.schedules)

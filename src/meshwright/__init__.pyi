@@ -2,6 +2,7 @@
 from meshwright import errors as errors
 from meshwright import models as models
 from meshwright import rehearsal as rehearsal
+from meshwright import report as report
 from meshwright import schedules as schedules
 from meshwright import transfers as transfers
 from meshwright.checkpoints.checkpoint import restore_checkpoint as restore_checkpoint

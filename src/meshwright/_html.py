@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import html
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 
@@ -50,17 +51,33 @@ def wide(label: str, *inside: object) -> Html:
     return tag("div", *inside, class_="wide", role="region", aria_label=label, tabindex=0)
 
 
-def grid(
-    label: str, heading: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[bool]
-) -> Html:
-    """A table in a box of its own; numbers stand to the right."""
+def badge(words: str) -> Html:
+    """A few words in a frame, beside what they are about."""
+    return tag("span", words, class_="badge")
 
-    def line(kind: str, cells: Sequence[object], **more: str) -> Html:
+
+def grid(
+    label: str,
+    heading: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    right: Sequence[bool],
+    classes: Sequence[str] = (),
+) -> Html:
+    """A table in a box of its own; numbers stand to the right.
+
+    `classes` has one of each column: "less" is left out on a phone, where there is room for few.
+    """
+    kinds = [
+        " ".join(filter(None, ("number" if flush else "", kind)))
+        for flush, kind in itertools.zip_longest(right, classes, fillvalue="")
+    ]
+
+    def line(name: str, cells: Sequence[object], **more: str) -> Html:
         return tag(
             "tr",
             *(
-                tag(kind, cell, **({"class_": "number"} if flush else {}), **more)
-                for cell, flush in zip(cells, right, strict=True)
+                tag(name, cell, **({"class_": kind} if kind else {}), **more)
+                for cell, kind in zip(cells, kinds, strict=True)
             ),
         )
 
@@ -68,19 +85,14 @@ def grid(
     return wide(label, tag("table", head, tag("tbody", *(line("td", row) for row in rows))))
 
 
-def html_table(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
-    """A plain table for a notebook, styled in place: a notebook has no style sheet of ours."""
+def fold(summary: object, *inside: object, is_open: bool = False) -> Html:
+    """A line that unfolds what is inside of it, without a script."""
+    return tag("details", tag("summary", summary), *inside, **({"open": ""} if is_open else {}))
 
-    def line(tag: str, row: Sequence[str]) -> str:
-        cells = "".join(
-            f'<{tag} style="text-align:{"right" if flush else "left"};padding:2px 10px">'
-            f"{html.escape(cell)}</{tag}>"
-            for cell, flush in zip(row, right, strict=True)
-        )
-        return f"<tr>{cells}</tr>"
 
-    body = "".join(line("td", row) for row in rows[1:])
-    return f"<table><thead>{line('th', rows[0])}</thead><tbody>{body}</tbody></table>"
+def block(*inside: object) -> Html:
+    """What a notebook shows of a value: the one style, then the content; no scripts."""
+    return tag("div", tag("style", Html(style())), *inside, class_="mw")
 
 
 def page(title: str, body: str, *, css: str = "body{margin:16px}", body_class: str = "") -> str:
@@ -224,28 +236,97 @@ def _words(lane: Lane, write: Callable[[float], str]) -> str:
     return f"{lane.title}: {said}"
 
 
-# One colour per meaning, the same in every picture of a rehearsal.
-#
-# Apart in lightness as well as in hue, and the hues of the schedules' drawings.
+# A drawing of how an array is cut: one panel per shard of its leading dims.
+
+_LONGEST, _SHORTEST, _GAP = 128, 40, 8  # sides of a panel and the space between, in pixels
+_MOST_LINES, _MOST_PANELS = 16, 8
+
+
+def cut_picture(shape: Sequence[int], local: Sequence[int]) -> Html:
+    """Draw the array with its cuts as an SVG; the first device's shard is filled.
+
+    The last two dims are a rectangle, the one before them a row of panels, the one before that a
+    column of rows. At most 16 cuts a side and 8 panels are drawn; the line below has the numbers.
+    """
+    # An array without elements is drawn as if its empty dims were of size one.
+    counts = [max(1, size // max(1, part)) for size, part in zip(shape, local, strict=True)]
+    # Filled up to four dims from the left; of more than four, the leading ones are not drawn.
+    sizes = [1] * (4 - len(shape)) + list(shape)[-4:]
+    cuts = [1] * (4 - len(counts)) + counts[-4:]
+    panels = [min(cut, _MOST_PANELS) for cut in cuts[:2]]
+    lines = [min(cut, _MOST_LINES) for cut in cuts[2:]]
+    height, width = _panel_size(sizes[2], sizes[3])
+    parts = [
+        _panel(column * (width + _GAP) + 1, row * (height + _GAP) + 1, width, height, lines, not at)
+        for at, (row, column) in enumerate(itertools.product(range(panels[0]), range(panels[1])))
+    ]
+    across, down = panels[1] * (width + _GAP), panels[0] * (height + _GAP)
+    words = [
+        f"{size} in {count}" if count > 1 else f"{size}"
+        for size, count in zip(shape, counts, strict=True)
+    ]
+    svg = tag(
+        "svg",
+        *parts,
+        viewBox=f"0 0 {across} {down}",
+        width=across,
+        xmlns="http://www.w3.org/2000/svg",
+        role="img",
+        aria_label=" x ".join(words),
+    )
+    return join([svg, tag("div", " x ".join(words))])
+
+
+def _panel_size(rows: int, columns: int) -> tuple[int, int]:
+    """Return height and width in the array's proportions; a vector still gets a visible side."""
+    longest = max(rows, columns, 1)
+    return (
+        max(_SHORTEST, round(_LONGEST * rows / longest)),
+        max(_SHORTEST, round(_LONGEST * columns / longest)),
+    )
+
+
+def _panel(x: int, y: int, width: int, height: int, lines: Sequence[int], first: bool) -> Html:
+    """Draw a rectangle cut into `lines` rows and columns; in the `first` one a shard is filled."""
+    rows, columns = lines
+    parts = [tag("rect", class_="whole", x=x, y=y, width=width, height=height)]
+    if first:
+        sides = {"width": f"{width / columns:.1f}", "height": f"{height / rows:.1f}"}
+        parts.append(tag("rect", class_="piece", x=x, y=y, **sides))
+    cuts = [f"M{x + width * line / columns:.1f} {y}v{height}" for line in range(1, columns)]
+    cuts += [f"M{x} {y + height * line / rows:.1f}h{width}" for line in range(1, rows)]
+    if cuts:
+        parts.append(tag("path", class_="cut", d="".join(cuts)))
+    return join(parts)
+
+
+# One colour, one meaning, on a whole page: parts of memory, parts of time, causes of communication
+# and mesh axes share none. Those of one subject are of one family; neighbours differ in lightness,
+# too. Lines of losses have no colour but dashes, and pieces of arrays are drawn in the ink.
 
 BLUE, AMBER, GREEN, RED = "#3b6fc4", "#f0a630", "#2f9e7a", "#bf4636"
-GREY, PURPLE = "#8b95a5", "#8466c4"
+GREY, HIDDEN = "#aeb7c4", "#d6c3a8"  # what is expected; what runs beside the step
 
-MEMORY = {"arguments": BLUE, "outputs": GREEN, "temporaries": AMBER, "code": GREY}
+MEMORY = {"arguments": BLUE, "outputs": "#93b8f0", "temporaries": AMBER, "code": "#5d6673"}
 TIME = {
-    "compute": BLUE,
-    "memory": GREEN,
-    "starting kernels": GREY,
+    "compute": GREEN,
+    "memory": "#9ad4be",
+    "starting kernels": "#a8995a",
     "exposed communication": RED,
-    "exposed host transfers": AMBER,
+    "exposed host transfers": "#8a5a34",
 }
 CAUSES = {
-    "implicit resharding": RED,
-    "gradient sums": PURPLE,
-    "parameter gathers": GREEN,
-    "activation exchanges": AMBER,
+    "implicit resharding": "#7a1f3d",
+    "gradient sums": "#d96c8e",
+    "parameter gathers": "#f0b5c5",
+    "activation exchanges": "#a6456d",
 }
-SERIES = (BLUE, AMBER, GREEN, PURPLE, RED, GREY)
+_AXES = ("#8466c4", "#2393a8", "#c05cc6", "#8aa436", "#4a4a9c", "#5fc4d6", "#6d7a1f", "#b9a4e6")
+
+
+def axis_colours(names: Iterable[str]) -> dict[str, str]:
+    """A colour for each mesh axis, or set of axes, in the order in which they come."""
+    return {name: _AXES[at % len(_AXES)] for at, name in enumerate(dict.fromkeys(names))}
 
 
 @functools.cache

@@ -6,10 +6,9 @@ A value lays out what it shows once, as a `Sheet`; both forms are made from that
 from __future__ import annotations
 
 import dataclasses
-import html
 from collections.abc import Sequence
 
-from meshwright._html import Html, html_table
+from meshwright._html import Html, block, grid, join, tag
 from meshwright._text import table
 
 LONGEST_REPR = 200
@@ -31,10 +30,10 @@ class Table:
         lines = table([self.heading, *self.rows], self.right)
         return f"{lines}\n{self.left_out}" if self.left_out else lines
 
-    def html(self) -> str:
-        more = f"<p>{html.escape(self.left_out)}</p>" if self.left_out else ""
-        shown = html_table([self.heading, *self.rows], self.right)
-        return f'<div style="overflow-x:auto">{shown}</div>{more}'
+    def html(self) -> Html:
+        more = tag("p", self.left_out, class_="note") if self.left_out else ""
+        label = next(filter(None, self.heading), "Table")
+        return join([grid(label, self.heading, self.rows, self.right), more])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,18 +56,22 @@ class Sheet:
         lines = [part.text() if isinstance(part, Table) else part for part in shown]
         return "\n".join([self.headline, *lines])
 
-    def html(self) -> str:
-        """One self-contained block: no scripts, nothing fetched."""
-        parts = [f"<b>{html.escape(self.headline)}</b>"]
+    def inside(self) -> Html:
+        """What is shown as HTML, for a page that has the style sheet."""
+        parts = [tag("b", self.headline)]
         for part in self.parts:
             if isinstance(part, Table):
                 parts.append(part.html())
             elif isinstance(part, Html):
-                parts.append(f'<div style="display:flex;flex-wrap:wrap;gap:24px">{part}</div>')
+                parts.append(part)
             else:
-                lines = "<br>".join(html.escape(line) for line in part.splitlines())
-                parts.append(f"<p>{lines}</p>")
-        return f'<div style="font-family:system-ui,sans-serif">{"".join(parts)}</div>'
+                lines = (tag("span", line) for line in part.splitlines())
+                parts.append(tag("p", Html("<br>".join(lines)), class_="note"))
+        return join(parts)
+
+    def html(self) -> Html:
+        """One self-contained block: no scripts, nothing fetched."""
+        return block(self.inside())
 
 
 class Shown:

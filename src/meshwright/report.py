@@ -1,50 +1,25 @@
 """`page`: a rehearsal, and what ran of it, as one web page that fetches nothing.
 
-The sections that every rehearsal has are drawn by `rehearsal.rendering`; here are the frame, the
-advice at its top, and what a page may also hold: a comparison, a pipeline's timeline, losses.
+The frame and the sections that every rehearsal has are of `rehearsal.rendering`; here is what a
+page may also hold: a comparison, a pipeline's timeline, losses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from meshwright._html import SERIES, Html, bars, join, style, tag, wide
-from meshwright._html import page as html_page
+from meshwright._html import Html, bars, join, tag, wide
 from meshwright._text import amount, number
-from meshwright._version import __version__
-from meshwright.axes import role
 from meshwright.errors import RehearsalError, short
 from meshwright.pipelines.explanation import Explanation
 from meshwright.pipelines.profiling import MeasuredTimeline
 from meshwright.rehearsal.avoidable_costs import AvoidableCosts
-from meshwright.rehearsal.collectives.types import IMPLICIT_RESHARDING, Collective
 from meshwright.rehearsal.remedy_table import Remedy
-from meshwright.rehearsal.rendering import (
-    advice_list,
-    memory_lane,
-    next_steps,
-    sections,
-    verdict,
-)
-from meshwright.rehearsal.request import EXTRAS
+from meshwright.rehearsal.rendering import as_page
 from meshwright.rehearsal.result import Comparison, Rehearsal
 from meshwright.schedules.timeline import Timeline
 
 AnyTimeline = Explanation | MeasuredTimeline | Timeline
-
-# Around the style sheet of every picture: what only a whole page has. `color-scheme` lets the
-# browser paint its own background dark, too.
-_FRAME = """\
-:root{color-scheme:light dark}
-body{margin:0}
-.mw.page{min-height:100vh}
-.mw.page>main,.mw.page>nav,.mw.page>footer{max-width:1080px;margin:0 auto;padding:0 20px}
-.mw.page>main{padding-top:28px}
-.mw.page>footer{color:var(--soft);font-size:13px;padding-top:20px;padding-bottom:40px}
-.mw.page>nav{border-bottom:1px solid var(--line);max-width:none;padding:9px 20px;font-size:14px}
-.mw.page>nav div{max-width:1040px;margin:0 auto;display:flex;flex-wrap:wrap;gap:2px 18px}
-.mw.page>nav b{margin-right:6px}
-"""
 
 
 def page(
@@ -58,6 +33,9 @@ def page(
     title: str | None = None,
 ) -> str:
     """Render a rehearsal as one HTML page that works offline, on a phone, and without scripts.
+
+    `result.save("out.html")` writes one; this is for pages that hold more. With scripts tables sort
+    and filter, and the numbers are there as JSON to download.
 
     `remedies` are drawn beside the memory they save; `costs` are `result.costs(check=True)`, by
     default those that were not tried. `pipeline` is what `step.explain(...)` or
@@ -73,38 +51,16 @@ def page(
     """
     if not isinstance(result, Rehearsal):
         raise RehearsalError(f"page: {short(result)} is not what rehearse(...) returns.")
-    parts = {  # heading and content, by the name that links use
-        "next": ("What to do next", advice_list(advice(result, remedies))),
-        **sections(result, remedies, costs),
-    }
+    more: dict[str, tuple[str, Html]] = {}
     if comparison is not None:
-        parts["comparison"] = ("Side by side", draw_comparison(comparison))
+        more["comparison"] = ("Side by side", draw_comparison(comparison))
     if pipeline is not None:
         pipelines = pipeline if isinstance(pipeline, Mapping) else {"": pipeline}
-        parts["pipeline"] = ("The pipeline", draw_pipelines(pipelines))
+        more["pipeline"] = ("The pipeline", draw_pipelines(pipelines))
     if training is not None:
         runs = training if isinstance(training, Mapping) else {"loss": training}
-        parts["training"] = ("Training", draw_losses(runs))
-    body = join(
-        tag("section", tag("h2", heading), content, id=name)
-        for name, (heading, content) in parts.items()
-    )
-    title = title or f"{result.name} on {result.placement.topology.name}"
-    return _framed(title, tuple(parts), join([verdict(result), body]))
-
-
-def _framed(title: str, names: Sequence[str], body: Html) -> str:
-    """A page with links to its sections above, and who made it below."""
-    links = (tag("a", name, href=f"#{name}") for name in names)
-    made_by = f"Made by meshwright {__version__}. Nothing on this page is fetched."
-    inside = join(
-        [
-            tag("nav", tag("div", tag("b", title), *links), aria_label="Sections"),
-            tag("main", body),
-            tag("footer", made_by),
-        ]
-    )
-    return html_page(title, inside, css=style() + _FRAME, body_class="mw page")
+        more["training"] = ("Training", draw_losses(runs))
+    return as_page(result, remedies=remedies, costs=costs, more=more, title=title)
 
 
 # What a page may hold besides the rehearsal.
@@ -113,13 +69,11 @@ def _framed(title: str, names: Sequence[str], body: Html) -> str:
 def draw_comparison(comparison: Comparison) -> Html:
     """Draw the memory of two rehearsals on one scale, and the table."""
     lanes = [
-        memory_lane(f"{each.name} as {each.placement.spec}", each.memory)
+        each.memory.lane(f"{each.name} as {each.placement.spec}")
         for each in (comparison.first, comparison.second)
     ]
     limit = min(comparison.first.memory.limit, comparison.second.memory.limit)
-    return join(
-        [bars(lanes, amount, limit=limit), wide("Comparison", Html(comparison._repr_html_()))]
-    )
+    return join([bars(lanes, amount, limit=limit), comparison._sheet().inside()])
 
 
 def draw_pipelines(pipelines: Mapping[str, AnyTimeline]) -> Html:
@@ -213,15 +167,15 @@ def _axes(scale: _Scale) -> list[Html]:
 
 def _line(scale: _Scale, at: int, name: str, run: Sequence[float]) -> Html:
     points = "L".join(f"{scale.x(step):.1f} {scale.y(loss):.1f}" for step, loss in enumerate(run))
-    dashes = {"stroke_dasharray": "7 7"} if at else {}
-    return tag("path", tag("title", name), d=f"M{points}", stroke=_colour(at), **dashes)
+    dashes = {"stroke_dasharray": _dashes(at), "class_": "other"} if at else {}
+    return tag("path", tag("title", name), d=f"M{points}", **dashes)
 
 
 def _legend(runs: Mapping[str, Sequence[float]]) -> Html:
     items = (
         tag(
             "li",
-            tag("i", style=f"background:{_colour(at)}"),
+            _sample(at),
             tag("span", name),
             tag("b", f"{float(run[-1]):.4f}"),
             tag("small", f"after {len(run)} steps, from {float(run[0]):.4f}"),
@@ -231,69 +185,13 @@ def _legend(runs: Mapping[str, Sequence[float]]) -> Html:
     return tag("ul", *items, class_="legend")
 
 
-def _colour(at: int) -> str:
-    return SERIES[at % len(SERIES)]
+def _sample(at: int) -> Html:
+    """A short line as that of a run is drawn."""
+    dashes = {"stroke_dasharray": _dashes(at), "class_": "other"} if at else {}
+    line = tag("path", d="M0 6h28", **dashes)
+    return tag("svg", line, class_="chart sample", width=28, height=12, aria_hidden="true")
 
 
-# Fractions of the step's time, and of a device's memory, from which advice is given.
-_MUCH_WAITING, _MUCH_READING, _MUCH_ROOM = 0.25, 0.4, 0.4
-
-
-def advice(result: Rehearsal, remedies: Sequence[Remedy] = ()) -> list[str]:
-    """Say what to do next, most important first.
-
-    How to make it fit, then implicit resharding, then what would be worth trying.
-    """
-    lines = [f"{remedy}." for remedy in remedies]
-    # `next_steps` lists the result's own remedies; where some are given, they are listed once.
-    known = {str(remedy) for remedy in result.remedies()} if remedies else set()
-    lines += [step for step in next_steps(result) if step not in known]
-    lines += [*_waiting(result), *_room(result), *_stand_in(result)]
-    return lines or ["It fits and nothing stands out: rent the machine and run it."]
-
-
-def _waiting(result: Rehearsal) -> Iterator[str]:
-    """What a step waits for, where that is much and the step fits."""
-    timing = result.time
-    if timing is None or not timing.total or not result.fits:
-        return
-    share = timing.exposed / timing.total
-    if share > _MUCH_WAITING and len(result.collectives):
-        worst = max(result.collectives, key=lambda entry: entry.total_seconds)
-        where = f", from {worst.source}" if worst.source else ""
-        yield (
-            f"{share:.0%} of the step waits for communication. The largest part is the "
-            f"{worst.kind} of {worst.shape} over {worst.over}{where}: {_less(worst)}."
-        )
-    reading = timing.memory / timing.total
-    if reading > _MUCH_READING and not result.stand_in:  # how kernels fuse is the CPU's there
-        yield (
-            f"{reading:.0%} of the step waits for the chip's own memory: more rows on a device, "
-            "or kernels that fuse more (attention first)."
-        )
-
-
-def _less(entry: Collective) -> str:
-    """How to send less over the axes of a collective."""
-    if entry.cause == IMPLICIT_RESHARDING:
-        return "constrain its operands to one sharding"
-    if all(role(axis.name).moves == "weights" for axis in entry.axes or ()):
-        return "more rows on a device would share its cost"
-    return f"a smaller {entry.over} would send less"
-
-
-def _room(result: Rehearsal) -> Iterator[str]:
-    if result.fits and result.margin > _MUCH_ROOM * result.memory.limit:
-        yield (
-            f"{amount(result.margin)} of every device are free: a larger batch or less "
-            "rematerialisation would use them."
-        )
-
-
-def _stand_in(result: Rehearsal) -> Iterator[str]:
-    if result.stand_in:
-        chip = result.placement.topology.chip
-        yield (
-            f"Ask the compiler of {chip.name} itself before you rent it: pip install "
-            f"'meshwright[{EXTRAS[chip.family]}]', then rehearse again without compiler='cpu'."
-        )
+def _dashes(at: int) -> str:
+    """The dashes of a run: shorter for each, and no colour, which would have another meaning."""
+    return f"{max(2, 9 - 2 * at)} {3 + at % 3}"

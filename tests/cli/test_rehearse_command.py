@@ -47,7 +47,7 @@ def test_a_model_on_simulated_devices(capsys):
     assert "tiny as fsdp:4, tp:2 on cpu:8 (8 devices)" in out
     assert "fits: " in out
     assert "parameter gathers" in out
-    assert "\n\nWhat to do next\n- " in out
+    assert "\n\nWhat to do next\n1. " in out
 
 
 def test_json_and_a_page(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Hardware by name on machines that lack it: without GPU or TPU, without any CUDA toolkit."""
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -45,6 +46,18 @@ def test_named_hardware_works_whatever_jax_platforms_is_and_prints_nothing(platf
     done = run(["h100:8", "v5e:4x4"], JAX_PLATFORMS=platforms)
     assert done.stderr == ""
     assert done.stdout == f"{REHEARSED}v5e:4x4 16\nTrue libtpu\n"
+
+
+@pytest.mark.parametrize("words", ["devices", "rehearse tiny --mesh fsdp:8 --on h100:8 --batch 16"])
+def test_the_command_line_lets_nothing_of_the_compilers_through(words, tmp_path):
+    variables = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    variables.pop("JAX_PLATFORMS", None)
+    command = [sys.executable, "-m", "meshwright", *words.split(), "--json"]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["devices"] > 0
+    own = "tiny on h100:8: "  # what is being done, said every 15 seconds
+    assert [line for line in done.stderr.splitlines() if not line.startswith(own)] == []
 
 
 def test_gpus_can_be_named_after_jax_has_refused_their_plugin():

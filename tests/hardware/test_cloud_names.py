@@ -5,8 +5,7 @@ import math
 import pytest
 
 import meshwright as mw
-from meshwright.hardware.chips import CHIPS
-from meshwright.hardware.tpu_shapes import check_shape, shapes_of_count
+from meshwright.hardware.chips import CHIPS, check_shape, shapes_of_count
 
 
 @pytest.mark.parametrize(

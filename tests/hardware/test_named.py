@@ -477,10 +477,12 @@ def test_a_topology_is_plain_data_as_json():
 
 
 def test_a_topology_draws_itself_in_a_notebook():
-    assert mw.topology("cpu:4x2")._repr_html_() == (
-        '<div style="font-family:system-ui,sans-serif"><b>cpu:4x2: 8 devices on 2 hosts</b>'
-        "<p>  2 hosts over the slow network, 1 GB/s a device<br>"
-        "  cpu 4, 10 GB/s a device</p></div>"
+    drawn = mw.topology("cpu:4x2")._repr_html_()
+    assert drawn.startswith('<div class="mw"><style>') and drawn.endswith("</div>")
+    assert drawn.partition("</style>")[2] == (
+        "<b>cpu:4x2: 8 devices on 2 hosts</b>"
+        '<p class="note"><span>  2 hosts over the slow network, 1 GB/s a device</span><br>'
+        "<span>  cpu 4, 10 GB/s a device</span></p></div>"
     )
 
 

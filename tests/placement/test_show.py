@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import meshwright as mw
+from meshwright._text import duration
 from meshwright.placement.placement import draw_groups
-from meshwright.placement.placer import measure
+from meshwright.placement.placer import measure, plain_reshape
 
 
 def test_a_pod_in_text():
@@ -128,16 +129,18 @@ def test_a_scattered_mesh_can_be_drawn():
 @pytest.mark.parametrize(
     ("spec", "name", "pictures"),
     [
-        ("fsdp:-1, tp:4", "v5e:16x16", 2),
-        ("dp:2, fsdp:-1, ep:1, tp:8", "v5p:8x8x8", 3),
-        ("dp:-1, tp:8", "gb200:72x4", 2),
+        ("fsdp:-1, tp:4", "v5e:16x16", 4),
+        ("dp:2, fsdp:-1, ep:1, tp:8", "v5p:8x8x8", 6),
+        ("dp:-1, tp:8", "gb200:72x4", 2),  # as a plain reshape has it: drawn once
         ("dp:1", "cpu:1", 0),
     ],
 )
-def test_html_has_one_picture_per_axis_and_fetches_nothing(spec, name, pictures):
+def test_html_has_a_picture_per_axis_beside_a_plain_reshape_and_fetches_nothing(
+    spec, name, pictures
+):
     placed = mw.place(spec, name)
     page = placed._repr_html_()
-    assert page.count("<svg") == page.count("</svg>") == pictures
+    assert page.count('role="img"') == pictures
     assert page.count("http") == page.count("http://www.w3.org/2000/svg") == pictures
     assert "<script" not in page
     assert html.escape(str(placed).splitlines()[0]) in page
@@ -148,8 +151,13 @@ def test_html_has_one_picture_per_axis_and_fetches_nothing(spec, name, pictures)
 def cells(page):
     """`(x, y)` of every cell of every picture."""
     return [
-        [tuple(map(int, at)) for at in re.findall(r'<rect x="(\d+)" y="(\d+)"', picture)]
+        [
+            tuple(map(float, at))
+            for path in re.findall(r'class="cell" d="([^"]*)"', picture)
+            for at in re.findall(r"M([\d.]+) ([\d.]+)", path)
+        ]
         for picture in page.split("<svg")[1:]
+        if 'role="img"' in picture
     ]
 
 
@@ -158,23 +166,57 @@ def cells(page):
 )
 def test_every_device_of_a_small_machine_is_one_cell(name):
     placed = mw.place("dp:-1", name)
-    (picture,) = cells(placed._repr_html_())
-    assert len(picture) == len(set(picture)) == placed.topology.num_devices
-    assert "not drawn" not in placed._repr_html_()
+    page = placed._repr_html_()
+    for picture in cells(page):
+        assert len(picture) == len(set(picture)) == placed.topology.num_devices
+    assert "not drawn" not in page
 
 
-def test_the_first_group_is_outlined():
+def test_a_picture_has_the_directions_the_hosts_and_the_first_group_in_its_order():
     placed = mw.place("dp:4, tp:4", "v5e:4x4")
-    dp, tp = placed._repr_html_().split("<svg")[1:]
-    assert dp.count("stroke=") == tp.count("stroke=") == 4
-    assert len(set(re.findall(r'fill="([^"]*)"', tp))) == 4
+    pictures = [part for part in placed._repr_html_().split("<svg") if 'role="img"' in part]
+    dp, _, tp, plain_tp = pictures
+    assert all(">x ↓</text>" in part and ">y →</text>" in part for part in pictures)
+    # Four shades of one colour; a ring through the 2 x 2 chips of the first group, closed.
+    assert len(set(re.findall(r'fill-opacity="([\d.]*)"', tp))) == 4
+    assert len(set(re.findall(r'fill="(#\w+)"', tp))) == 1
+    assert set(re.findall(r'fill="(#\w+)"', dp)) != set(re.findall(r'fill="(#\w+)"', tp))
+    (ring,) = re.findall(r'class="ring" d="([^"]*)"', tp)
+    steps = re.findall(r"M(\S+) (\S+)L([\d.]+) ([\d.]+)", ring)
+    assert len(steps) == 4 and steps[0][:2] == steps[-1][2:]
+    # By a reshape the group is a line, and its ends do not meet.
+    (line,) = re.findall(r'class="ring" d="([^"]*)"', plain_tp)
+    assert line.count("L") == 3
+    # Four hosts of 2 x 2 chips: three lines of four cells each way.
+    (hosts,) = re.findall(r'class="host" d="([^"]*)"', tp)
+    assert hosts.count("h") == hosts.count("v") == 3 * 4
+
+
+def test_both_costs_are_said_beside_the_pictures():
+    placed = mw.place("fsdp:-1, tp:4", "v5e:16x16")
+    plain = plain_reshape(placed)
+    page = placed._repr_html_()
+    for axis, by_reshape in zip(placed.axes, plain.axes, strict=True):
+        both = [duration(each.cost.all_gather) for each in (axis, by_reshape)]
+        assert f"as placed here: <b>{both[0]}</b>" in page
+        assert f"by a plain reshape: <b>{both[1]}</b>" in page
+    assert "cost 113 ms as placed here, 225 ms by a plain reshape of the device list (2x)" in page
+    assert "gives the same mesh" in mw.place("dp:8", "cpu:8")._repr_html_()
+
+
+def test_planes_of_a_third_direction_are_labelled():
+    page = mw.place("fsdp:-1, tp:4", mw.topology("v5p:2x2x4", slices=2))._repr_html_()
+    assert [f"slice = {s}, z = {z}<" in page for s in (0, 1, 2) for z in range(4)] == [
+        *[True] * 8,
+        *[False] * 4,
+    ]
 
 
 @pytest.mark.parametrize("name", ["tpu7x:16x24x24", "v5p:12x12x12", "cpu:100000"])
 def test_a_large_machine_is_drawn_in_part_and_says_so(name):
     placed = mw.place("dp:-1", name)
     page = placed._repr_html_()
-    (picture,) = cells(page)
+    picture = cells(page)[0]
     left_out = placed.topology.num_devices - len(picture)
     assert f"{left_out:,} more devices not drawn" in page
     assert len(set(picture)) == len(picture)  # no cell over another

@@ -10,6 +10,7 @@ from collectives_helpers import collectives_of
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
+from meshwright._text import duration
 from meshwright.hlo.program import read_program
 from meshwright.rehearsal.collectives.analyze import analyze
 from meshwright.rehearsal.collectives.causes import Batch
@@ -43,7 +44,10 @@ def test_a_gathered_batch_is_named_with_the_constraint_to_write(result):
 def test_costs_are_shown_as_text_html_and_json(result):
     cost = result.costs()[0]
     text = str(result)
-    assert "of a step of" in text and f"Largest avoidable cost: {cost}"[:60] in text
+    assert "of a step of" in text and f"Avoid {cost.kind} over {cost.over} at {cost.where}" in text
+    told = result.advice()[0]
+    assert (told.seconds, told.change) == (cost.seconds, cost.write)
+    assert f"up to {duration(cost.seconds)} of a step of " in told.brings
     assert "batch gathered" in result._repr_html_()
     assert "What could be saved" in page(result)
     assert result.to_json()["costs"][0]["kind"] == "batch gathered"

@@ -188,7 +188,16 @@ def test_hardware_that_is_not_here_by_a_cpu_in_its_place(cache):
         step, PARAMS, BATCH, mesh="fsdp:8, tp:2", on="v5e:4x4", compiler="cpu", cache=cache
     )
     assert found.stand_in
-    assert "in place of v5e" in str(found)
+    text = str(found)
+    assert "in place of v5e" in text
+    # Every number of it is marked, wherever it is shown.
+    assert "fits (CPU estimate): " in text and "time of a step (CPU estimate)" in text
+    assert "What to do next (CPU estimate)" in text
+    assert "which is a CPU estimate" in found.advice()[-1].brings
+    data = found.to_json()
+    assert data["cpu_estimate"] and data["memory"]["cpu_estimate"] and data["time"]["cpu_estimate"]
+    for shown in (found.memory, found.time):
+        assert "(CPU estimate)" in shown._repr_html_()
     assert found.memory.limit == int(15.75 * 2**30)
     assert {"ICI" in entry.links for entry in found.collectives} == {True}
 
@@ -201,6 +210,7 @@ def test_it_shows_itself(result):
     assert max(map(len, text.splitlines())) <= 130
     data = result.to_json()
     assert data["fits"] is True
+    assert data["cpu_estimate"] is False and "estimate" not in text
     assert data["memory"]["peak"] == result.memory.peak
     assert len(data["collectives"]["collectives"]) == len(result.collectives)
 

@@ -152,6 +152,7 @@ def test_what_is_left_is_the_program_before_it_was_partitioned():
     assert r.time.flops == pytest.approx(4 * r.time.useful_flops)
     assert {work.over for work in r.time.repeated} == {"tp"}
     assert r.time.hardware_utilisation == pytest.approx(4 * r.time.utilisation)
+    assert r.mfu == pytest.approx(0.75 * r.time.utilisation)
     assert f"The products of {work_line(r)} are done 4 times over tp" in str(r)
     assert "Utilisation counts useful work alone" in r._repr_html_()
     assert r.to_json()["time"]["repeated"][0]["copies"] == 4
@@ -164,6 +165,11 @@ def test_what_is_left_is_the_program_before_it_was_partitioned():
         assert once.time.repeated == ()
         assert once.time.flops * 8 == pytest.approx(whole)
         assert once.time.utilisation == once.time.hardware_utilisation
+        # Of four products a layer one is computed again, which the model does not need.
+        assert once.time.recomputed == pytest.approx(once.time.flops / 4)
+        assert once.mfu == pytest.approx(0.75 * once.time.utilisation)
+        assert once.examples_per_second == pytest.approx(64 / once.time.total)
+        assert once.tokens_per_second is None
 
 
 def work_line(r):

@@ -17,6 +17,29 @@ OVERFLOWING = """
 SECTIONS = (
     "[...document.querySelectorAll('section')].filter(s => s.offsetHeight > 60).map(s => s.id)"
 )
+UNSEEN_SOURCES = """
+(cells => [cells.filter(e => e.offsetWidth && e.getBoundingClientRect().right > innerWidth).length,
+  cells.some(e => e.offsetWidth)])([...document.querySelectorAll('td.source')])
+"""
+# Click on a heading of the largest table, then on it again, and then type into its filter.
+SORTED = """
+(() => {
+  const tables = [...document.querySelectorAll('#collectives table')];
+  const table = tables.sort((a, b) => b.tBodies[0].rows.length - a.tBodies[0].rows.length)[0];
+  const at = [...table.tHead.rows[0].cells].findIndex(cell => cell.textContent === NAME);
+  const heading = table.tHead.rows[0].cells[at];
+  const column = () => [...table.tBodies[0].rows].map(row => row.cells[at].textContent);
+  heading.querySelector('button').click();
+  const once = [heading.getAttribute('aria-sort'), column()];
+  heading.querySelector('button').click();
+  const twice = [heading.getAttribute('aria-sort'), column()];
+  const input = table.parentElement.previousElementSibling;
+  input.value = 'bf16[7,';
+  input.dispatchEvent(new Event('input'));
+  const left = [...table.tBodies[0].rows].filter(row => row.offsetHeight).length;
+  return [once, twice, left, table.tBodies[0].rows.length];
+})()
+"""
 COLOURS = "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
 
 
@@ -58,7 +81,10 @@ def test_the_page_is_shown_whole(browser, address, width, dark):
         "comparison",
         "pipeline",
         "training",
+        "repeat",
     ]
+    # Wherever a line of code is named it can be read, on a phone too.
+    assert browser.value(UNSEEN_SOURCES) == [0, True]
 
 
 def test_dark_and_light_differ(browser, address):
@@ -71,3 +97,40 @@ def test_dark_and_light_differ(browser, address):
     assert light_page == "rgb(255, 255, 255)"
     assert sum(map(int, dark_page[4:-1].split(","))) < 120
     assert light_ink != dark_ink
+
+
+def seconds(text):
+    number, unit = text.split()
+    return float(number) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[unit]
+
+
+def test_tables_sort_and_filter_and_the_numbers_can_be_downloaded(browser, address):
+    browser.events.clear()
+    browser.show(address, width=1280)
+    once, twice, left, rows = browser.value(SORTED.replace("NAME", "'in all'"))
+    assert [once[0], twice[0]] == ["descending", "ascending"]
+    assert list(map(seconds, twice[1])) == sorted(map(seconds, once[1]))
+    assert twice[1] == once[1][::-1] or len(set(once[1])) < len(once[1])
+    assert rows == 40 and 0 < left < rows
+    once, twice, *_ = browser.value(SORTED.replace("NAME", "'array'"))
+    assert [once[0], twice[0]] == ["ascending", "descending"]
+    assert [int(text[5:].split(",")[0]) for text in once[1]] == sorted(
+        int(text[5:].split(",")[0]) for text in once[1]
+    )
+    link = "document.getElementById('meshwright-download')"
+    assert browser.value(f"{link}.href.startsWith('blob:') && {link}.offsetWidth > 0")
+    assert browser.seen("Runtime.exceptionThrown") == []
+
+
+def test_paper_has_everything_unfolded_and_nothing_to_click(browser, address):
+    browser.events.clear()
+    browser.show(address, width=800)
+    printed = browser.ask("Page.printToPDF", printBackground=True)["data"]
+    assert len(printed) > 50_000
+    folded = "[...document.querySelectorAll('details')].filter(e => !e.open).length"
+    assert browser.value(folded) == 0
+    browser.ask("Emulation.setEmulatedMedia", media="print")
+    clickable = "[...document.querySelectorAll('input, nav a')].filter(e => e.offsetHeight).length"
+    assert browser.value(clickable) == 0
+    assert browser.value("document.documentElement.scrollWidth") <= 800
+    browser.ask("Emulation.setEmulatedMedia", media="")

@@ -1,13 +1,17 @@
 """The report: well-formed, self-contained, nothing but what it is given, and small."""
 
 import dataclasses
+import json
 import re
+import subprocess
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 from markup import Reader
 
 import meshwright as mw
+from meshwright._html import style
 from meshwright.hlo.instructions import Source
 from meshwright.rehearsal.collectives.types import Collectives, ShardingConflict
 from meshwright.rehearsal.memory import Buffer
@@ -15,6 +19,8 @@ from meshwright.report import page
 
 HOSTILE = "</style></title><script>alert('x')</script><img src=x onerror=\"alert(1)\">&amp;"
 ALWAYS = ["next", "memory", "time", "mesh", "collectives", "shardings"]
+SCRIPT = (Path(mw.__file__).parent / "_page.js").read_text(encoding="utf-8")
+DATA = re.compile(r'<script type="application/json" id="meshwright-data">(.*?)</script>', re.S)
 
 
 def hostile(result):
@@ -53,14 +59,14 @@ def refused(result):
 def test_a_page_is_well_formed_and_has_its_sections_and_links(result):
     read = Reader(page(result))
     assert read.faults == []
-    assert read.values("id", "section") == ALWAYS
-    assert read.values("href") == [f"#{name}" for name in ALWAYS]
+    assert read.values("id", "section") == [*ALWAYS, "repeat"]
+    assert read.values("href") == [f"#{name}" for name in [*ALWAYS, "repeat"]]
 
 
 def test_a_page_with_everything_is_well_formed(larger, everything):
     read = Reader(page(larger, **everything))
     assert read.faults == []
-    assert read.values("id", "section") == [*ALWAYS, "comparison", "pipeline", "training"]
+    assert read.values("id", "section") == [*ALWAYS, "comparison", "pipeline", "training", "repeat"]
 
 
 @pytest.mark.parametrize("change", [hostile, refused, lambda result: result])
@@ -71,11 +77,19 @@ def test_a_notebook_gets_the_same_without_the_frame(result, change):
     assert read.tags.count("section") >= len(ALWAYS) - 1
 
 
-def test_a_page_fetches_nothing_and_runs_nothing(larger, everything):
-    text = page(larger, **everything)
+def without_scripts(text):
+    """The page without its two scripts, which are what they should be: its data, and our own."""
+    first, second = re.findall(r"<script[^>]*>.*?</script>", text, re.S)
+    assert DATA.fullmatch(first) and second == f"<script>{SCRIPT}</script>"
+    return text.replace(first, "").replace(second, "")
+
+
+def test_a_page_fetches_nothing_and_runs_nothing_of_its_text(larger, everything):
+    text = without_scripts(page(larger, **everything))
     assert set(re.findall(r"https?:[^\"'\s<>)]*", text)) == {"http://www.w3.org/2000/svg"}
     assert set(re.findall(r"url\([^)]*\)", text)) <= {"url(#mw-over)"}
     assert "@import" not in text
+    assert not re.search(r"fetch|XMLHttp|innerHTML|eval|import|https?:", SCRIPT)
     read = Reader(text)
     assert not {"script", "link", "img", "iframe", "object", "base", "form"} & set(read.tags)
     assert read.values("src") == []
@@ -85,32 +99,80 @@ def test_a_page_fetches_nothing_and_runs_nothing(larger, everything):
 def test_names_cannot_become_markup(result):
     changed = hostile(result)
     losses = {HOSTILE: [2.0, 1.0]}
-    text = page(changed, title=HOSTILE, training=losses, comparison=changed.compare(changed))
+    whole = page(changed, title=HOSTILE, training=losses, comparison=changed.compare(changed))
+    text = without_scripts(whole)
     read = Reader(text)
     assert read.faults == []
     assert "script" not in read.tags and "img" not in read.tags
     assert "<script" not in text and "<img" not in text
     assert any("alert('x')" in words for words in read.texts)
+    assert json.loads(DATA.search(whole)[1])["name"] == HOSTILE
+
+
+def test_the_numbers_and_how_to_repeat_them_are_in_the_page(result, tmp_path):
+    text = result.save(tmp_path / "out.html").read_text(encoding="utf-8")
+    data = json.loads(DATA.search(text)[1])
+    origin = data.pop("provenance")
+    assert data == json.loads(json.dumps(result.to_json()))
+    command = "meshwright rehearse tiny --mesh 'fsdp:4, tp:2' --on cpu:8 --batch 16"
+    assert origin["command"] == command
+    assert f"meshwright {mw.__version__}, jax " in origin["versions"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", origin["date"])
+    here = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=Path(mw.__file__).parent, capture_output=True, text=True
+    )
+    assert origin["revision"].startswith(here.stdout.strip())
+    shown = " ".join(Reader(text).texts)
+    assert all(words in shown for words in origin.values())
+    saved = json.loads(result.save(tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert saved["memory"] == data["memory"] and saved["provenance"]["command"] == command
+    with pytest.raises(mw.errors.RehearsalError, match=r"'out.pdf' ends in neither .html nor"):
+        result.save(tmp_path / "out.pdf")
+    with pytest.raises(mw.errors.RehearsalError, match="there is no folder"):
+        result.save(tmp_path / "none" / "out.html")
+
+
+def test_a_colour_has_one_meaning_on_a_page(larger, everything):
+    text = page(larger, **{**everything, "pipeline": None})
+    pairs = re.findall(r'<i style="background:(#\w+)"></i><span>([^<:]+)', text)
+    meanings = {}
+    for colour, name in pairs:
+        meanings.setdefault(colour, set()).add(name)
+    assert len(meanings) >= 10
+    assert {colour: names for colour, names in meanings.items() if len(names) > 1} == {}
+    # Cells of the mesh have the colour of their axis, which the lane of that axis has too.
+    drawn = set(re.findall(r'class="cell"[^>]*fill="(#\w+)"', text))
+    axes = {colour for colour, names in meanings.items() if names & {"dp", "fsdp", "tp"}}
+    assert axes <= drawn and len(drawn) == 3
 
 
 def test_a_schedule_cannot_become_markup(result):
     plan = mw.schedules.schedule("1f1b", groups=2, microbatches=2)
     drawn = mw.schedules.simulate(dataclasses.replace(plan, name=HOSTILE))
-    read = Reader(page(result, pipeline={HOSTILE: drawn}))
+    read = Reader(without_scripts(page(result, pipeline={HOSTILE: drawn})))
     assert read.faults == []
     assert "script" not in read.tags and "img" not in read.tags
 
 
-def test_the_page_of_a_large_model_is_below_a_megabyte(larger, everything):
-    assert len(page(larger, **everything).encode()) < 1_000_000
+def test_the_page_of_a_large_model_is_below_a_megabyte_and_so_are_its_numbers(larger, everything):
+    text = page(larger, **everything)
+    assert len(without_scripts(text).encode()) < 1_000_000
+    assert len(DATA.search(text)[1].encode()) < 1_000_000
 
 
 def test_the_verdict_comes_first_with_its_numbers(result):
     text = page(result)
     head = text[text.index("<main>") : text.index("<section")]
-    for words in ("fits", "to spare", "modelled step", "utilisation"):
+    for words in ("fits", "to spare", "modelled step", "hardware utilisation", "tokens a second"):
         assert words in head
+    assert f"<dd>{result.mfu:.0%}</dd>" in head and "CPU estimate" not in head
     assert result.memory.verdict().partition(": ")[2] in head
+
+
+def test_tokens_and_model_flops_of_a_model_are_those_of_its_formula(result):
+    assert result.tokens_per_second == pytest.approx(16 * 64 / result.time.total)
+    assert result.model_flops * 8 == mw.models.model("tiny").flops(16, 64)
+    assert result.model_flops == pytest.approx(result.time.model_flops, rel=0.1)
 
 
 def test_what_does_not_fit_is_said_and_its_ways_out_are_drawn(result):
@@ -131,10 +193,16 @@ def test_a_step_that_does_not_fit_is_not_advised_to_hold_more(result):
     assert "a larger batch" not in text
 
 
-def test_a_stand_in_is_to_be_asked_again_with_the_real_compiler(result):
+def test_a_stand_in_is_marked_and_to_be_asked_again_with_the_real_compiler(result):
     placed = mw.place("fsdp:4, tp:2", "v5e:4x2")
-    text = page(dataclasses.replace(result, placement=placed, stand_in=True))
-    assert "pip install &#x27;meshwright[tpu]&#x27;" in text
+    estimate = dataclasses.replace(result, placement=placed, stand_in=True)
+    text = page(estimate)
+    assert "pip install &#x27;jax[tpu]&#x27;" in text
+    head = text[text.index("<main>") : text.index("<section")]
+    mark = '<span class="badge">CPU estimate</span>'
+    assert head.count(mark) == 1 + head.count("<dt>")  # the verdict, and every tile
+    assert f"<h2>What to do next{mark}</h2>" in text
+    assert "CPU estimate" in estimate._repr_html_()
 
 
 def test_implicit_resharding_comes_first(result):
@@ -158,7 +226,7 @@ def test_pictures_say_in_words_what_they_show(larger, everything):
 
 def test_wide_content_scrolls_in_a_box_that_the_keyboard_reaches(larger, everything):
     text = page(larger, **everything)
-    assert text.count("<table") == len(re.findall(r'tabindex="0"><table', text))
+    assert text.count("<table") == len(re.findall(r'tabindex="0"><table', text)) > 5
 
 
 def test_numbers_of_a_table_stand_to_the_right(result):
@@ -211,3 +279,60 @@ def test_the_advice_names_the_collective_that_a_step_waits_for(result):
     assert "more rows on a device would share its cost" in text
     text = waiting(result, cause="activation exchanges", axes=other)
     assert "a smaller tp would send less" in text
+
+
+def test_every_value_has_a_notebook_form_in_the_one_style(result):
+    shown = [
+        result,
+        result.memory,
+        result.time,
+        result.remedies(),
+        result.advice(),
+        result.compare(result),
+        result.arguments,
+        result.placement,
+        mw.MeshSpec.parse("dp:2*2, tp:-1"),
+        mw.models.model("mixtral-8x7b"),
+    ]
+    for value in shown:
+        text = value._repr_html_()
+        read = Reader(text)
+        assert read.faults == [] and "script" not in read.tags
+        assert text.startswith(f'<div class="mw"><style>{style()}</style>')
+        assert text.count("<style>") == 1
+    memory, time, *_, spec, model = (value._repr_html_() for value in shown)
+    assert 'class="bar"' in memory and 'class="bar"' in time
+    assert "tensors split" in spec and "2 parts" in spec and "the rest" in spec
+    assert "46,702,792,704 parameters, 12,879,925,248 of them for a token" in model
+
+
+def test_a_large_tree_is_folded_by_its_branches_and_replicated_arrays_are_marked():
+    tree = {
+        name: {f"layer_{n}": {"w": jnp.ones((8, 8)), "b": jnp.ones(7)} for n in range(10)}
+        for name in ("params", "mu", "nu")
+    }
+    text = mw.explain(tree, mw.mesh("fsdp:8"), min_shard_bytes=0)._repr_html_()
+    assert text.count("<details>") == 3 and text.count("<table") == 3
+    assert "params: 20 arrays, 2.773 KiB, 600 B on a device" in text
+    assert text.count('<span class="badge">replicated</span>') == 30
+    few = mw.explain(tree["mu"], mw.mesh("fsdp:8"), min_shard_bytes=0)._repr_html_()
+    assert "<details>" not in few
+
+
+def test_buffers_are_listed_by_layer_with_whole_paths_on_hover(result):
+    source = Source("/home/me/model/layers.py", 55, "attend")
+    names = ("jit(f)/jvp(Net)/block_0/dot_general", "jit(f)/transpose(jvp(Net))/block_0/add")
+    buffers = (
+        *(Buffer(f"d{n}", "f32[8]", 2**20, name, source) for n, name in enumerate(names)),
+        Buffer("c", "f32[8]", 2**19, "jit(f)/while/body/mul", source),
+        Buffer("p", "f32[8]", 2**18, "state['params']['up']", None),
+    )
+    memory = dataclasses.replace(result.memory, buffers=buffers)
+    text = page(dataclasses.replace(result, memory=memory))
+    layers = re.findall(r"</span><span>([^<]*): ([\d.]+ \wiB) in (\d) buffers?</span>", text)
+    assert layers == [
+        ("Net/block_0", "2 MiB", "2"),
+        ("attend", "512 KiB", "1"),
+        ("state/params", "256 KiB", "1"),
+    ]
+    assert 'title="/home/me/model/layers.py:55 in attend">layers.py:55</code>' in text

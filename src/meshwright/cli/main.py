@@ -28,8 +28,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if arguments is not None:
         return _guarded(list(arguments))
-    _end_in_one_line()
-    _leave(_guarded(sys.argv[1:]))
+    try:
+        _end_in_one_line()
+        _leave(_guarded(sys.argv[1:]))
+    except KeyboardInterrupt:
+        _Interrupt.tell()
+        os._exit(INTERRUPTED)
 
 
 def _guarded(words: list[str]) -> int:

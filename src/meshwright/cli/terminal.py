@@ -102,11 +102,8 @@ def _coloured(line: str) -> list[Piece]:
 def show_rehearsal(result: Rehearsal, ways: Sequence[Remedy], costs: AvoidableCosts | None) -> None:
     """Print everything, the verdict in colour, what to do next at the end."""
     from meshwright.rehearsal.rendering import as_text
-    from meshwright.report import advice
 
-    listed = {str(way) for way in ways or result.remedies()}  # in a table of their own
-    steps = [line for line in advice(result, ways) if line.rstrip(".") not in listed]
-    text = as_text(result, ways, costs, steps)
+    text = as_text(result, ways, costs)
     show((line, _style(line, number)) for number, line in enumerate(text.splitlines()))
 
 

@@ -10,8 +10,7 @@ import re
 from collections.abc import Mapping
 
 from meshwright.errors import TopologyError, listing, near, short
-from meshwright.hardware.chips import CHIPS, Chip
-from meshwright.hardware.tpu_shapes import shape_text, shapes_of_count
+from meshwright.hardware.chips import CHIPS, Chip, shape_text, shapes_of_count
 
 # What the vendors' own tools and pages call the same chips.
 ALIASES = {

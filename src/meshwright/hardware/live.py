@@ -17,10 +17,9 @@ import numpy as np
 
 from meshwright._compat import is_compile_only
 from meshwright.errors import TopologyError, listing, short
-from meshwright.hardware.chips import Chip, chip_of_kind
+from meshwright.hardware.chips import Chip, can_twist, chip_of_kind, shape_text, wraparound
 from meshwright.hardware.named import network_axis, torus_axes, with_speeds
 from meshwright.hardware.topology import PhysicalAxis, Topology
-from meshwright.hardware.tpu_shapes import can_twist, shape_text, wraparound
 
 # An accelerator we have no table for: relative speeds still rank placements.
 UNKNOWN = Chip("unknown", "gpu", (), 100, 16, 1, link=100, network=10)
@@ -155,7 +154,7 @@ def _torus_topology(
 def _whole_slice(chip: Chip, device: Any, dims: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
     """Return the sides of the slice a device belongs to, and which of them wrap.
 
-    Devices do not say; the sides do (`tpu_shapes.wraparound`). A part of a slice has no ring of
+    Devices do not say; the sides do (`chips.wraparound`). A part of a slice has no ring of
     its own unless it covers the whole side.
     """
     key = getattr(device, "slice_index", 0)

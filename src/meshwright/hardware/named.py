@@ -16,10 +16,9 @@ import numpy as np
 
 from meshwright._checks import check_integer
 from meshwright.errors import TopologyError, listing, near, short
-from meshwright.hardware.chips import CHIPS, Chip
+from meshwright.hardware.chips import CHIPS, Chip, can_twist, check_shape, shape_text, wraparound
 from meshwright.hardware.cloud_names import ALIASES, read_cloud_name
 from meshwright.hardware.topology import PhysicalAxis, Topology
-from meshwright.hardware.tpu_shapes import can_twist, check_shape, shape_text, wraparound
 
 _NAME = re.compile(r"([a-z0-9]+):([0-9]+(?:x[0-9]+)*)(_twisted|_untwisted)?", re.ASCII)
 # Enough for any machine; every device costs a few bytes here.

@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from meshwright._checks import check_integer
-from meshwright._show import short_repr
+from meshwright._html import fold, tag
+from meshwright._show import Sheet, Table, short_repr
 from meshwright.errors import ModelError
 from meshwright.models.training import Config, make_optimizer, make_state, train_step
 from meshwright.models.weights import count_parameters, draw, logical_rules, sharding_rules
@@ -120,6 +121,18 @@ class Model(abc.ABC):
 
     def __repr__(self) -> str:
         return short_repr(self, f"{self.name}, {self.parameters:,} parameters")
+
+    def _repr_html_(self) -> str:
+        active = ""
+        if self.active_parameters != self.parameters:
+            active = f", {self.active_parameters:,} of them for a token"
+        settings = dataclasses.fields(self.config)
+        rows = [[each.name, str(getattr(self.config, each.name))] for each in settings]
+        table = Table(["setting", "value"], rows, [False, True]).html()
+        words = tag("span", f"{len(rows)} settings, for models.model(name, setting=...)")
+        return Sheet(
+            f"{self.name}: {self.parameters:,} parameters{active}", [fold(words, table)]
+        ).html()
 
     def _check_size(self, what: str, size: object) -> None:
         check_integer(f"{self.name}: {what}", size, error=ModelError)

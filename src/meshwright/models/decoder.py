@@ -19,15 +19,16 @@ from meshwright.models.attention import Blocks, check_attention
 from meshwright.models.base import Model
 from meshwright.models.layers import (
     ACTIVATIONS,
+    PRODUCTS,
     Einsum,
     attention_weights,
     cross_entropy,
     feed_forward,
     feed_forward_weights,
+    quantized_einsum,
     rms_norm,
     self_attention,
 )
-from meshwright.models.quantized import PRODUCTS, quantized_einsum
 from meshwright.models.remat import named
 from meshwright.models.training import Config, cast, run_stages, synthetic_tokens
 from meshwright.models.weights import batch_spec, constant, constrain, matrix, stack_by_stage

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import html
-import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Unpack, overload
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from meshwright._html import Html
+from meshwright._html import Html, badge, cut_picture, fold, grid, join, tag
 from meshwright._show import Sheet, Shown, Table, short_repr
 from meshwright._text import amount, plural
 from meshwright.errors import MeshError, near
@@ -165,7 +163,8 @@ class PartitionReport(Shown):
         rows = [row.cells for row in self.rows[:MOST_ROWS]]
         left = len(self.rows) - len(rows)
         left_out = f"... and {left:,} more arrays" if left else ""
-        parts: list[str | Table | Html] = [Table(REPORT_HEADING, rows, REPORT_RIGHT, left_out)]
+        table = _TreeTable(REPORT_HEADING, rows, REPORT_RIGHT, left_out, self.rows[:MOST_ROWS])
+        parts: list[str | Table | Html] = [table]
         if self.replicated and self.devices > 1:
             parts.append(_replicated_note(self.replicated))
         parts += _table_notes(self.rows)
@@ -193,6 +192,11 @@ class LeafRow:
     def replicated(self) -> bool:
         """Whether every device of the mesh holds all of it."""
         return self.local == self.shape
+
+    @property
+    def marked(self) -> bool:
+        """Whether it is marked as replicated: on several devices, and not a single number."""
+        return self.replicated and self.copies > 1 and bool(self.shape)
 
     @property
     def cells(self) -> list[str]:
@@ -339,77 +343,73 @@ def _table_notes(rows: Sequence[LeafRow]) -> list[str]:
     return list(notes.values())
 
 
+@dataclasses.dataclass(frozen=True)
+class _TreeTable(Table):
+    """The table of a tree: a large one is folded by its branches in HTML, not as text."""
+
+    arrays: Sequence[LeafRow] = ()
+
+    def html(self) -> Html:
+        more = tag("p", self.left_out, class_="note") if self.left_out else ""
+        return join([folded_rows(self.arrays), more])
+
+
+_MOST_UNFOLDED = 30  # arrays of a table; a larger one is folded by branches
+
+
+def folded_rows(rows: Sequence[LeafRow]) -> Html:
+    """The arrays as a table, or as one of each branch of the tree; replicated ones are marked."""
+    branches = _branches(rows)
+    if len(rows) <= _MOST_UNFOLDED or len(branches) < 2:
+        return _rows_table("Arrays", rows)
+    return join(
+        fold(
+            tag(
+                "span",
+                f"{branch}: {plural(len(inside), 'array')}, {amount(sum(r.bytes for r in inside))}"
+                f", {amount(sum(r.device_bytes for r in inside))} on a device",
+            ),
+            _rows_table(branch, inside),
+        )
+        for branch, inside in branches.items()
+    )
+
+
+def _branches(rows: Sequence[LeafRow]) -> dict[str, list[LeafRow]]:
+    """The arrays by the start of their paths, which is as short as tells several apart."""
+    for depth in range(1, 6):
+        branches: dict[str, list[LeafRow]] = {}
+        for row in rows:
+            branches.setdefault("/".join(row.path.split("/")[:depth]), []).append(row)
+        if len(branches) > 2:
+            break
+    return branches
+
+
+def _rows_table(label: str, rows: Iterable[LeafRow]) -> Html:
+    cells = [
+        [
+            tag("code", shown_path(row.path), title=row.path),
+            join([tag("code", row.text), *([" ", badge("replicated")] if row.marked else [])]),
+            *row.cells[2:],
+        ]
+        for row in rows
+    ]
+    return grid(label, REPORT_HEADING, cells, REPORT_RIGHT, ["", "", "less", "", "less"])
+
+
 def _drawings(rows: Sequence[LeafRow]) -> Html:
     """Draw the largest arrays; those of one type and spec look alike and are drawn once."""
     distinct: dict[str, LeafRow] = {}
     for row in sorted(rows, key=lambda row: (-row.bytes, row.path)):
         if row.shape and row.text not in distinct and len(distinct) < _MOST_DRAWN:
             distinct[row.text] = row
-    return Html(
-        "".join(
-            f"<figure style='margin:0'><figcaption>{html.escape(row.path)}: "
-            f"{html.escape(row.text)}</figcaption>{drawing(row.shape, row.local)}</figure>"
-            for row in distinct.values()
+    figures = (
+        tag(
+            "figure",
+            tag("figcaption", f"{row.path}: {row.text}"),
+            cut_picture(row.shape, row.local),
         )
+        for row in distinct.values()
     )
-
-
-# A drawing of how an array is cut: one panel per shard of its leading dims.
-
-_LONGEST, _SHORTEST, _GAP = 128, 40, 8  # sides of a panel and the space between, in pixels
-_MOST_LINES, _MOST_PANELS = 16, 8
-
-
-def drawing(shape: Sequence[int], local: Sequence[int]) -> str:
-    """Draw the array with its cuts as an SVG; the first device's shard is filled.
-
-    The last two dims are a rectangle, the one before them a row of panels, the one before that a
-    column of rows. At most 16 cuts a side and 8 panels are drawn; the line below has the numbers.
-    """
-    # An array without elements is drawn as if its empty dims were of size one.
-    counts = [max(1, size // max(1, part)) for size, part in zip(shape, local, strict=True)]
-    # Filled up to four dims from the left; of more than four, the leading ones are not drawn.
-    sizes = [1] * (4 - len(shape)) + list(shape)[-4:]
-    cuts = [1] * (4 - len(counts)) + counts[-4:]
-    panels = [min(cut, _MOST_PANELS) for cut in cuts[:2]]
-    lines = [min(cut, _MOST_LINES) for cut in cuts[2:]]
-    height, width = _panel_size(sizes[2], sizes[3])
-    parts = [
-        _panel(column * (width + _GAP) + 1, row * (height + _GAP) + 1, width, height, lines, not at)
-        for at, (row, column) in enumerate(itertools.product(range(panels[0]), range(panels[1])))
-    ]
-    across, down = panels[1] * (width + _GAP), panels[0] * (height + _GAP)
-    words = [
-        f"{size} in {count}" if count > 1 else f"{size}"
-        for size, count in zip(shape, counts, strict=True)
-    ]
-    return (
-        f'<svg viewBox="0 0 {across} {down}" width="{across}" style="max-width:100%" '
-        f'xmlns="http://www.w3.org/2000/svg" role="img">{"".join(parts)}</svg>'
-        f"<div>{' x '.join(words)}</div>"
-    )
-
-
-def _panel_size(rows: int, columns: int) -> tuple[int, int]:
-    """Return height and width in the array's proportions; a vector still gets a visible side."""
-    longest = max(rows, columns, 1)
-    return (
-        max(_SHORTEST, round(_LONGEST * rows / longest)),
-        max(_SHORTEST, round(_LONGEST * columns / longest)),
-    )
-
-
-def _panel(x: int, y: int, width: int, height: int, lines: Sequence[int], first: bool) -> str:
-    """Draw a rectangle cut into `lines` rows and columns; in the `first` one a shard is filled."""
-    rows, columns = lines
-    parts = [f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="#eef" stroke="#446"/>']
-    if first:
-        parts.append(
-            f'<rect x="{x}" y="{y}" width="{width / columns:.1f}" height="{height / rows:.1f}" '
-            'fill="#e8a33d"/>'
-        )
-    for line in range(1, columns):
-        parts.append(f'<path d="M{x + width * line / columns:.1f} {y}v{height}" stroke="#446"/>')
-    for line in range(1, rows):
-        parts.append(f'<path d="M{x} {y + height * line / rows:.1f}h{width}" stroke="#446"/>')
-    return "".join(parts)
+    return tag("div", *figures, class_="figures arrays")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import html
 import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from meshwright._compat import Atom, Var
+from meshwright._html import Html, block, tag
 from meshwright._show import Table, short_repr
 from meshwright._text import amount, plural
 from meshwright.errors import listing
@@ -99,8 +99,8 @@ class Explanation:
         return "\n".join([*lines, "", str(self.timeline)])
 
     def _repr_html_(self) -> str:
-        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._notes())
-        return f"{self._table().html()}{notes}{self.timeline._repr_html_()}"
+        notes = (tag("p", note) for note in self._notes())
+        return block(self._table().html(), *notes, Html(self.timeline._repr_html_()))
 
     def _table(self) -> Table:
         return Table(_HEADING, [_row(note) for note in self.stages], _RIGHT)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from meshwright._html import Html, block, tag
 from meshwright._show import Table, short_repr
 from meshwright.pipelines.step_graph import Operation, execute
 from meshwright.pipelines.task_programs import TaskKey
@@ -66,7 +67,8 @@ class MeasuredTimeline:
         return f"{figures.text()}\npredicted / measured: {self.ratio:.2f}\n\n{self.measured}"
 
     def _repr_html_(self) -> str:
-        return f"<h4>measured</h4>{self.measured.svg()}<h4>predicted</h4>{self.predicted.svg()}"
+        drawn = (Html(each.svg()) for each in (self.measured, self.predicted))
+        return block(tag("h3", "measured"), next(drawn), tag("h3", "predicted"), next(drawn))
 
     def svg(self) -> str:
         """Draw what was measured."""

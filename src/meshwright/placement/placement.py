@@ -6,17 +6,17 @@ A placement prints itself as a table, draws itself in a notebook, and gives plai
 from __future__ import annotations
 
 import dataclasses
-import html
 import string
 from typing import Any
 
 import numpy as np
 
-from meshwright._html import Html
+from meshwright._html import Html, join, tag
 from meshwright._show import Sheet, Shown, Table, short_repr
 from meshwright._text import duration, number, plural
 from meshwright.hardware.topology import Topology
 from meshwright.placement.cost_model import AxisCost, Parts
+from meshwright.placement.mesh_drawing import costs_line, mesh_drawings
 from meshwright.spec.mesh_spec import MeshSpec
 
 
@@ -58,7 +58,15 @@ class Placement(Shown):
 
     def _sheet(self) -> Sheet:
         axes = Table(PLACEMENT_HEADING, placement_rows(self), PLACEMENT_RIGHT)
-        return Sheet(placement_headline(self), [axes, footnote(self), Html(drawings(self))])
+        return Sheet(placement_headline(self), [axes, footnote(self), self.drawing()])
+
+    def drawing(self) -> Html:
+        """Draw every axis on the machine, beside a plain reshape of the device list."""
+        # In the function because of a cycle: `placer` makes placements.
+        from meshwright.placement.placer import plain_reshape
+
+        plain = plain_reshape(self)
+        return join([mesh_drawings(self, plain), tag("p", costs_line(self, plain), class_="note")])
 
     def to_json(self) -> dict[str, Any]:
         """Return what the table shows as plain data; times in seconds."""
@@ -251,82 +259,3 @@ def _plane(topology: Topology, labels: np.ndarray, axis: AxisPlan) -> tuple[np.n
     fixed = [f"{topology.axes[d].name} = 0" for d in directions if d not in keep]
     where = f", {' down, '.join(topology.axes[d].name for d in keep)} across"
     return np.atleast_2d(labels[at]), where + (f", at {', '.join(fixed)}" if fixed else "")
-
-
-MOST_CELLS = 1024  # more would make a notebook slow, and show no more
-_CELL, _GAP = 14, 10  # pixels
-
-
-def drawings(placement: Placement) -> str:
-    """One HTML figure per axis above size one: colour is the position along the axis."""
-    return "".join(
-        f"<figure style='margin:0'><figcaption>{html.escape(axis.name)}: "
-        f"position 0 to {axis.size - 1}, first group outlined</figcaption>"
-        f"{_axis_svg(placement, axis_index)}</figure>"
-        for axis_index, axis in enumerate(placement.axes)
-        if axis.size > 1
-    )
-
-
-def _axis_svg(placement: Placement, axis_index: int) -> str:
-    """The devices as cells in planes of two directions."""
-    along, first_group = _along(placement, axis_index)
-    panels, left_out = _panels(placement.topology)
-    cells, width, height = [], 0, 0
-    size = placement.axes[axis_index].size
-    tall, wide = panels[0].shape  # of the first, because the last ones may be cut
-    for panel, points in enumerate(panels):
-        column = panel % 4 * (wide * _CELL + _GAP)
-        row = panel // 4 * (tall * _CELL + _GAP)
-        for (i, j), point in np.ndenumerate(points):
-            if point < 0:
-                continue
-            # Up to magenta: a full circle would end in the red it began with.
-            hue = 300 * int(along[point]) // max(1, size - 1)
-            edge = ' stroke="#000" stroke-width="2"' if first_group[point] else ""
-            x, y = column + j * _CELL + 1, row + i * _CELL + 1
-            cells.append(
-                f'<rect x="{x}" y="{y}" width="{_CELL - 2}" height="{_CELL - 2}" '
-                f'fill="hsl({hue} 70% 60%)"{edge}/>'
-            )
-            width, height = max(width, x + _CELL), max(height, y + _CELL)
-    note = f"<div>{left_out:,} more devices not drawn</div>" if left_out else ""
-    return (
-        f'<svg viewBox="0 0 {width} {height}" width="{width}" style="max-width:100%" '
-        f'xmlns="http://www.w3.org/2000/svg" role="img">{"".join(cells)}</svg>{note}'
-    )
-
-
-def _along(placement: Placement, axis_index: int) -> tuple[np.ndarray, np.ndarray]:
-    """Per grid point: its position along the axis, and whether it is in the first group."""
-    positions = placement.positions
-    places = int(placement.topology.index.max()) + 1
-    along, first = np.zeros(places, np.int64), np.zeros(places, bool)
-    size = positions.shape[axis_index]
-    along[np.moveaxis(positions, axis_index, -1)] = np.arange(size)
-    first[np.moveaxis(positions, axis_index, 0).reshape(size, -1)[:, 0]] = True
-    index = placement.topology.index.ravel()
-    return along[index], first[index]
-
-
-def _panels(topology: Topology) -> tuple[list[np.ndarray], int]:
-    """Grid points in planes: two torus directions, or rows of a host or domain; -1 is empty."""
-    points = np.arange(topology.num_devices)
-    torus = [d for d, axis in enumerate(topology.axes) if axis.kind == "torus"]
-    # Planes of the first two torus directions, one per value of all others (z, slice, core).
-    if len(torus) >= 2:
-        grid = np.moveaxis(points.reshape(topology.shape), torus[:2], (-2, -1))
-        planes = grid.reshape(-1, *grid.shape[-2:])
-    else:
-        wide = topology.shape[-1] if len(topology.shape) > 1 else min(16, topology.num_devices)
-        rows = -(-points.size // wide)
-        planes = np.full((1, rows, wide), -1)
-        planes.flat[: points.size] = points
-    shown, used = [], 0
-    for plane in planes:
-        plane = plane[: max(1, (MOST_CELLS - used) // plane.shape[1]), :MOST_CELLS]
-        shown.append(plane)
-        used += int((plane >= 0).sum())
-        if used >= MOST_CELLS:
-            break
-    return shown, max(0, topology.num_devices - used)

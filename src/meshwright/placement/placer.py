@@ -332,6 +332,22 @@ def measure(
     return Placement(spec, topology, positions, axes)
 
 
+def plain_reshape(placement: Placement) -> Placement:
+    """The same mesh with the devices in their own order, as `np.reshape(devices, shape)` has it.
+
+    >>> ours = place("fsdp:64, tp:4", "v5e:16x16")
+    >>> round(plain_reshape(ours).cost / ours.cost, 2)
+    1.99
+    """
+    in_order = np.sort(placement.topology.index, axis=None).reshape(placement.positions.shape)
+    measured = measure(placement.spec, placement.topology, in_order)
+    axes = (
+        dataclasses.replace(axis, weight=ours.weight)
+        for axis, ours in zip(measured.axes, placement.axes, strict=True)
+    )
+    return dataclasses.replace(measured, axes=tuple(axes))
+
+
 def _measured_axis_plan(
     topology: Topology, groups: np.ndarray, name: str, weight: float
 ) -> AxisPlan:

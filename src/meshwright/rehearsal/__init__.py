@@ -8,7 +8,8 @@
 - `compiler`, `compiler_worker`, `tpu_slices`: compile in a process of its own, or look it up;
 - `memory`, `peak` (by `live_ranges`), `host_memory`, `collectives`, `host_transfers`, `step_time`:
   read the optimised HLO;
-- `result`, `rendering`: the `Rehearsal`, how it prints;
+- `result`, `rendering`, `html_sections`: the `Rehearsal`, how it prints, and its page;
+- `advice`: what to do next, by the parts below and `avoidable_costs`;
 - `remedies`, `mesh_remedies`, `peak_estimates`, `model_commands`: what would need less memory, how
   much less, and the command for it; `remedy_table` prints that.
 

@@ -1,3 +1,5 @@
+from meshwright.rehearsal.advice import Advice as Advice
+from meshwright.rehearsal.advice import AdviceList as AdviceList
 from meshwright.rehearsal.api import rehearse as rehearse
 from meshwright.rehearsal.api import rehearse_model as rehearse_model
 from meshwright.rehearsal.callbacks import Callback as Callback

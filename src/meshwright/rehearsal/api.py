@@ -192,6 +192,7 @@ def run(request: Request) -> Rehearsal:
     platform = platform_of(request, hardware, placed.positions.size)
     mesh = request.abstract(placed, platform)
     site = _site(platform, placed, hardware)
+    stand_in = platform == "cpu" and hardware.chip.family != "cpu"
     # The compiling process takes seconds to load its compiler: it starts before the function is
     # traced, and is ended unused if tracing fails or the cache has the answer.
     with (
@@ -222,6 +223,8 @@ def run(request: Request) -> Rehearsal:
         )
         pulse.now("reading the program")
         facts = _read_outcome(outcome, placed, hardware, arguments.rows, request.batch)
+        if stand_in:
+            facts = _marked(facts)
     estimate = None
     if facts["memory"].refused:
         estimate = _on_cpu_devices(request)
@@ -231,7 +234,7 @@ def run(request: Request) -> Rehearsal:
         arguments=arguments,
         **facts,
         compiler=outcome.compiler,
-        stand_in=platform == "cpu" and hardware.chip.family != "cpu",
+        stand_in=stand_in,
         compile_seconds=outcome.seconds,
         from_cache=from_cache,
         text=outcome.text,
@@ -312,6 +315,16 @@ def _read_outcome(
         "time": step_time(program, collectives, chip, repeated, scheduled),
         "host_transfers": find_host_transfers(program, chip),
         "host_memory": host_memory(sizes, program, placed.topology, hardware),
+    }
+
+
+def _marked(facts: _Facts) -> _Facts:
+    """The same, marked as an estimate on CPU devices."""
+    time = facts["time"]
+    return {
+        **facts,
+        "memory": dataclasses.replace(facts["memory"], cpu_estimate=True),
+        "time": None if time is None else dataclasses.replace(time, cpu_estimate=True),
     }
 
 

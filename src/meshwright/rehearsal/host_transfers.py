@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from meshwright._html import GREY, TIME, Lane, Part
+from meshwright._html import HIDDEN, TIME, Lane, Part
 from meshwright._text import amount, duration
 from meshwright.errors import listing
 from meshwright.hardware.chips import Chip
@@ -74,8 +74,8 @@ def offload_lost_line(offloads: Sequence[Source | None], chip: Chip, stand_in: b
 def bus_lane(exposed: float, hidden: float) -> Lane:
     """Draw the time of the bus: what the step waits for, and what runs beside its kernels."""
     parts = (
-        Part("exposed", exposed, TIME["exposed host transfers"]),
-        Part("hidden, not in the step", hidden, GREY),
+        Part("exposed host transfers", exposed, TIME["exposed host transfers"]),
+        Part("hidden, not in the step", hidden, HIDDEN),
     )
     return Lane("transfers to and from the host", parts)
 

@@ -11,12 +11,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshwright._html import MEMORY, Html, Lane, Part, bars, join, legend
 from meshwright._show import Sheet, Shown, Table, short_repr
 from meshwright._text import amount
 from meshwright.hardware.chips import Chip
 from meshwright.hlo.instructions import Source, primitives
 from meshwright.partitioning.report import LeafRow
 
+CPU_ESTIMATE = "CPU estimate"  # the mark of all that simulated CPU devices stand in for
 _SHOWN = 8  # buffers that are printed
 
 
@@ -29,6 +31,7 @@ class Memory(Shown):
     `refused`: the compiler gave up, and `temporaries` is what it said it needs beyond the
     arguments. `buffers` are the values alive at the peak, largest first; `estimated` where they
     are those of the step partitioned for simulated CPU devices, since the compiler refused.
+    `cpu_estimate`: all of it is those devices', in place of the hardware's.
     """
 
     arguments: int
@@ -42,6 +45,7 @@ class Memory(Shown):
     refused: bool = False
     buffers: tuple[Buffer, ...] = ()
     estimated: bool = False
+    cpu_estimate: bool = False
 
     @property
     def peak(self) -> int:
@@ -83,22 +87,26 @@ class Memory(Shown):
         }
 
     def verdict(self) -> str:
-        """One line: does it fit, with what margin."""
+        """One line: does it fit, with what margin; and the mark of a CPU estimate."""
         share = self.peak / self.limit
+        mark = f" ({CPU_ESTIMATE})" if self.cpu_estimate else ""
         if self.fits:
             return (
-                f"fits: {amount(self.peak)} of {amount(self.limit)} on each {self.chip} "
+                f"fits{mark}: {amount(self.peak)} of {amount(self.limit)} on each {self.chip} "
                 f"({share:.0%}), {amount(self.margin)} to spare"
             )
         return (
-            f"does NOT fit: {amount(self.peak)} on each {self.chip}, which has "
+            f"does NOT fit{mark}: {amount(self.peak)} on each {self.chip}, which has "
             f"{amount(self.limit)}: {amount(-self.margin)} too much ({share:.1f} times)"
         )
 
     def _sheet(self) -> Sheet:
         sizes = [[name, amount(size)] for name, size in self.parts().items() if size]
         sizes += [["peak", amount(self.peak)], ["limit", amount(self.limit)]]
-        parts: list[str | Table] = [Table(["memory on a device", "bytes"], sizes, [False, True])]
+        parts: list[str | Table | Html] = [
+            self.drawing(),
+            Table(["memory on a device", "bytes"], sizes, [False, True]),
+        ]
         if self.note:
             parts.append(f"note: {self.note}")
         if self.buffers:
@@ -113,6 +121,17 @@ class Memory(Shown):
             parts.append(Table(heading, rows, [False, True, False]))
         return Sheet(self.verdict(), parts)
 
+    def lane(self, title: str) -> Lane:
+        """What is allocated at once, part by part; results that overwrite an argument are that."""
+        sizes = {**self.parts(), "outputs": self.outputs - self.aliased}
+        parts = tuple(Part(name, sizes[name], colour) for name, colour in MEMORY.items())
+        return Lane(f"{title}: {amount(self.peak)}", parts)
+
+    def drawing(self) -> Html:
+        """Draw the parts against the limit, with what their colours mean."""
+        lane = self.lane("a device")
+        return join([bars([lane], amount, limit=self.limit), legend(lane.parts, amount, self.peak)])
+
     def to_json(self) -> dict[str, Any]:
         """Return the sizes in bytes, and the buffers at the peak, as plain data."""
         return {
@@ -122,6 +141,7 @@ class Memory(Shown):
             "margin": self.margin,
             "refused": self.refused,
             "estimated": self.estimated,
+            "cpu_estimate": self.cpu_estimate,
             "parts": self.parts(),
             "note": self.note,
             "buffers": [
@@ -130,6 +150,7 @@ class Memory(Shown):
                     "bytes": buffer.bytes,
                     "op": buffer.op_name,
                     "source": None if buffer.source is None else str(buffer.source),
+                    "layer": buffer.layer,
                 }
                 for buffer in self.buffers
             ],
@@ -152,12 +173,41 @@ class Buffer:
         return ", ".join(primitives(self.op_name)) or self.name
 
     @property
+    def layer(self) -> str:
+        """The layer it belongs to: the named scope of its operation, or the path of an argument.
+
+        Without either, the function of its source line.
+
+        >>> Buffer("p", "f32[8]", 32, "state['params']['layers']['mlp']['up']", None).layer
+        'state/params/layers/mlp'
+        >>> Buffer("d", "f32[8]", 32, "jit(f)/transpose(jvp(Net))/Dense_0/dot_general", None).layer
+        'Net/Dense_0'
+        """
+        if "jit(" not in self.op_name and "/" not in self.op_name:
+            path = re.findall(r"[^\[\].'\"]+", self.op_name or self.name.removeprefix("argument "))
+            return "/".join(path[:-1]) or "/".join(path)
+        scopes = _SCOPES.sub("", self.op_name.partition(":")[0]).replace(")", "").split("/")
+        # `jnp.einsum` names a scope by its formula, such as `bsd,df->bsf`, which is no layer.
+        named = [s for s in scopes[:-1] if s and s not in _NO_LAYER and "->" not in s]
+        return "/".join(named) or (self.source.function if self.source else "") or "other"
+
+    @property
     def origin(self) -> str:
         """Operation and source line, short enough for a table."""
         return f"{self.made_by[:40]} {self.source}" if self.source else self.made_by[:60]
 
     def __repr__(self) -> str:
         return short_repr(self, f"{self.shape}, {amount(self.bytes)}: {self.origin}")
+
+
+# What JAX writes around and between the scopes that a user or a library named.
+_SCOPES = re.compile(r"p?jit\([^()/]*\)|\w+\(")
+_NO_LAYER = frozenset(
+    {
+        *("while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "remat"),
+        *("remat2", "scan", "custom_vjp_call", "custom_jvp_call", "shard_map", "core_call"),
+    }
+)
 
 
 def as_compiled(sizes: Mapping[str, int], chip: Chip, buffers: tuple[Buffer, ...]) -> Memory:

@@ -12,9 +12,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from meshwright.axes import role
 from meshwright.errors import MeshwrightError, on_command_line, option_text
-from meshwright.hardware.chips import CHIPS, Chip
+from meshwright.hardware.chips import BELOW_CUBE, CHIPS, DOCUMENTED, PLANAR, Chip, shape_text
 from meshwright.hardware.topology import Topology
-from meshwright.hardware.tpu_shapes import BELOW_CUBE, DOCUMENTED, PLANAR, shape_text
 from meshwright.meshes.build import abstract_mesh
 from meshwright.rehearsal.model_commands import changed_words, rehearse_command
 from meshwright.rehearsal.peak_estimates import PeakEstimate, Scales

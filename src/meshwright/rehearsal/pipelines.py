@@ -14,8 +14,8 @@ from typing import Any
 
 from meshwright import _compat_lowering
 from meshwright._checks import check_seconds
-from meshwright._html import html_table, tag
-from meshwright._show import short_repr
+from meshwright._html import Html, block, tag
+from meshwright._show import Table, short_repr
 from meshwright._text import amount, duration, plural, table
 from meshwright.errors import RehearsalError, short
 from meshwright.hardware.chips import CHIPS, Chip
@@ -196,12 +196,12 @@ class PipelineRehearsal:
 
     def _repr_html_(self) -> str:
         lines = [*(group.verdict() for group in self.groups), *self._notes()]
-        verdicts = "".join(tag("p", line) for line in lines)
+        verdicts = [tag("p", line) for line in lines]
         if self.timeline is None:
-            return f"{verdicts}<p>{self._advice()}</p>"
-        return (
-            f"{verdicts}{html_table(self._task_rows(), [False, *[True] * 5])}{self.timeline.svg()}"
-        )
+            return block(*verdicts, tag("p", self._advice()))
+        heading, *rows = self._task_rows()
+        tasks = Table(heading, rows, [False, *[True] * 5]).html()
+        return block(*verdicts, tasks, Html(self.timeline.svg()))
 
     def to_json(self) -> dict[str, Any]:
         """Return groups, tasks and the timeline as plain data."""

@@ -291,7 +291,7 @@ def _shorter_sequence(result: Rehearsal, estimate: PeakEstimate) -> Iterator[Rem
         if arguments is not None:
             yield from of_model(result, what, changed, estimate.peak(scales, arguments=arguments))
         return
-    length = _token_length(request)
+    length = token_length(request)
     if length is None or length % 2:
         return
     shorter = tuple(
@@ -307,7 +307,7 @@ def _shorter_sequence(result: Rehearsal, estimate: PeakEstimate) -> Iterator[Rem
             yield Remedy(what, how, peak, before, changed)
 
 
-def _token_length(request: Request) -> int | None:
+def token_length(request: Request) -> int | None:
     """The length of rows of tokens: the one second dim of the integers among the data."""
     lengths = {
         leaf.shape[1]

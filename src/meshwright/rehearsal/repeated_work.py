@@ -152,12 +152,12 @@ def _products(program: Program, speed: Speeds, same: Replication) -> Iterator[_P
             if not kernel.flops:
                 continue
             seconds = max(speed.kernel(kernel)) * times
-            for instruction, work in _inside(program, kernel.instruction):
+            for instruction, work in work_inside(program, kernel.instruction):
                 if same.copies(instruction) > 1 and work:
                     yield _Product(instruction, work * times, seconds * work / kernel.flops)
 
 
-def _inside(program: Program, instruction: Instruction) -> Iterator[tuple[Instruction, float]]:
+def work_inside(program: Program, instruction: Instruction) -> Iterator[tuple[Instruction, float]]:
     """An instruction with its own operations, and those that are fused into it."""
     custom = program.kernel_work(instruction)
     if custom is not None:
@@ -167,7 +167,7 @@ def _inside(program: Program, instruction: Instruction) -> Iterator[tuple[Instru
     if instruction.opcode == "fusion":
         for _, name in instruction.called:
             for each in program.computations[name].instructions:
-                yield from _inside(program, each)
+                yield from work_inside(program, each)
 
 
 def _entry(

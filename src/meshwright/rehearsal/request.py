@@ -36,7 +36,6 @@ CompilerChoice = Literal["vendor", "cpu"]
 
 TIMEOUT = 900.0  # seconds; a train step of llama3-8b for 64 TPU chips takes 40
 _MOST_CPU_DEVICES = 2048  # that XLA's CPU client makes in one process
-EXTRAS = {"tpu": "tpu", "gpu": "cuda13-compiler"}  # of pip install meshwright[...], by chip family
 # How to get the compiler of a family of chips: by the packages themselves, which works wherever
 # meshwright came from.
 INSTALL = {

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from meshwright._html import html_table
-from meshwright._show import short_repr
-from meshwright._text import amount, duration, table
+from meshwright._show import Sheet, Shown, Table, short_repr
+from meshwright._text import amount, duration
 from meshwright.errors import RehearsalError, short
 from meshwright.hlo.instructions import Source
 from meshwright.partitioning.report import PartitionReport
 from meshwright.placement.placement import Placement
+from meshwright.rehearsal.advice import AdviceList, find_advice
 from meshwright.rehearsal.avoidable_costs import AvoidableCosts, find_costs
 from meshwright.rehearsal.callbacks import Callback
 from meshwright.rehearsal.collectives.types import CAUSES, Collectives
@@ -21,12 +23,13 @@ from meshwright.rehearsal.host_memory import HostMemory
 from meshwright.rehearsal.host_transfers import HostTransfers
 from meshwright.rehearsal.memory import Memory
 
-# `avoidable_costs`, `remedies` and `rendering` know this file's classes as types alone, so that no
-# import is in a function.
-from meshwright.rehearsal.remedies import find_remedies
+# `advice`, `avoidable_costs`, `remedies` and `rendering` know this file's classes as types alone,
+# so that no import is in a function.
+from meshwright.rehearsal.mesh_remedies import data_rows
+from meshwright.rehearsal.remedies import find_remedies, token_length
 from meshwright.rehearsal.remedy_table import Remedies
-from meshwright.rehearsal.rendering import as_html, as_json, as_text
-from meshwright.rehearsal.request import Request
+from meshwright.rehearsal.rendering import as_html, as_json, as_page, as_text, provenance
+from meshwright.rehearsal.request import Request, batch_shape
 from meshwright.rehearsal.step_time import StepTime
 
 
@@ -90,6 +93,84 @@ class Rehearsal:
     def bytes(self) -> float | None:
         """Bytes the kernels read and write of a device's memory."""
         return None if self.time is None else self.time.bytes
+
+    @property
+    def examples_per_second(self) -> float | None:
+        """Rows of the data in a second, on all devices; `None` without rows or a time."""
+        rows = data_rows(self.request.args, self.request.data)
+        return rows / self.time.total if rows and self.time and self.time.total else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens in a second, on all devices; `None` where the data are no rows of tokens."""
+        request = self.request
+        model = request.model is not None
+        length = batch_shape(request)[1] if model else token_length(request)
+        rate = self.examples_per_second
+        return None if rate is None or length is None else rate * length
+
+    @property
+    def model_flops(self) -> float | None:
+        """Operations a device needs for the model: nothing that is repeated or computed again.
+
+        Of this package's models by their formula, `Model.flops`; else counted in the program.
+        """
+        if self.time is None or self.request.model is None:
+            return None if self.time is None else self.time.model_flops
+        whole = self.request.model.flops(*batch_shape(self.request))
+        return whole / self.placement.topology.num_devices
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation: the part of the chip's peak that `model_flops` take."""
+        if self.time is None or self.model_flops is None or not self.time.total:
+            return None
+        return self.model_flops / self.time.peak_flops / self.time.total
+
+    def advice(self, *, check: bool = False) -> AdviceList:
+        """List what to do next, each with what it brings as a number and what to write.
+
+        With `check` also compile the remedies, or the changes that would save time.
+
+        >>> import jax, meshwright as mw
+        >>> w = jax.ShapeDtypeStruct((512, 512), "float32")
+        >>> r = mw.rehearse(lambda w: w + 1, w, mesh="dp:8", on="cpu:8")
+        >>> [each.brings for each in r.advice()]
+        ['15.99 GiB of every device to spare']
+        """
+        if not check:
+            return self._advice
+        remedies = () if self.fits else self.remedies(check=True)
+        return find_advice(self, remedies, self.costs(check=self.fits))
+
+    @functools.cached_property
+    def _advice(self) -> AdviceList:
+        return find_advice(self)
+
+    def save(self, path: str | Path, *, title: str | None = None) -> Path:
+        """Write the report to a file, one page that works offline; JSON where it ends in `.json`.
+
+        `mw.report.page` makes the page with a comparison, a pipeline or losses beside it. Raises
+        `RehearsalError` for another ending or a folder that does not exist.
+
+        >>> import tempfile, meshwright as mw
+        >>> r = mw.rehearse_model("tiny", batch=16, mesh="fsdp:4, tp:2", on="cpu:8")
+        >>> r.save(f"{tempfile.mkdtemp()}/tiny.html").name
+        'tiny.html'
+        """
+        path = Path(path)
+        if path.suffix not in (".html", ".json"):
+            raise RehearsalError(
+                f"save: {short(path.name)} ends in neither .html nor .json.", option="path"
+            )
+        if not path.parent.is_dir():
+            raise RehearsalError(f"save: there is no folder {path.parent}.", option="path")
+        if path.suffix == ".html":
+            text = as_page(self, title=title)
+        else:
+            text = json.dumps({**self.to_json(), "provenance": provenance(self)}, indent=2)
+        path.write_text(text, encoding="utf-8")
+        return path
 
     def remedies(self, *, check: bool = False) -> Remedies:
         """List ways to need less memory, cheapest first; with `check` compile each as well.
@@ -156,7 +237,7 @@ class Rehearsal:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Comparison:
+class Comparison(Shown):
     """What differs between two rehearsals. Prints itself; HTML in a notebook; `to_json()`."""
 
     first: Rehearsal
@@ -191,10 +272,14 @@ class Comparison:
         return short_repr(self, f"of {self.first!r} and {self.second!r}")
 
     def __str__(self) -> str:
-        return table(self._cells(), [False, True, True, True])
+        return self._table().text()
 
-    def _repr_html_(self) -> str:
-        return html_table(self._cells(), [False, True, True, True])
+    def _sheet(self) -> Sheet:
+        return Sheet(f"{self.first.name} and {self.second.name}", [self._table()])
+
+    def _table(self) -> Table:
+        heading, *rows = self._cells()
+        return Table(heading, rows, [False, True, True, True])
 
     def _cells(self) -> list[list[str]]:
         cells = [["", self.first.name, self.second.name, "ratio"]]

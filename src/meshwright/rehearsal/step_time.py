@@ -11,7 +11,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from meshwright._show import short_repr
+from meshwright._html import TIME, Html, Lane, Part, bars, join, legend
+from meshwright._show import Sheet, Shown, Table, short_repr
 from meshwright._text import amount, duration, table
 from meshwright.hardware.chips import Chip
 from meshwright.hlo.dataflow import runs_per_call
@@ -22,12 +23,16 @@ from meshwright.rehearsal.collectives.types import Collectives
 from meshwright.rehearsal.host_transfers import Direction, HostTransfer, transfers_of
 from meshwright.rehearsal.kernel_speeds import Speeds, speeds
 from meshwright.rehearsal.kernels import Kernel, kernels, running
-from meshwright.rehearsal.repeated_work import RepeatedWork
+from meshwright.rehearsal.memory import CPU_ESTIMATE
+from meshwright.rehearsal.repeated_work import RepeatedWork, work_inside
 from meshwright.rehearsal.tpu_speeds import CLOCK
+
+# In the names of operations that `jax.checkpoint` has computed again for the backward pass.
+_RECOMPUTED = "rematted_computation"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class StepTime:
+class StepTime(Shown):
     """Seconds of a step on one device, by the model. Prints itself; `to_json()`.
 
     `compute` and `memory`: kernels that wait for the one or the other. `exposed`: communication
@@ -35,7 +40,9 @@ class StepTime:
     of kernels. `compiler` is the compiler's own estimate of its kernels, where it gives one; it
     leaves custom kernels out, which are added as modelled here. `custom` lists those.
     `host_exposed` and `host_hidden` are those of transfers to and from the host. `repeated` are
-    products that several devices compute alike; they are in `flops` and in the times.
+    products that several devices compute alike, `recomputed` the operations that rematerialisation
+    does again; both are in `flops` and in the times. `cpu_estimate`: of the program for simulated
+    CPU devices, in place of the hardware's.
     """
 
     compute: float
@@ -51,6 +58,8 @@ class StepTime:
     host_exposed: float = 0.0
     host_hidden: float = 0.0
     repeated: tuple[RepeatedWork, ...] = ()
+    recomputed: float = 0.0
+    cpu_estimate: bool = False
 
     @property
     def total(self) -> float:
@@ -61,6 +70,11 @@ class StepTime:
     def useful_flops(self) -> float:
         """Operations of one device without those that other devices do as well."""
         return self.flops - sum(entry.wasted for entry in self.repeated)
+
+    @property
+    def model_flops(self) -> float:
+        """Operations of one device that the model needs: `useful_flops` without recomputed ones."""
+        return self.useful_flops * (1 - self.recomputed / self.flops) if self.flops else 0.0
 
     @property
     def utilisation(self) -> float:
@@ -87,8 +101,16 @@ class StepTime:
         return short_repr(self, f"{duration(self.total)}: {parts}")
 
     def __str__(self) -> str:
-        rows = [["modelled time of a step", "", ""]]
-        rows += [
+        mark = f" ({CPU_ESTIMATE})" if self.cpu_estimate else ""
+        rows = [[f"modelled time of a step{mark}", "", ""]]
+        rows += self._rows()
+        lines = [table(rows, [False, True, True])]
+        if self.custom:
+            lines.append(table([list(CUSTOM_HEADING), *custom_rows(self.custom)], CUSTOM_RIGHT))
+        return "\n\n".join(lines + self.repeated_lines() + self.doubts())
+
+    def _rows(self) -> list[list[str]]:
+        rows = [
             [name, duration(seconds), f"{seconds / (self.total or 1):.0%}"]
             for name, seconds in self.parts().items()
             if seconds or name != "exposed host transfers" or self.host_hidden
@@ -101,10 +123,28 @@ class StepTime:
             rows.append(["hidden host transfers", hidden, "not in the total"])
         if self.compiler is not None:
             rows.append(["kernels as the compiler sees it", duration(self.compiler), ""])
-        lines = [table(rows, [False, True, True])]
+        return rows
+
+    def _sheet(self) -> Sheet:
+        mark = f" ({CPU_ESTIMATE})" if self.cpu_estimate else ""
+        parts: list[str | Table | Html] = [
+            self.drawing(),
+            Table(["part of a step", "time", ""], self._rows(), [False, True, True]),
+        ]
         if self.custom:
-            lines.append(table([list(CUSTOM_HEADING), *custom_rows(self.custom)], CUSTOM_RIGHT))
-        return "\n\n".join(lines + self.repeated_lines() + self.doubts())
+            parts.append(Table(CUSTOM_HEADING, custom_rows(self.custom), CUSTOM_RIGHT))
+        headline = f"modelled step{mark}: {duration(self.total)}"
+        return Sheet(headline, [*parts, *self.repeated_lines(), *self.doubts()])
+
+    def lane(self) -> Lane:
+        """The parts of a step, one after the other."""
+        parts = tuple(Part(name, self.parts()[name], colour) for name, colour in TIME.items())
+        return Lane(f"a step: {duration(self.total)}", parts)
+
+    def drawing(self) -> Html:
+        """Draw the parts, with what their colours mean."""
+        lane = self.lane()
+        return join([bars([lane], duration), legend(lane.parts, duration, self.total)])
 
     def repeated_lines(self) -> list[str]:
         """Say which work is done more than once; empty if none is, or next to none."""
@@ -143,6 +183,9 @@ class StepTime:
             "flops": self.flops,
             "bytes": self.bytes,
             "useful_flops": self.useful_flops,
+            "recomputed_flops": self.recomputed,
+            "model_flops": self.model_flops,
+            "cpu_estimate": self.cpu_estimate,
             "utilisation": self.utilisation,
             "hardware_utilisation": self.hardware_utilisation,
             "repeated": [entry.to_json() for entry in self.repeated],
@@ -223,11 +266,14 @@ def step_time(
     runs = _Runs(program, collectives, speed)
     parts = dict.fromkeys(_PARTS, 0.0)
     custom: list[CustomKernel] = []
+    recomputed = 0.0
     for computation in running(program):
         if computation.name in runs.bodies:
             continue
         times = program.run_count(computation.name).count
-        custom += _custom(runs.kernels(computation), times, speed)
+        work = runs.kernels(computation)
+        custom += _custom(work, times, speed)
+        recomputed += times * sum(_recomputed(program, kernel) for kernel in work)
         for name, value in runs.parts(computation).items():
             parts[name] += value * times
     for entry in collectives:
@@ -241,7 +287,17 @@ def step_time(
         compiler=_compilers_estimate(program, chip, custom),
         custom=tuple(custom),
         repeated=repeated,
+        recomputed=recomputed,
+        cpu_estimate=False,
     )
+
+
+def _recomputed(program: Program, kernel: Kernel) -> float:
+    """Operations of a kernel that rematerialisation does again."""
+    if not kernel.flops:
+        return 0.0
+    inside = work_inside(program, kernel.instruction)
+    return sum(work for each, work in inside if _RECOMPUTED in each.op_name)
 
 
 def _custom(work: list[Kernel], times: int, speed: Speeds) -> list[CustomKernel]:

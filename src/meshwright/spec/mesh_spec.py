@@ -24,8 +24,9 @@ from meshwright._checks import (
     check_size,
     check_type,
 )
-from meshwright._show import short_repr
+from meshwright._show import Sheet, Table, short_repr
 from meshwright._text import plural
+from meshwright.axes import role
 from meshwright.errors import SpecError, listing, near, short
 
 
@@ -234,6 +235,22 @@ class MeshSpec:
 
     def __repr__(self) -> str:
         return short_repr(self, str(self))
+
+    def _repr_html_(self) -> str:
+        devices = "size open" if self.size is None else plural(self.size, "device")
+        rows = [
+            [
+                axis.name,
+                "the rest" if axis.fast == -1 else f"{axis.size:,}",
+                role(axis.name).description,
+                "" if axis.slow is None else f"{axis.slow} parts",
+                axis.type or "",
+            ]
+            for axis in self.axes
+        ]
+        heading = ["axis", "size", "what it splits", "slow network", "type"]
+        table = Table(heading, rows, [False, True, False, False, False])
+        return Sheet(f"{self} ({devices})", [table]).html()
 
 
 SpecLike: TypeAlias = MeshSpec | str | Mapping[str, int] | Sequence[Any]

@@ -7,12 +7,12 @@ partitioner complained of.
 from __future__ import annotations
 
 import dataclasses
-import html
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from meshwright._html import Html, join, tag
 from meshwright._show import Sheet, Shown, Table, short_repr
 from meshwright._text import amount, duration, plural, table, text_width
 from meshwright.hlo.dataflow import RunCount
@@ -338,8 +338,8 @@ class _CauseTable(Table):
         more = f"\n{self.left_out}" if self.left_out else ""
         return f"\n{self.title}\n{lines}{more}"
 
-    def html(self) -> str:
-        return f"<h4>{html.escape(self.title)}</h4>{super().html()}"
+    def html(self) -> Html:
+        return join([tag("h3", self.title), super().html()])
 
 
 def _cause_table(cause: str, entries: Sequence[Collective]) -> Table:

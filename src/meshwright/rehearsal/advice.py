@@ -1,0 +1,318 @@
+"""`Advice`: what to do next about a step, what it would bring as a number, and what to write.
+
+First how to make it fit (`remedies`), then what would save time (`avoidable_costs`, and what the
+step waits for), then what would use the memory that is left. Numbers are of the same model as the
+step's time; "up to" where the change may cost something elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+from meshwright._show import Sheet, Shown, short_repr
+from meshwright._text import amount, duration, text_width
+from meshwright.axes import role
+from meshwright.errors import option_text
+from meshwright.partitioning.report import LeafRow
+from meshwright.rehearsal.avoidable_costs import AvoidableCosts
+from meshwright.rehearsal.collectives.types import IMPLICIT_RESHARDING, Collective
+from meshwright.rehearsal.memory import CPU_ESTIMATE
+from meshwright.rehearsal.mesh_remedies import data_rows
+from meshwright.rehearsal.model_commands import rehearse_command
+from meshwright.rehearsal.remedy_table import Remedy
+from meshwright.rehearsal.request import INSTALL, batch_shape, changed_model
+
+if TYPE_CHECKING:  # `result` imports this file
+    from meshwright.rehearsal.result import Rehearsal
+
+# Fractions of the step's time, and of a device's memory, from which advice is given.
+_MUCH_WAITING, _MUCH_READING, _MUCH_ROOM, _GAIN = 0.25, 0.4, 0.4, 0.02
+_COSTS, _REPLICATED = 3, 3  # that are named
+_MOST_ROWS = 16  # times the batch
+_CONSTRAIN = "jax.lax.with_sharding_constraint(x, spec) on what goes into it and comes out of it"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Advice:
+    """One thing to do: `what`, what it `brings` in words with a number, and the `change` to make.
+
+    `change` is a command, an option or a line of code. `seconds` of a step and `bytes` of a device
+    are what it would save at most, where it saves such.
+    """
+
+    what: str
+    brings: str
+    change: str
+    seconds: float | None = None
+    bytes: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.what[:1].upper()}{self.what[1:]}: {self.brings}. {self.change}"
+
+    def __repr__(self) -> str:
+        return short_repr(self, f"{self.what}: {self.brings}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it as plain data; bytes and seconds."""
+        return dataclasses.asdict(self)
+
+
+class AdviceList(Shown, Sequence[Advice]):
+    """What to do next, most important first. Prints itself; HTML in a notebook; `to_json()`.
+
+    A sequence: it has a length, is iterated over and indexed; a slice of it is one too.
+    """
+
+    def __init__(self, entries: Sequence[Advice], cpu_estimate: bool):
+        self._entries = tuple(entries)
+        self.cpu_estimate = cpu_estimate
+
+    @overload
+    def __getitem__(self, index: int) -> Advice: ...
+    @overload
+    def __getitem__(self, index: slice) -> AdviceList: ...
+    def __getitem__(self, index: int | slice) -> Advice | AdviceList:
+        if isinstance(index, slice):
+            return AdviceList(self._entries[index], self.cpu_estimate)
+        return self._entries[index]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def _sheet(self) -> Sheet:
+        mark = f" ({CPU_ESTIMATE})" if self.cpu_estimate else ""
+        lines = (
+            textwrap.fill(f"{number}. {each}", text_width(), subsequent_indent="   ")
+            for number, each in enumerate(self, 1)
+        )
+        return Sheet(f"What to do next{mark}", list(lines))
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return every piece of advice as plain data, the most important first."""
+        return [each.to_json() for each in self]
+
+
+def find_advice(
+    result: Rehearsal, remedies: Sequence[Remedy] = (), costs: AvoidableCosts | None = None
+) -> AdviceList:
+    """List what to do; `remedies` and `costs` are those that were tried, if any."""
+    listed = remedies or (() if result.memory.fits else result.remedies())
+    entries = [
+        *map(_remedy, listed),
+        *_costs(result, result.costs() if costs is None else costs),
+        *_replicated(result),
+    ]
+    if result.fits:
+        entries += [*_communication(result), *_reading(result), *_room(result)]
+    entries += _stand_in(result)
+    if not entries:
+        brings = f"{amount(result.margin)} of every device to spare"
+        entries = [Advice("run it, nothing stands out", brings, _command(result))]
+    return AdviceList(entries, result.stand_in)
+
+
+def _command(result: Rehearsal) -> str:
+    return rehearse_command(result.request)
+
+
+def _remedy(remedy: Remedy) -> Advice:
+    brings = f"saves {amount(remedy.saves)} of {amount(remedy.before)} on a device"
+    if remedy.tried is not None or remedy.failed:
+        brings = (
+            f"{brings}; tried, {remedy.outcome()}" if remedy.tried else f"tried, {remedy.failed}"
+        )
+    elif remedy.request is None:
+        brings += ", yours to try"
+    return Advice(remedy.what, brings, remedy.command or remedy.how, bytes=remedy.saves)
+
+
+def _costs(result: Rehearsal, costs: AvoidableCosts) -> Iterator[Advice]:
+    """The largest costs of a sharding, each with what to write against it."""
+    step = costs.step or 1.0
+    for cost in costs.entries[:_COSTS]:
+        over = f" over {cost.over}" if cost.over else ""
+        array = f" ({cost.what})" if cost.what else ""
+        seconds, sure = cost.seconds, "up to "
+        if cost.tried is not None and cost.tried.time is not None:
+            seconds, sure = costs.step - cost.tried.time.total, "tried, "
+        yield Advice(
+            f"avoid {cost.kind}{over} at {cost.where}{array}",
+            f"{sure}{duration(max(0.0, seconds))} of a step of {duration(step)} "
+            f"({max(0.0, seconds) / step:.0%})",
+            cost.write or "the constraints of all lines together",
+            seconds=seconds,
+        )
+
+
+def _replicated(result: Rehearsal) -> Iterator[Advice]:
+    """Arrays that are whole on every device, where their copies take 5 % of one together."""
+    copies = result.placement.topology.num_devices
+    if result.request.in_shardings is not None or copies < 2:
+        return  # then they were meant to be replicated
+    for row in result.arguments.replicated[:_REPLICATED]:
+        if row.bytes * copies <= 0.05 * result.memory.limit:
+            continue  # small arrays are well replicated
+        cut = _cut(result, row)
+        if cut is None:
+            what = f"pad {row.path} ({row.text}), which no mesh axis divides"
+            brings = f"{amount(row.bytes)} of it are whole on every device"
+            yield Advice(what, brings, f'then a rule, ("{row.path}", P(...))', bytes=row.bytes)
+            continue
+        spec, pieces = cut
+        saved = row.bytes - row.bytes // pieces
+        yield Advice(
+            f"cut {row.path} ({row.text}), which is whole on every device",
+            f"saves {amount(saved)} on each",
+            f'rules=[("{row.path}", {spec}), ...]',
+            bytes=saved,
+        )
+
+
+def _cut(result: Rehearsal, row: LeafRow) -> tuple[str, int] | None:
+    """A spec that cuts a dim over the largest axis that divides it, and into how many pieces."""
+    spec = result.placement.spec
+    for size, name in sorted(zip(spec.sizes, spec.names, strict=True), reverse=True):
+        for dim, length in enumerate(row.shape):
+            if size > 1 and length % size == 0:
+                return f"P({'None, ' * dim}{name!r})".replace("'", '"'), size
+    return None
+
+
+# What a step that fits waits for. In: its modelled time. Out: the change that shortens the largest
+# part of it. Example: on fsdp:64, tp:4 the gradient sums over fsdp take as long for twice the rows.
+
+
+def _communication(result: Rehearsal) -> Iterator[Advice]:
+    timing = result.time
+    if timing is None or not timing.total or timing.exposed <= _MUCH_WAITING * timing.total:
+        return
+    if not len(result.collectives):
+        return
+    worst = max(result.collectives, key=lambda entry: entry.total_seconds)
+    where = f", from {worst.source}" if worst.source else ""
+    waits = (
+        f"{timing.exposed / timing.total:.0%} of the step waits for communication, the largest "
+        f"part the {worst.kind} of {worst.shape} over {worst.over}{where}"
+    )
+    if worst.cause == IMPLICIT_RESHARDING:
+        what, change = "constrain its operands to one sharding", _CONSTRAIN
+        seconds = _waited(result, [worst])
+    elif _of_weights(worst):
+        larger = _more_rows(result, 2)
+        what = "more rows on a device would share its cost"
+        brings = f"{larger.gain:.0%} more {larger.unit} a second"
+        yield Advice(f"{what}: {waits}", brings, larger.change)
+        return
+    else:
+        what = f"a smaller {worst.over} would send less"
+        change = _smaller_axis(result, [part.name for part in worst.axes or ()])
+        alike = (entry for entry in result.collectives if entry.over == worst.over)
+        seconds = _waited(result, alike) / 2  # half the rows of a device cross it
+    brings = f"up to {duration(seconds)} of a step of {duration(timing.total)}"
+    yield Advice(f"{what}: {waits}", brings, change, seconds=seconds)
+
+
+def _waited(result: Rehearsal, entries: Iterable[Collective]) -> float:
+    """Seconds that the step waits for some of its collectives, in proportion to their time."""
+    whole = result.collectives.seconds
+    exposed = 0.0 if result.time is None else result.time.exposed
+    return exposed * sum(entry.total_seconds for entry in entries) / whole if whole else 0.0
+
+
+def _of_weights(entry: Collective) -> bool:
+    """Whether it runs over axes that weights and their gradients are moved over."""
+    named = [part.name for part in entry.axes or ()]
+    return bool(named) and all(role(name).moves == "weights" for name in named)
+
+
+def _smaller_axis(result: Rehearsal, axes: Sequence[str]) -> str:
+    """The mesh with half of one axis, for the axis that takes most of the devices."""
+    sizes = dict(zip(result.placement.spec.names, result.placement.spec.sizes, strict=True))
+    others = [name for name in sizes if role(name).moves == "weights" and name not in axes]
+    if len(axes) != 1 or sizes[axes[0]] % 2 or not others:
+        return "another mesh, with more of its devices on axes for data"
+    sizes[axes[0]] //= 2
+    sizes[max(others, key=lambda name: sizes[name])] *= 2
+    mesh = ", ".join(f"{name}:{size}" for name, size in sizes.items())
+    changed = dataclasses.replace(result.request, mesh=mesh)
+    return rehearse_command(changed) or f'mesh="{mesh}"'
+
+
+def _reading(result: Rehearsal) -> Iterator[Advice]:
+    timing = result.time
+    if timing is None or result.stand_in:  # how kernels fuse is the CPU's there
+        return
+    if timing.memory > _MUCH_READING * timing.total:
+        yield Advice(
+            f"{timing.memory / timing.total:.0%} of the step waits for the chip's own memory",
+            f"up to {duration(timing.memory)} of a step of {duration(timing.total)}",
+            "more rows on a device, or kernels that fuse more (attention first)",
+            seconds=timing.memory,
+        )
+
+
+def _room(result: Rehearsal) -> Iterator[Advice]:
+    """What would use the memory that is free: less computed again, or more rows."""
+    if result.margin <= _MUCH_ROOM * result.memory.limit:
+        return
+    timing, free = result.time, f"{amount(result.margin)} of every device are free"
+    if timing is not None and timing.recomputed:
+        seconds = timing.compute * timing.recomputed / timing.flops
+        if seconds > _GAIN * timing.total:
+            brings = f"up to {duration(seconds)} of a step of {duration(timing.total)}"
+            change = "jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)"
+            if result.request.model is not None:
+                less = changed_model(result.request, remat="minimal", saved=(), offloaded=())
+                change = rehearse_command(less) or 'models.model(..., remat="minimal")'
+            yield Advice(f"compute less again, {free}", brings, change, seconds=seconds)
+    times = _fitting_rows(result)
+    if times > 1:
+        more = _more_rows(result, times)
+        gain = f"{more.gain:.0%} more {more.unit} a second"
+        yield Advice(f"{times} times the rows, {free}", gain, more.change)
+
+
+def _fitting_rows(result: Rehearsal) -> int:
+    """How many times the rows fit, in powers of two, if temporaries grow as rows do."""
+    memory, times = result.memory, 1
+    while times < _MOST_ROWS and (2 * times - 1) * memory.temporaries <= memory.margin:
+        times *= 2
+    return times
+
+
+@dataclasses.dataclass(frozen=True)
+class _MoreRows:
+    gain: float
+    unit: str
+    change: str
+
+
+def _more_rows(result: Rehearsal, times: int) -> _MoreRows:
+    """What more rows bring: weights and their gradients are sent once for all of them."""
+    request, timing = result.request, result.time
+    rows = data_rows(request.args, request.data)
+    unit = "tokens" if result.tokens_per_second is not None else "rows"
+    gain = 0.0
+    if timing is not None and timing.total:
+        fixed = _waited(result, filter(_of_weights, result.collectives))
+        gain = times * timing.total / (fixed + times * (timing.total - fixed)) - 1
+    change = f"{times * rows:,} rows instead of {rows:,}"
+    if request.model is not None:
+        larger, length = batch_shape(request)
+        change = rehearse_command(changed_model(request, batch=times * larger, seq=length))
+    return _MoreRows(gain, unit, change or f"batch={times * rows}")
+
+
+def _stand_in(result: Rehearsal) -> Iterator[Advice]:
+    if result.stand_in:
+        chip, request = result.placement.topology.chip, result.request
+        command = rehearse_command(dataclasses.replace(request, compiler="vendor"))
+        again = f"rehearse again without {option_text('compiler', 'cpu')}"
+        yield Advice(
+            f"ask the compiler of {chip.name} itself before you rent it",
+            f"its own peak in place of {amount(result.memory.peak)}, which is a {CPU_ESTIMATE}",
+            f"{INSTALL[chip.family]}; then {command or again}",
+        )
