@@ -332,8 +332,14 @@ def completion(commands: Mapping[str, type[Command]], shell: str) -> str:
         return _fish(commands)
     script = _BASH.format(commands=" ".join(commands), cases=_bash_cases(commands))
     if shell == "zsh":
-        return f"autoload -Uz bashcompinit && bashcompinit\n{script}"
+        return f"{_ZSH}\n{script}"
     return script
+
+
+# zsh reads bash's scripts once its own completion is loaded.
+_ZSH = """\
+(( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }
+autoload -Uz bashcompinit && bashcompinit"""
 
 
 _BASH = """\
