@@ -150,3 +150,11 @@ def test_only_tpus_are_compiled_without_code(options, message):
     with pytest.raises(RehearsalError, match=message) as raised:
         rehearse(PARAMS, W, **options)
     assert raised.value.option == "codegen"
+
+
+def test_in_shardings_do_not_say_what_stays_on_the_host():
+    host = NamedSharding(mw.abstract_mesh(MESH), P("fsdp"), memory_kind="pinned_host")
+    for given, where in ((host, ""), ({"up": host, "down": P()}, ".*up: ")):
+        pattern = rf"(?s)^in_shardings\[0\], of params: {where}a sharding in memory 'pinned_host'"
+        with pytest.raises(RehearsalError, match=pattern):
+            rehearse(PARAMS, W, in_shardings=[given, None])

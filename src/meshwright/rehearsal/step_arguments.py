@@ -92,7 +92,7 @@ def _given_specs(arg: Any, given: Any, mesh: AbstractMesh, where: str) -> Any:
     arrays = walk(arg)
     try:
         if isinstance(given, (PartitionSpec, NamedSharding)):
-            per_leaf = [spec_on_axes(given, mesh)] * len(arrays.arrays)
+            per_leaf = [_spec_on_device(given, mesh)] * len(arrays.arrays)
         else:
             per_leaf = match_specs(arrays, _read_shardings(given, mesh))
         check_specs("", arrays.arrays, per_leaf, mesh)
@@ -109,11 +109,22 @@ def _read_shardings(specs: Any, mesh: AbstractMesh) -> Any:
     read = []
     for path, value in flat:
         try:
-            read.append(spec_on_axes(value, mesh) if isinstance(value, NamedSharding) else value)
+            sharding = isinstance(value, NamedSharding)
+            read.append(_spec_on_device(value, mesh) if sharding else value)
         except PartitionError as error:
             problems.append(f"{shown_path(path_text(path))}: {error}")
     refuse("specs", problems)
     return unflatten(treedef, read)
+
+
+def _spec_on_device(given: PartitionSpec | NamedSharding, mesh: AbstractMesh) -> PartitionSpec:
+    """The spec of a sharding in the device's memory; arrays on the host say so themselves."""
+    if isinstance(given, NamedSharding) and given.memory_kind == ON_HOST:
+        raise PartitionError(
+            f"a sharding in memory {ON_HOST!r}, but in_shardings only say how arrays are cut. Give "
+            "the argument itself that sharding: jax.ShapeDtypeStruct(shape, dtype, sharding=...)."
+        )
+    return spec_on_axes(given, mesh)
 
 
 def data_specs(arg: Any, mesh: AbstractMesh, name: str = "data") -> Any:
