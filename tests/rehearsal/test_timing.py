@@ -54,7 +54,7 @@ def test_small_products_reach_less(side, reached):
 
 def test_short_kernels_take_as_long_as_their_launch():
     gpu = speeds(CHIPS["h200"])
-    assert 1e-6 + gpu.launch(1e-6) == pytest.approx(3e-6)
+    assert 1e-6 + gpu.launch(1e-6) == pytest.approx(2.5e-6)
     assert gpu.launch(1e-3) < 1e-6
     assert gpu.launch(0.0) == 0.0
 
@@ -161,7 +161,9 @@ def test_gradients_of_convolutions_by_cudnn_have_the_products_of_the_convolution
 
 def test_types_have_their_own_speed():
     gpu, tpu = speeds(CHIPS["h100"]), speeds(CHIPS["v5e"])
-    assert gpu.compute(1e12, "f32") == pytest.approx(2.3 * gpu.compute(1e12, "bf16"), rel=0.01)
+    assert gpu.compute(1e10, "f32") == pytest.approx(2.3 * gpu.compute(1e10, "bf16"), rel=0.01)
+    # Large products of bf16 are held down by power: 675 to 731 TFLOP/s on one H200.
+    assert gpu.compute(2e12, "bf16") == pytest.approx(2e12 / 705e12, rel=0.04)
     assert tpu.compute(1e12, "f32") == tpu.compute(1e12, "bf16")
 
 
@@ -243,7 +245,9 @@ def test_attention_of_cudnn_has_its_products_and_its_own_speed(
     [kernel] = time.custom
     assert kernel.flops == time.flops == products * 2 * 4 * 8 * 2048**2 * head
     assert (kernel.kind, kernel.trust) == ("cuDNN attention", "counted")
-    assert kernel.seconds == pytest.approx(kernel.flops / (990e12 * efficiency))
+    # A little more with more keys: 2,048 of them, of which a causal mask leaves half.
+    reached = efficiency * (0.96 if mask == "CAUSAL" else 1.0)
+    assert kernel.seconds == pytest.approx(kernel.flops / (990e12 * reached), rel=0.002)
 
 
 def test_a_call_that_nobody_knows_is_told():
@@ -280,7 +284,8 @@ def test_transcendental_functions_bound_a_kernel_that_has_many():
 
 
 def test_sorts_take_their_keys():
-    # Measured on one H200: 2^24 keys in 630 us, 1,024 rows of 16,384 keys in 1,182 us.
+    # Measured on one H200: 2^24 keys in 630 us, 1,024 rows of 16,384 keys in 1,182 us, 32,768 rows
+    # of 1,024 in 1,518 us, 131,072 of 256 in 1,123 us.
     less = """\
 %less (p: f32[], q: f32[]) -> pred[] {
   %p = f32[] parameter(0)
@@ -298,7 +303,69 @@ def test_sorts_take_their_keys():
         )
 
     assert sort("16777216") == pytest.approx(630e-6, rel=0.1)
-    assert sort("1024,16384") == pytest.approx(1182e-6, rel=0.25)
+    assert sort("1024,16384") == pytest.approx(1182e-6, rel=0.1)
+    assert sort("32768,1024") == pytest.approx(1518e-6, rel=0.1)
+    assert sort("131072,256") == pytest.approx(1123e-6, rel=0.15)
+
+
+def test_a_fourier_transform_goes_over_its_rows_as_often_as_cufft_does():
+    # Measured on one H200: real rows of 16,384 to complex ones 0.35 ms, back 0.99 ms with a copy
+    # and scaling; complex rows of 262,144, in two passes, 0.63 ms.
+    def transform(given, result, kind, length):
+        body = (
+            f"  %x = {given} constant(0)\n"
+            f"  ROOT %y = {result} fft(%x), fft_type={kind}, fft_length={{{length}}}\n"
+        )
+        return seconds(body, chip="h200")
+
+    real, spectrum, long = "f32[8192,16384]", "c64[8192,8193]", "c64[256,262144]"
+    assert transform(real, spectrum, "RFFT", 16384) == pytest.approx(0.347e-3, rel=0.1)
+    assert transform(spectrum, real, "IRFFT", 16384) == pytest.approx(0.994e-3, rel=0.1)
+    assert transform(long, long, "FFT", 262144) == pytest.approx(0.6e-3, rel=0.1)
+
+
+def test_a_softmax_with_a_mask_takes_longer_than_its_bytes():
+    # The gradient of masked attention scores on one H200: 4 x 16 x 4,096 x 4,096, 6.99 ms; its
+    # bytes alone take 2.5 ms.
+    rows = "f32[64,4096,4096]"
+    chain = "".join(f"  %m{i + 1} = {rows} multiply(%m{i}, %m{i})\n" for i in range(7))
+    masks = "".join(f"  %s{i} = {rows} select(%mask, %m{i + 6}, %p0)\n" for i in range(2))
+    fused = (
+        f"%f (p0: {rows}, p1: bf16[64,4096,4096]) -> {rows} {{\n  %p0 = {rows} parameter(0)\n"
+        "  %p1 = bf16[64,4096,4096] parameter(1)\n  %z = f32[] constant(0)\n"
+        f"  %one = pred[] constant(true)\n  %mask = pred[64,4096,4096] broadcast(%one)\n"
+        f"  %m0 = {rows} convert(%p1)\n{chain}{masks}"
+        "  %sum = f32[64,4096] reduce(%s0, %z), dimensions={2}, to_apply=%add\n"
+        f"  %wide = {rows} broadcast(%sum), dimensions={{0,1}}\n"
+        f"  ROOT %end = {rows} add(%s1, %wide)\n}}\n\n"
+    )
+    add = (
+        "%add (p: f32[], q: f32[]) -> f32[] {\n  %p = f32[] parameter(0)\n"
+        "  %q = f32[] parameter(1)\n  ROOT %s = f32[] add(%p, %q)\n}\n\n"
+    )
+    body = (
+        f"  %x = {rows} constant(0)\n  %y = bf16[64,4096,4096] constant(0)\n"
+        f"  ROOT %r = {rows} fusion(%x, %y), kind=kCustom, calls=%f, "
+        'backend_config={"fusion_backend_config":{"kind":"__triton"}}\n'
+    )
+    assert seconds(body, chip="h200", before=add + fused) == pytest.approx(6.99e-3, rel=0.15)
+
+
+def test_eight_bit_products_bring_their_operands_into_order():
+    # fp8 products of 8,192 x 4,096 x 4,096 on one H200: 160 us, 112 for the weight in another
+    # order and 41 for rounding; int8 alike.
+    fused = (
+        "%f (a: f8e4m3fn[8192,4096], b: f8e4m3fn[4096,4096]) -> f8e4m3fn[8192,4096] {\n"
+        "  %a = f8e4m3fn[8192,4096] parameter(0)\n  %b = f8e4m3fn[4096,4096] parameter(1)\n"
+        "  %d = bf16[8192,4096] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n"
+        "  ROOT %c = f8e4m3fn[8192,4096] convert(%d)\n}\n\n"
+    )
+    body = (
+        "  %x = f8e4m3fn[8192,4096] constant(0)\n  %w = f8e4m3fn[4096,4096] constant(0)\n"
+        "  ROOT %y = f8e4m3fn[8192,4096] fusion(%x, %w), kind=kCustom, calls=%f, "
+        'backend_config={"fusion_backend_config":{"kind":"__triton_gemm"}}\n'
+    )
+    assert seconds(body, chip="h200", before=fused) == pytest.approx(313e-6, rel=0.1)
 
 
 GATHER = (

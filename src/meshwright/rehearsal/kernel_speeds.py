@@ -95,7 +95,7 @@ _HOPPER_FUNCTIONS = {
 # 256 to 16,384 keys, times stages of the network; keys with their places. Gathers: 2^26 of 2^28
 # elements, and from a table in cache. Scatter-adds: rows of 4,096, and single elements.
 _HOPPER_IRREGULAR = {
-    "sorted": 34e9,
+    "sorted": 31e9,
     "sorted pairs": 21e9,
     "sorted in rows": 1.25e12,
     "gathered": 39e9,
