@@ -20,10 +20,12 @@ from meshwright.partitioning.report import LeafRow
 from meshwright.rehearsal.avoidable_costs import AvoidableCosts
 from meshwright.rehearsal.collectives.types import IMPLICIT_RESHARDING, Collective
 from meshwright.rehearsal.memory import CPU_ESTIMATE
-from meshwright.rehearsal.mesh_remedies import data_rows
+from meshwright.rehearsal.mesh_remedies import data_rows, data_shards
 from meshwright.rehearsal.model_commands import rehearse_command
+from meshwright.rehearsal.peak_estimates import PeakEstimate
 from meshwright.rehearsal.remedy_table import Remedy
 from meshwright.rehearsal.request import INSTALL, batch_shape, changed_model
+from meshwright.rehearsal.step_time import RECOMPUTED
 
 if TYPE_CHECKING:  # `result` imports this file
     from meshwright.rehearsal.result import Rehearsal
@@ -31,7 +33,7 @@ if TYPE_CHECKING:  # `result` imports this file
 # Fractions of the step's time, and of a device's memory, from which advice is given.
 _MUCH_WAITING, _MUCH_READING, _MUCH_ROOM, _GAIN = 0.25, 0.4, 0.4, 0.02
 _COSTS, _REPLICATED = 3, 3  # that are named
-_MOST_ROWS = 16  # times the batch
+_TIMES = (16, 8, 4, 3, 2, 1.5, 1.25)  # the batch
 _CONSTRAIN = "jax.lax.with_sharding_constraint(x, spec) on what goes into it and comes out of it"
 
 
@@ -106,7 +108,8 @@ def find_advice(
         *_replicated(result),
     ]
     if result.fits:
-        entries += [*_communication(result), *_reading(result), *_room(result)]
+        entries += [*_communication(result), *_rows(result), *_reading(result)]
+        entries += _recomputing(result)
     entries += _stand_in(result)
     if not entries:
         brings = f"{amount(result.margin)} of every device to spare"
@@ -182,37 +185,47 @@ def _cut(result: Rehearsal, row: LeafRow) -> tuple[str, int] | None:
 
 
 # What a step that fits waits for. In: its modelled time. Out: the change that shortens the largest
-# part of it. Example: on fsdp:64, tp:4 the gradient sums over fsdp take as long for twice the rows.
+# part of it, if the same model says that it is worth it. Example: on fsdp:64, tp:4 the gradient
+# sums over fsdp take as long for twice the rows; tp:2 halves what moves over tp, but every device
+# then gathers twice the weights.
 
 
 def _communication(result: Rehearsal) -> Iterator[Advice]:
-    timing = result.time
-    if timing is None or not timing.total or timing.exposed <= _MUCH_WAITING * timing.total:
+    """A constraint or another mesh, where the step waits for activations that are moved."""
+    timing, worst = result.time, _waited_for(result)
+    if timing is None or worst is None:
         return
-    if not len(result.collectives):
-        return
-    worst = max(result.collectives, key=lambda entry: entry.total_seconds)
-    where = f", from {worst.source}" if worst.source else ""
-    waits = (
-        f"{timing.exposed / timing.total:.0%} of the step waits for communication, the largest "
-        f"part the {worst.kind} of {worst.shape} over {worst.over}{where}"
-    )
     if worst.cause == IMPLICIT_RESHARDING:
         what, change = "constrain its operands to one sharding", _CONSTRAIN
         seconds = _waited(result, [worst])
     elif _of_weights(worst):
-        larger = _more_rows(result, 2)
-        what = "more rows on a device would share its cost"
-        brings = f"{larger.gain:.0%} more {larger.unit} a second"
-        yield Advice(f"{what}: {waits}", brings, larger.change)
-        return
+        return  # more rows share its cost: `_rows`
     else:
         what = f"a smaller {worst.over} would send less"
         change = _smaller_axis(result, [part.name for part in worst.axes or ()])
         alike = (entry for entry in result.collectives if entry.over == worst.over)
-        seconds = _waited(result, alike) / 2  # half the rows of a device cross it
-    brings = f"up to {duration(seconds)} of a step of {duration(timing.total)}"
-    yield Advice(f"{what}: {waits}", brings, change, seconds=seconds)
+        weights = _waited(result, filter(_of_weights, result.collectives))
+        seconds = _waited(result, alike) / 2 - weights
+    if change and seconds > _GAIN * timing.total:
+        brings = f"about {duration(seconds)} of a step of {duration(timing.total)}"
+        yield Advice(f"{what}: {_waits(result, worst)}", brings, change, seconds=seconds)
+
+
+def _waited_for(result: Rehearsal) -> Collective | None:
+    """The longest collective, where a step waits for communication much of its time."""
+    timing = result.time
+    if timing is None or not timing.total or timing.exposed <= _MUCH_WAITING * timing.total:
+        return None
+    return max(result.collectives, key=lambda entry: entry.total_seconds, default=None)
+
+
+def _waits(result: Rehearsal, worst: Collective) -> str:
+    share = result.time.exposed / result.time.total if result.time else 0.0
+    where = f", from {worst.source}" if worst.source else ""
+    return (
+        f"{share:.0%} of the step waits for communication, the largest part is the {worst.kind} "
+        f"of {worst.shape} over {worst.over}{where}"
+    )
 
 
 def _waited(result: Rehearsal, entries: Iterable[Collective]) -> float:
@@ -233,7 +246,7 @@ def _smaller_axis(result: Rehearsal, axes: Sequence[str]) -> str:
     sizes = dict(zip(result.placement.spec.names, result.placement.spec.sizes, strict=True))
     others = [name for name in sizes if role(name).moves == "weights" and name not in axes]
     if len(axes) != 1 or sizes[axes[0]] % 2 or not others:
-        return "another mesh, with more of its devices on axes for data"
+        return ""
     sizes[axes[0]] //= 2
     sizes[max(others, key=lambda name: sizes[name])] *= 2
     mesh = ", ".join(f"{name}:{size}" for name, size in sizes.items())
@@ -254,56 +267,68 @@ def _reading(result: Rehearsal) -> Iterator[Advice]:
         )
 
 
-def _room(result: Rehearsal) -> Iterator[Advice]:
-    """What would use the memory that is free: less computed again, or more rows."""
-    if result.margin <= _MUCH_ROOM * result.memory.limit:
+# What would use the memory that is free: more rows, or less that is computed again.
+
+
+def _rows(result: Rehearsal) -> Iterator[Advice]:
+    """More rows, where they fit: weights and their gradients are sent once for all of them."""
+    request, timing, times = result.request, result.time, _fitting_rows(result)
+    if timing is None or not timing.total or times <= 1:
         return
-    timing, free = result.time, f"{amount(result.margin)} of every device are free"
-    if timing is not None and timing.recomputed:
-        seconds = timing.compute * timing.recomputed / timing.flops
-        if seconds > _GAIN * timing.total:
-            brings = f"up to {duration(seconds)} of a step of {duration(timing.total)}"
-            change = "jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)"
-            if result.request.model is not None:
-                less = changed_model(result.request, remat="minimal", saved=(), offloaded=())
-                change = rehearse_command(less) or 'models.model(..., remat="minimal")'
-            yield Advice(f"compute less again, {free}", brings, change, seconds=seconds)
-    times = _fitting_rows(result)
-    if times > 1:
-        more = _more_rows(result, times)
-        gain = f"{more.gain:.0%} more {more.unit} a second"
-        yield Advice(f"{times} times the rows, {free}", gain, more.change)
-
-
-def _fitting_rows(result: Rehearsal) -> int:
-    """How many times the rows fit, in powers of two, if temporaries grow as rows do."""
-    memory, times = result.memory, 1
-    while times < _MOST_ROWS and (2 * times - 1) * memory.temporaries <= memory.margin:
-        times *= 2
-    return times
-
-
-@dataclasses.dataclass(frozen=True)
-class _MoreRows:
-    gain: float
-    unit: str
-    change: str
-
-
-def _more_rows(result: Rehearsal, times: int) -> _MoreRows:
-    """What more rows bring: weights and their gradients are sent once for all of them."""
-    request, timing = result.request, result.time
+    fixed = _waited(result, filter(_of_weights, result.collectives))
+    gain = times * timing.total / (fixed + times * (timing.total - fixed)) - 1
+    worst = _waited_for(result)
+    waits = worst is not None and _of_weights(worst) and worst.cause != IMPLICIT_RESHARDING
+    if gain <= _GAIN or (not waits and result.margin <= _MUCH_ROOM * result.memory.limit):
+        return
+    why = f"{amount(result.margin)} of every device are free"
+    if worst is not None and waits:
+        why = f"more rows on a device would share its cost: {_waits(result, worst)}"
     rows = data_rows(request.args, request.data)
-    unit = "tokens" if result.tokens_per_second is not None else "rows"
-    gain = 0.0
-    if timing is not None and timing.total:
-        fixed = _waited(result, filter(_of_weights, result.collectives))
-        gain = times * timing.total / (fixed + times * (timing.total - fixed)) - 1
-    change = f"{times * rows:,} rows instead of {rows:,}"
+    change = f"{int(times * rows):,} rows instead of {rows:,}"
     if request.model is not None:
         larger, length = batch_shape(request)
-        change = rehearse_command(changed_model(request, batch=times * larger, seq=length))
-    return _MoreRows(gain, unit, change or f"batch={times * rows}")
+        change = rehearse_command(changed_model(request, batch=int(times * larger), seq=length))
+    unit = "tokens" if result.tokens_per_second is not None else "rows"
+    brings = f"about {gain:.0%} more {unit} a second"
+    yield Advice(f"{times:g} times the rows, {why}", brings, change or f"batch={times * rows:g}")
+
+
+def _fitting_rows(result: Rehearsal) -> float:
+    """How many times the rows fit, if temporaries grow as rows do; 1 if no more do."""
+    memory, spec = result.memory, result.placement.spec
+    rows = data_rows(result.request.args, result.request.data)
+    for times in _TIMES:
+        whole = rows * times
+        fits = (times - 1) * memory.temporaries <= memory.margin
+        if whole and fits and whole == int(whole) and int(whole) % data_shards(spec) == 0:
+            return times
+    return 1.0
+
+
+def _recomputing(result: Rehearsal) -> Iterator[Advice]:
+    """Compute less again, where the values of all layers would fit."""
+    timing = result.time
+    if timing is None or not timing.recomputed or result.margin <= _MUCH_ROOM * result.memory.limit:
+        return
+    seconds = timing.compute * timing.recomputed / timing.flops
+    saved = PeakEstimate(result).saved if seconds > _GAIN * timing.total else None
+    if saved is None:
+        return
+    # What the backward pass computes again of a layer would be kept of all of them.
+    again = sum(b.bytes for b in result.memory.buffers if RECOMPUTED in b.op_name)
+    if again * (saved.layers - 1) > result.margin:
+        return
+    change = "jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)"
+    if result.request.model is not None:
+        less = changed_model(result.request, remat="none", saved=(), offloaded=())
+        change = rehearse_command(less) or 'models.model(..., remat="none")'
+    yield Advice(
+        f"compute nothing again, {amount(result.margin)} of every device are free",
+        f"up to {duration(seconds)} of a step of {duration(timing.total)}",
+        change,
+        seconds=seconds,
+    )
 
 
 def _stand_in(result: Rehearsal) -> Iterator[Advice]:

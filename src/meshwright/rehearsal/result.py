@@ -133,10 +133,14 @@ class Rehearsal:
         With `check` also compile the remedies, or the changes that would save time.
 
         >>> import jax, meshwright as mw
-        >>> w = jax.ShapeDtypeStruct((512, 512), "float32")
-        >>> r = mw.rehearse(lambda w: w + 1, w, mesh="dp:8", on="cpu:8")
-        >>> [each.brings for each in r.advice()]
-        ['15.99 GiB of every device to spare']
+        >>> from jax.sharding import PartitionSpec as P
+        >>> w, x = (jax.ShapeDtypeStruct((512, 512), "float32") for _ in range(2))
+        >>> options = {"mesh": "dp:2, tp:4", "on": "cpu:8", "in_shardings": [P(), P("dp")]}
+        >>> first = mw.rehearse(lambda w, x: x @ w, w, x, **options).advice()[0]
+        >>> first.brings
+        'up to 1.44 ms of a step of 1.92 ms (75%)'
+        >>> first.change
+        'cut w over tp, too: P(None, "tp"), by a rule or in_shardings.'
         """
         if not check:
             return self._advice

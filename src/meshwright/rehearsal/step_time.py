@@ -28,7 +28,7 @@ from meshwright.rehearsal.repeated_work import RepeatedWork, work_inside
 from meshwright.rehearsal.tpu_speeds import CLOCK
 
 # In the names of operations that `jax.checkpoint` has computed again for the backward pass.
-_RECOMPUTED = "rematted_computation"
+RECOMPUTED = "rematted_computation"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -297,7 +297,7 @@ def _recomputed(program: Program, kernel: Kernel) -> float:
     if not kernel.flops:
         return 0.0
     inside = work_inside(program, kernel.instruction)
-    return sum(work for each, work in inside if _RECOMPUTED in each.op_name)
+    return sum(work for each, work in inside if RECOMPUTED in each.op_name)
 
 
 def _custom(work: list[Kernel], times: int, speed: Speeds) -> list[CustomKernel]:
