@@ -16,7 +16,7 @@ from meshwright.errors import listing
 # longest. Where that is not enough, a row goes on in lines below, so that no column is lost.
 
 _SOURCE = re.compile(r"(?:[\w.-]+\.\w+|<[^>\s]+>):\d+")
-_LEAST = 8  # columns that a cell of text keeps
+_LEAST = 8  # columns that a cell of text keeps; and half of its own
 _GAP = 2
 
 
@@ -57,7 +57,7 @@ def _fitted(
         return rows
     texts = [c for c, flush in enumerate(right) if not flush]
     sources = {c: _longest_source(rows, c) for c in texts}
-    least = {c: max(sources[c], min(widths[c], _LEAST)) for c in texts}
+    least = {c: sources[c] or max(min(widths[c], _LEAST), widths[c] // 2) for c in texts}
     while _total(widths) > width:
         first = [c for c in texts if sources[c] and widths[c] > least[c]]
         may = first or [c for c in texts if widths[c] > least[c]]

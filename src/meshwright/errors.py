@@ -153,6 +153,17 @@ def option_text(name: str, *values: str) -> str:
     return f"{name}={' or '.join(map(repr, values))}" if values else name
 
 
+def setting_text(model: str, setting: str, value: object) -> str:
+    """Write a model with another setting in the way the reader of the message writes it.
+
+    >>> setting_text("tiny", "seq", 128)
+    "model('tiny', seq=128)"
+    """
+    if _FLAGS.get():
+        return f"--set {setting}={value}"
+    return f"model({model!r}, {setting}={value!r})"
+
+
 def literal_text(value: object) -> str:
     """Write a value as a Python literal, or as JSON, which files for the command line are in.
 

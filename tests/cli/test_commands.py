@@ -309,6 +309,7 @@ def test_no_colours_when_piped_and_colours_on_a_terminal():
         ),
         (["rehearse", "tiny", *MESH, *ON, "--batch", "0"], "--batch: 0 is not"),
         (["rehearse", "tiny", *MESH, *ON, "--batch", "8", "--no-codegen"], "--no-codegen is for"),
+        (["rehearse", "tiny", *MESH, *ON, "--batch", "8", "--seq", "99"], "or --set seq=99.\n"),
         (["rehearse", "tiny", *MESH, *ON, "--batch", "8", "--set", "remat=x"], "(--set remat=...)"),
         (
             ["rehearse", "tiny", *MESH, "--on", "v5e:2x4", "--batch", "8"],

@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _guarded(words: list[str]) -> int:
+    _Interrupt.seen = _Interrupt.told = False
     try:
         return _run(words)
     except KeyboardInterrupt:
@@ -221,7 +222,7 @@ def _in_flags(command: Command, error: MeshwrightError) -> str:
     if isinstance(error, ModelError) and name not in flags and "set" in flags and name != "name":
         return f"{text} (--set {name}=...)"
     flag = flags.get(name or "", "")
-    if name is None or not flag.startswith("--") or flag in text:
+    if name is None or not flag.startswith("--") or flag in text or "--set " in text:
         return text
     written, count = re.subn(rf"(?<![\w-]){name}(?=: | goes )", flag, text, count=1)
     return written if count else f"{text} ({flag})"

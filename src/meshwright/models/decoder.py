@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from meshwright.errors import ModelError, near, short
+from meshwright.errors import ModelError, near, setting_text, short
 from meshwright.models.attention import Blocks, check_attention
 from meshwright.models.base import Model
 from meshwright.models.layers import (
@@ -255,7 +255,7 @@ class Decoder(Model):
         if length > self.config.seq:
             raise ModelError(
                 f"{self.name}: a sequence of {length} is longer than {self.config.seq}. "
-                f"Use at most {self.config.seq}, or model({self.name!r}, seq={length}).",
+                f"Use at most {self.config.seq}, or {setting_text(self.name, 'seq', length)}.",
                 option="seq",
             )
 

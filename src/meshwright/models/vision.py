@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from meshwright.errors import ModelError
+from meshwright.errors import ModelError, setting_text
 from meshwright.models.base import Model
 from meshwright.models.layers import (
     attention_weights,
@@ -82,7 +82,7 @@ class ImageModel(Model):
         if seq is not None:
             raise ModelError(
                 f"{self.name}: takes images, which have no seq. Drop it, or give another size of "
-                f"images: model({self.name!r}, image={self.config.image}).",
+                f"images: {setting_text(self.name, 'image', self.config.image)}.",
                 option="seq",
             )
 
