@@ -167,6 +167,7 @@ def test_what_is_left_is_the_program_before_it_was_partitioned():
         assert once.time.utilisation == once.time.hardware_utilisation
         # Of four products a layer one is computed again, which the model does not need.
         assert once.time.recomputed == pytest.approx(once.time.flops / 4)
+        assert once.time.recomputed_bytes >= 6 * 64 * 512 * 4 / 8  # what six layers make
         assert once.mfu == pytest.approx(0.75 * once.time.utilisation)
         assert once.examples_per_second == pytest.approx(64 / once.time.total)
         assert once.tokens_per_second is None

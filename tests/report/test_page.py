@@ -336,3 +336,17 @@ def test_buffers_are_listed_by_layer_with_whole_paths_on_hover(result):
         ("state/params", "256 KiB", "1"),
     ]
     assert 'title="/home/me/model/layers.py:55 in attend">layers.py:55</code>' in text
+
+
+def test_nothing_need_be_computed_again_where_all_of_it_fits(result):
+    def told(**recomputed):
+        time = dataclasses.replace(result.time, recomputed=result.time.flops / 4, **recomputed)
+        advice = dataclasses.replace(result, time=time).advice()
+        return [each for each in advice if each.what.startswith("compute nothing again")]
+
+    (fits,) = told(recomputed_bytes=2.0**20)
+    assert fits.seconds == pytest.approx(result.time.compute / 4)
+    assert fits.change.endswith(
+        "--batch 16"
+    )  # of a model by its name, which does not rematerialise
+    assert told(recomputed_bytes=float(result.margin)) == []

@@ -23,10 +23,8 @@ from meshwright.rehearsal.collectives.types import IMPLICIT_RESHARDING, Collecti
 from meshwright.rehearsal.memory import CPU_ESTIMATE
 from meshwright.rehearsal.mesh_remedies import data_rows, data_shards
 from meshwright.rehearsal.model_commands import rehearse_command
-from meshwright.rehearsal.peak_estimates import PeakEstimate
 from meshwright.rehearsal.remedy_table import Remedy
 from meshwright.rehearsal.request import INSTALL, batch_shape, changed_model
-from meshwright.rehearsal.step_time import RECOMPUTED
 
 if TYPE_CHECKING:  # `result` imports this file
     from meshwright.rehearsal.result import Rehearsal
@@ -295,9 +293,10 @@ def _rows(result: Rehearsal) -> Iterator[Advice]:
     waits = worst is not None and _of_weights(worst) and worst.cause != IMPLICIT_RESHARDING
     if gain <= _GAIN or (not waits and result.margin <= _MUCH_ROOM * result.memory.limit):
         return
-    why = f"{amount(result.margin)} of every device are free"
+    what = f"{times:g} times the rows, {amount(result.margin)} of every device are free"
     if worst is not None and waits:
-        why = f"more rows on a device would share its cost: {_waits(result, worst)}"
+        share = f"more rows on a device would share its cost, {times:g} times as many fit"
+        what = f"{share}: {_waits(result, worst)}"
     rows = data_rows(request.args, request.data)
     change = f"{int(times * rows):,} rows instead of {rows:,}"
     if request.model is not None:
@@ -305,7 +304,7 @@ def _rows(result: Rehearsal) -> Iterator[Advice]:
         change = rehearse_command(changed_model(request, batch=int(times * larger), seq=length))
     unit = "tokens" if result.tokens_per_second is not None else "rows"
     brings = f"about {gain:.0%} more {unit} a second"
-    yield Advice(f"{times:g} times the rows, {why}", brings, change or f"batch={times * rows:g}")
+    yield Advice(what, brings, change or f"batch={times * rows:g}")
 
 
 def _fitting_rows(result: Rehearsal) -> float:
@@ -321,19 +320,15 @@ def _fitting_rows(result: Rehearsal) -> float:
 
 
 def _recomputing(result: Rehearsal) -> Iterator[Advice]:
-    """Compute less again, where the values of all layers would fit."""
+    """Compute nothing again, where what is computed again would fit."""
     timing = result.time
-    if timing is None or not timing.recomputed or result.margin <= _MUCH_ROOM * result.memory.limit:
+    # Twice as much, since values that are fused away in the backward pass are kept, too.
+    if timing is None or not timing.flops or 2 * timing.recomputed_bytes > result.margin:
         return
     seconds = timing.compute * timing.recomputed / timing.flops
-    saved = PeakEstimate(result).saved if seconds > _GAIN * timing.total else None
-    if saved is None:
+    if seconds <= _GAIN * timing.total:
         return
-    # What the backward pass computes again of a layer would be kept of all of them.
-    again = sum(b.bytes for b in result.memory.buffers if RECOMPUTED in b.op_name)
-    if again * (saved.layers - 1) > result.margin:
-        return
-    change = "jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)"
+    change = "the layers without jax.checkpoint (nn.remat, eqx.filter_checkpoint, nnx.remat)"
     if result.request.model is not None:
         less = changed_model(result.request, remat="none", saved=(), offloaded=())
         change = rehearse_command(less) or 'models.model(..., remat="none")'

@@ -41,8 +41,9 @@ class StepTime(Shown):
     leaves custom kernels out, which are added as modelled here. `custom` lists those.
     `host_exposed` and `host_hidden` are those of transfers to and from the host. `repeated` are
     products that several devices compute alike, `recomputed` the operations that rematerialisation
-    does again; both are in `flops` and in the times. `cpu_estimate`: of the program for simulated
-    CPU devices, in place of the hardware's.
+    does again; both are in `flops` and in the times. `recomputed_bytes` is what it writes of all
+    layers, which a step without it would keep. `cpu_estimate`: of the program for simulated CPU
+    devices, in place of the hardware's.
     """
 
     compute: float
@@ -59,6 +60,7 @@ class StepTime(Shown):
     host_hidden: float = 0.0
     repeated: tuple[RepeatedWork, ...] = ()
     recomputed: float = 0.0
+    recomputed_bytes: float = 0.0
     cpu_estimate: bool = False
 
     @property
@@ -184,6 +186,7 @@ class StepTime(Shown):
             "bytes": self.bytes,
             "useful_flops": self.useful_flops,
             "recomputed_flops": self.recomputed,
+            "recomputed_bytes": self.recomputed_bytes,
             "model_flops": self.model_flops,
             "cpu_estimate": self.cpu_estimate,
             "utilisation": self.utilisation,
@@ -266,7 +269,7 @@ def step_time(
     runs = _Runs(program, collectives, speed)
     parts = dict.fromkeys(_PARTS, 0.0)
     custom: list[CustomKernel] = []
-    recomputed = 0.0
+    recomputed = written = 0.0
     for computation in running(program):
         if computation.name in runs.bodies:
             continue
@@ -274,6 +277,8 @@ def step_time(
         work = runs.kernels(computation)
         custom += _custom(work, times, speed)
         recomputed += times * sum(_recomputed(program, kernel) for kernel in work)
+        again = (each.instruction for each in work if RECOMPUTED in each.instruction.op_name)
+        written += times * sum(leaf.bytes for each in again for leaf in each.shape.leaves)
         for name, value in runs.parts(computation).items():
             parts[name] += value * times
     for entry in collectives:
@@ -288,6 +293,7 @@ def step_time(
         custom=tuple(custom),
         repeated=repeated,
         recomputed=recomputed,
+        recomputed_bytes=written,
         cpu_estimate=False,
     )
 
