@@ -99,10 +99,11 @@ def runs():
 
 
 @pytest.mark.parametrize("pages", runs())
-def test_the_python_on_a_page_does_what_it_says(pages):
+def test_the_python_on_a_page_does_what_it_says(pages, tmp_path):
     """In a process of its own, as a reader would start it."""
     done = subprocess.run(
-        [sys.executable, "-c", RUNNER, *map(str, pages)],
+        [sys.executable, "-c", RUNNER, *(str(page.resolve()) for page in pages)],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=240,

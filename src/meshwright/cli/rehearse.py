@@ -82,8 +82,8 @@ class RehearseCommand(Command):
 
     @classmethod
     def also_missing(cls, values: Mapping[str, Any]) -> list[str]:
-        """A model needs a batch; a function has its own."""
-        return ["batch"] if ":" not in values.get("source", ":") else []
+        """A model needs a batch; a function has its own, and what is neither is told first."""
+        return ["batch"] if values.get("source") in names() else []
 
     def run(self) -> int:
         self._check()
@@ -92,9 +92,6 @@ class RehearseCommand(Command):
         result = self._rehearsed()
         ways = result.remedies(check=True) if self.try_ and not result.fits else ()
         costs = result.costs(check=self.try_ and result.fits)
-        if self.html is not None:
-            text = page(result, remedies=ways, costs=costs)
-            self.html.write_text(text, encoding="utf-8")
         if self.json:
             data = result.to_json()
             if self.try_:
@@ -104,6 +101,11 @@ class RehearseCommand(Command):
             print(json.dumps(data, indent=2))
         else:
             terminal.show_rehearsal(result, ways, costs)
+        if self.html is not None:
+            try:
+                self.html.write_text(page(result, remedies=ways, costs=costs), encoding="utf-8")
+            except OSError as error:
+                raise RehearsalError(f"--html {self.html}: {error.strerror}.") from error
         terminal.tell_written(self.html)
         return 0 if result.fits else DOES_NOT_FIT
 

@@ -10,7 +10,7 @@ import dataclasses
 import importlib
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from meshwright.errors import ModelError, listing, near, short
+from meshwright.errors import ModelError, listing, near, on_command_line, short
 
 if TYPE_CHECKING:
     from meshwright.models.attention import Blocks
@@ -114,9 +114,10 @@ def model(name: str, **settings: Unpack[ModelSettings]) -> Model:
 def check_model(name: object) -> None:
     """Refuse a name that no model has."""
     if name not in _PRESETS:
+        own = f" For a step of your own write {name}:FUNCTION." if on_command_line() else ""
         raise ModelError(
             f"no model {short(name)}.{near(str(name), _PRESETS)} "
-            f"Known: {listing(_PRESETS, limit=20)}.",
+            f"Known: {listing(_PRESETS, limit=20)}.{own}",
             option="name",
         )
 

@@ -40,6 +40,8 @@ def rehearse_command(request: Request) -> str:
         words += ["--set", *settings]
     if request.compiler != "vendor":
         words += ["--compiler", request.compiler]
+    if not request.codegen:
+        words.append("--no-codegen")
     return shlex.join(words)
 
 

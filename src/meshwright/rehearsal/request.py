@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
 import jax
 import numpy as np
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, PartitionSpec
 
 from meshwright import _compat
 from meshwright._checks import argument_numbers, check_seconds
@@ -237,7 +238,7 @@ def make_request(
 def _check_compiler(compiler: object, codegen: object) -> None:
     if compiler not in ("vendor", "cpu"):
         raise RehearsalError(
-            f"compiler: {short(compiler)} is not known.{near(str(compiler), ('vendor', 'cpu'))} "
+            f"compiler: {short(compiler)} is not known. "
             "'vendor' is that of the hardware, 'cpu' partitions for simulated devices.",
             option="compiler",
         )
@@ -262,10 +263,26 @@ def model_request(
     )
 
     def layout(on_mesh: AbstractMesh) -> tuple[Any, Any]:
+        rows = chosen.batch_spec(on_mesh)
+        _check_rows(batch, rows, on_mesh)
         state = partition(request.args[0], on_mesh, rules=chosen.rules(on_mesh), unused="allow")
-        return (state, chosen.batch_spec(on_mesh)), (state, make_spec())
+        return (state, rows), (state, make_spec())
 
     return dataclasses.replace(request, layout=layout)
+
+
+def _check_rows(batch: int, spec: PartitionSpec, mesh: AbstractMesh) -> None:
+    """Refuse a batch that the devices cannot share evenly."""
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    entry = spec[0] if len(spec) else None
+    axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+    shards = math.prod(sizes[axis] for axis in axes)
+    if batch % shards:
+        raise RehearsalError(
+            f"{option_text('batch')}: {batch} rows cannot be cut over {shards} devices "
+            f"({', '.join(axes)}). Take a multiple of {shards}.",
+            option="batch",
+        )
 
 
 def changed_model(
