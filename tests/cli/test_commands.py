@@ -197,6 +197,7 @@ def test_help_schedules_meshes_and_mistakes_need_no_jax():
 
 INTERRUPTED = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
 from meshwright.cli import main, schedule
 
 class Lost:
