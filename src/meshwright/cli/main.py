@@ -180,7 +180,7 @@ def _do(command: Command) -> int:
         # Hardware by name needs no live device, and where there is none, there is none to be seen:
         # JAX shall not look, which takes seconds and lets the vendors' libraries print at length
         # what they miss.
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or "cpu"
     try:
         with warnings.catch_warnings(), options_as_flags():
             warnings.showwarning = _note
