@@ -158,3 +158,19 @@ def test_in_shardings_do_not_say_what_stays_on_the_host():
         pattern = rf"(?s)^in_shardings\[0\], of params: {where}a sharding in memory 'pinned_host'"
         with pytest.raises(RehearsalError, match=pattern):
             rehearse(PARAMS, W, in_shardings=[given, None])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "on", "message"),
+    [
+        (
+            "fsdp:8",
+            "cpu:8",
+            r"^batch: 12 rows cannot be cut over 8 devices \(fsdp\)\. Take a multiple",
+        ),
+        ("fsdp:3, tp:2", "cpu:6", r"^mesh: tiny cannot be cut over it, \d+ problems, the first: "),
+    ],
+)
+def test_a_model_that_the_devices_cannot_share_evenly(mesh, on, message):
+    with pytest.raises(RehearsalError, match=message):
+        mw.rehearse_model("tiny", batch=12, mesh=mesh, on=on)

@@ -130,6 +130,9 @@ def test_the_numbers_and_how_to_repeat_them_are_in_the_page(result, tmp_path):
         result.save(tmp_path / "out.pdf")
     with pytest.raises(mw.errors.RehearsalError, match="there is no folder"):
         result.save(tmp_path / "none" / "out.html")
+    (tmp_path / "taken.html").mkdir()
+    with pytest.raises(mw.errors.RehearsalError, match=r"taken\.html: Is a directory"):
+        result.save(tmp_path / "taken.html")
 
 
 def test_a_colour_has_one_meaning_on_a_page(larger, everything):

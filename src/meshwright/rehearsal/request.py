@@ -16,7 +16,14 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh, PartitionSpec
 from meshwright import _compat
 from meshwright._checks import argument_numbers, check_seconds
 from meshwright._show import short_repr
-from meshwright.errors import RehearsalError, near, on_command_line, option_text, short
+from meshwright.errors import (
+    PartitionError,
+    RehearsalError,
+    near,
+    on_command_line,
+    option_text,
+    short,
+)
 from meshwright.hardware.chips import Chip
 from meshwright.hardware.topology import Topology
 from meshwright.hardware.topology import topology as read_topology
@@ -265,10 +272,25 @@ def model_request(
     def layout(on_mesh: AbstractMesh) -> tuple[Any, Any]:
         rows = chosen.batch_spec(on_mesh)
         _check_rows(batch, rows, on_mesh)
-        state = partition(request.args[0], on_mesh, rules=chosen.rules(on_mesh), unused="allow")
+        rules = chosen.rules(on_mesh)
+        try:
+            state = partition(request.args[0], on_mesh, rules=rules, unused="allow")
+        except PartitionError as error:
+            raise _cut_unevenly(chosen, error) from error
         return (state, rows), (state, make_spec())
 
     return dataclasses.replace(request, layout=layout)
+
+
+def _cut_unevenly(model: Model, error: PartitionError) -> RehearsalError:
+    """Say what of a model a mesh does not divide: how many arrays, and the first of them."""
+    count, _, problems = str(error).removeprefix("partition: ").partition(".\n")
+    first = problems.strip().splitlines()[0].partition(". ")[0] if problems else str(error)
+    return RehearsalError(
+        f"{option_text('mesh')}: {model.name} cannot be cut over it, {count}, the first: {first}. "
+        "Choose sizes that divide the dims of its weights.",
+        option="mesh",
+    )
 
 
 def _check_rows(batch: int, spec: PartitionSpec, mesh: AbstractMesh) -> None:

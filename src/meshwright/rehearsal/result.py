@@ -173,7 +173,10 @@ class Rehearsal:
             text = as_page(self, title=title)
         else:
             text = json.dumps({**self.to_json(), "provenance": provenance(self)}, indent=2)
-        path.write_text(text, encoding="utf-8")
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise RehearsalError(f"save: {path}: {error.strerror}.", option="path") from error
         return path
 
     def remedies(self, *, check: bool = False) -> Remedies:
