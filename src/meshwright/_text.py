@@ -1,4 +1,4 @@
-"""Text that a person reads: tables, bytes, durations, plurals, ranges of ids."""
+"""Text that a person reads: tables, bytes, durations, plurals, ranges of ids, files of it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import itertools
 import numbers
 import os
 import re
+import secrets
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from meshwright.errors import listing
 
@@ -212,3 +214,21 @@ def ranges(ids: Iterable[int]) -> str:
         inside = [number for _, number in run]
         runs.append(f"{inside[0]}-{inside[-1]}" if len(inside) > 1 else f"{inside[0]}")
     return listing(runs, 6)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write all of a file or nothing: to a file beside it, which is then renamed over it."""
+    target = Path(path).resolve()
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        if target.exists() and not target.is_file():  # a device or a pipe: written, never replaced
+            target.write_text(text, encoding="utf-8")
+            return
+        with beside.open("x", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(target)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error

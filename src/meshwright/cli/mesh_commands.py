@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright._html import page
-from meshwright._text import table
+from meshwright._text import table, write_text
 from meshwright.cli import terminal
 from meshwright.cli.options import Command, flag, option, positional
 from meshwright.errors import MeshwrightError, PartitionError, near, short
@@ -176,8 +176,7 @@ class MeshCommand(Command):
         placed = placement_of(spec, hardware, self.dcn)
         warn_idle(placed.spec, placed.topology, hardware)
         if self.html is not None:
-            text = page(str(placed.spec), placed._repr_html_())
-            self.html.write_text(text, encoding="utf-8")
+            write_text(self.html, page(str(placed.spec), placed._repr_html_()))
         if self.json:
             print(json.dumps(placed.to_json(), indent=2))
         else:
@@ -244,8 +243,7 @@ class PartitionCommand(Command):
     def run(self) -> None:
         report = self._report()
         if self.html is not None:
-            text = page(self.source, report._repr_html_())
-            self.html.write_text(text, encoding="utf-8")
+            write_text(self.html, page(self.source, report._repr_html_()))
         print(json.dumps(report.to_json(), indent=2) if self.json else report)
         terminal.tell_written(self.html)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from meshwright._text import amount, plural, table
+from meshwright._text import amount, plural, table, write_text
 from meshwright.cli import terminal
 from meshwright.cli.mesh_commands import dcn_option, on_option, slices_option
 from meshwright.cli.options import Command, flag, option, positional, words
@@ -102,10 +102,7 @@ class RehearseCommand(Command):
         else:
             terminal.show_rehearsal(result, ways, costs)
         if self.html is not None:
-            try:
-                self.html.write_text(page(result, remedies=ways, costs=costs), encoding="utf-8")
-            except OSError as error:
-                raise RehearsalError(f"--html {self.html}: {error.strerror}.") from error
+            write_text(self.html, page(result, remedies=ways, costs=costs))
         terminal.tell_written(self.html)
         return 0 if result.fits else DOES_NOT_FIT
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright._html import ink, page
-from meshwright._text import tidy
+from meshwright._text import tidy, write_text
 from meshwright.cli.options import Command, flag, option, positional
 from meshwright.cli.terminal import show, show_pieces, tell_written
 from meshwright.errors import ScheduleError
 from meshwright.schedules.auto import Auto
 from meshwright.schedules.compare import Comparison, compare_schedules, memory_excess, memory_limit
-from meshwright.schedules.files import read_schedule, write_schedule, write_text
+from meshwright.schedules.files import read_schedule, write_schedule
 from meshwright.schedules.named import NAMED, schedule
 from meshwright.schedules.svg_plot import fill
 from meshwright.schedules.text_plot import draw_lines

@@ -16,7 +16,7 @@ from meshwright.hardware.chips import Chip, device_facts, gpu_capability
 from meshwright.hlo.instructions import Computation, Instruction, integers
 from meshwright.hlo.program import Program
 from meshwright.rehearsal.kernel_speeds import LONGEST_FFT
-from meshwright.rehearsal.kernels import is_eight_bit, transposed_sizes
+from meshwright.rehearsal.kernels import fused_product, is_eight_bit, transposed_sizes
 
 
 def scratch_sizes(program: Program, instruction: Instruction, chip: Chip) -> list[int]:
@@ -101,21 +101,20 @@ def _product_buffers(program: Program, fusion: Instruction, chip: Chip) -> list[
 
 
 def _eight_bit_buffers(program: Program, fusion: Instruction) -> list[int]:
-    inner = program.computations[fusion.called[0][1]]
-    dot = next((each for each in inner.instructions if each.opcode == "dot"), None)
+    dot = fused_product(program, fusion)
     if dot is None or not eight_bit_product(program, fusion):
         return []
-    sizes = [size for size in transposed_sizes(inner, dot) if size]
+    sizes = transposed_sizes(program.computations[dot.computation], dot)
     return sizes if dot.root else [*sizes, dot.shape.bytes]
 
 
 def eight_bit_product(program: Program, fusion: Instruction) -> bool:
     """Whether a fusion multiplies 8-bit numbers; its results are then made of a whole product."""
-    if fusion.opcode != "fusion":
+    dot = fused_product(program, fusion)
+    if dot is None:
         return False
-    inner = program.computations[fusion.called[0][1]]
-    dots = (each for each in inner.instructions if each.opcode == "dot")
-    return any(is_eight_bit(inner.operands(dot)[0].shape.leaves[0]) for dot in dots)
+    multiplied, _ = program.computations[dot.computation].operands(dot)
+    return is_eight_bit(multiplied.shape.leaves[0])
 
 
 # cuFFT writes over the input of a transform to real numbers, so XLA hands it a copy, which it takes

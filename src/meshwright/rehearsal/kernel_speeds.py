@@ -85,9 +85,9 @@ _HOPPER_FUNCTIONS = {
     "log": 1.15e12,
     "sine": 1.0e12,
     "power": 0.355e12,
+    "integer": 40.7e12,  # additions, shifts and the like as HLO has them: threefry, 2^28 words
     # as the one that they are made of
     "cosine": 1.0e12,
-    "integer": 40.7e12,  # additions, shifts and the like as HLO has them: threefry, 2^28 words
     "log-plus-one": 1.15e12,
     "sqrt": 4.06e12,
 }
@@ -134,7 +134,7 @@ class Speeds:
     functions: Mapping[str, float] = dataclasses.field(default_factory=dict)
     irregular: Mapping[str, float] = dataclasses.field(default_factory=dict)
     loop: float = math.inf
-    rows: float = 0.0
+    rows: float = math.inf
     apart: Mapping[str, float] = dataclasses.field(default_factory=dict)
     bus: float = 0.0
     tpu: TpuSpeeds | None = None
@@ -161,12 +161,13 @@ class Speeds:
         compute = self.compute(kernel.flops, kernel.dtype, kind, keys)
         if self.tpu is not None:
             return self.tpu.kernel(kernel, compute)
+        if self.family != "gpu":
+            return compute, kernel.bytes / self.bytes
         if kernel.instruction.opcode == "fft":
             return 0.0, self._fft(kernel)
         slower = _ACCESS.get(kernel.access, _MEMORY["gpu"]) / _MEMORY["gpu"]
         memory = max(kernel.bytes / (self.bytes * slower), kernel.looped / self.loop)
-        if kernel.row_operations and self.rows:
-            memory += kernel.row_operations / self.rows
+        memory += kernel.row_operations / self.rows
         if kind not in _KERNEL_SPEED:  # else they are in its efficiency
             compute = max(compute, _seconds(kernel.slow, self.functions))
         if kernel.flops:
@@ -225,7 +226,7 @@ def speeds(chip: Chip, scheduled: bool = False) -> Speeds:
         _HOPPER_FUNCTIONS if hopper else {},
         _HOPPER_IRREGULAR if hopper else {},
         _HOPPER_LOOP if hopper else math.inf,
-        _HOPPER_ROWS if hopper else 0.0,
+        _HOPPER_ROWS if hopper else math.inf,
         _HOPPER_APART if hopper else {},
         chip.bus * 1e9 / chip.cores * _BUS[chip.family],
         tpu_speeds(chip, scheduled),

@@ -119,17 +119,23 @@ def _access(program: Program, instruction: Instruction) -> str:
     return "transpose" if "transpose" in opcodes and "transpose" in instruction.name else ""
 
 
+def fused_product(program: Program, fusion: Instruction) -> Instruction | None:
+    """The first product in a fusion, or `None`."""
+    if fusion.opcode != "fusion":
+        return None
+    inner = program.computations[fusion.called[0][1]]
+    return next((each for each in inner.instructions if each.opcode == "dot"), None)
+
+
 def _beside_result(program: Program, fusion: Instruction) -> float:
     """Bytes of a product's result and of operands of its size that meet it after the product.
 
     A GPU does not read and write those while it multiplies; 0 where nothing meets the result.
     """
-    if fusion.opcode != "fusion" or "kind=k" not in fusion.attributes:
-        return 0.0
-    inner = program.computations[fusion.called[0][1]]
-    dot = next((each for each in inner.instructions if each.opcode == "dot"), None)
+    dot = fused_product(program, fusion)
     if dot is None:
         return 0.0
+    inner = program.computations[dot.computation]
     multiplied, pending = {dot.name}, [dot]
     while pending:
         for operand in inner.operands(pending.pop()):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright._show import Sheet, Shown, Table, short_repr
-from meshwright._text import amount, duration
+from meshwright._text import amount, duration, write_text
 from meshwright.errors import RehearsalError, short
 from meshwright.hlo.instructions import Source
 from meshwright.partitioning.report import PartitionReport
@@ -174,7 +174,7 @@ class Rehearsal:
         else:
             text = json.dumps({**self.to_json(), "provenance": provenance(self)}, indent=2)
         try:
-            path.write_text(text, encoding="utf-8")
+            write_text(path, text)
         except OSError as error:
             raise RehearsalError(f"save: {path}: {error.strerror}.", option="path") from error
         return path

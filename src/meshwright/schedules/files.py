@@ -13,11 +13,11 @@ import io
 import json
 import os
 import re
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from meshwright._text import write_text
 from meshwright.errors import ScheduleError, near, short
 from meshwright.schedules.types import KINDS, Schedule, Task, TaskKind
 from meshwright.schedules.validation import check
@@ -101,24 +101,6 @@ def read_schedule(path: str | os.PathLike[str], *, notation: str = "meshwright")
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from error
     return schedule
-
-
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write all of a file or nothing: to a file beside it, which is then renamed over it."""
-    target = Path(path).resolve()
-    if target.exists() and not target.is_file():  # a device or a pipe is written, never replaced
-        target.write_text(text, encoding="utf-8")
-        return
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with beside.open("x", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(target)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _format(path: str | os.PathLike[str], notation: str) -> str:
