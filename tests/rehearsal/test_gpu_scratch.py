@@ -149,3 +149,62 @@ def test_large_products_have_the_workspace_of_cublas(rows, chip, expected):
 def test_a_result_that_is_not_written_yet_gives_the_workspace_a_place():
     text = PRODUCTS.format(rows=16384, result="f32[16384,2048]{1,0}", last="convert")
     assert workspace_at_peak(read_program(text), H200, 0) == 0
+
+
+# Two fp8 products of 8,192 x 4,096 x 4,096, rounded in between (`eight_bit_products`).
+EIGHT_BITS = """HloModule jit_step, is_scheduled=true
+
+%rounded (a: X, b: W) -> X {
+  %a = X parameter(0)
+  %b = W parameter(1)
+  %d = WIDE dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={RHS}
+  ROOT %c = X convert(%d)
+}
+
+%scaled (e: X, f: W) -> WIDE {
+  %e = X parameter(0)
+  %f = W parameter(1)
+  %g = WIDE dot(%e, %f), lhs_contracting_dims={1}, rhs_contracting_dims={RHS}
+  ROOT %h = WIDE negate(%g)
+}
+
+ENTRY %main (x: X, w: W) -> WIDE {
+  %x = X parameter(0)
+  %w = W parameter(1)
+  %one = X fusion(%x, %w), kind=kCustom, calls=%rounded, backend_config={"kind":"__triton_gemm"}
+  ROOT %two = WIDE fusion(%one, %w), kind=kCustom, calls=%scaled, \
+backend_config={"kind":"__triton_gemm"}
+}
+"""
+
+
+@pytest.mark.parametrize(("contracted", "copied"), [(0, 4096**2), (1, 0)])
+def test_eight_bit_products_take_a_workspace_and_their_weight_in_order(contracted, copied):
+    shapes = {"WIDE": "bf16[8192,4096]", "X": "f8e4m3fn[8192,4096]", "W": "f8e4m3fn[4096,4096]"}
+    text = EIGHT_BITS.replace("RHS", str(contracted))
+    for name, shape in shapes.items():
+        text = text.replace(f" {name} ", f" {shape} ").replace(f" {name},", f" {shape},")
+        text = text.replace(f" {name})", f" {shape})")
+    # The whole product has a place in the result, which is written last.
+    assert workspace_at_peak(read_program(text), H200, 0) == 32 * 2**20 + copied
+
+
+@pytest.mark.parametrize(
+    ("given", "result", "kind", "length", "taken"),
+    [
+        # Measured on one H200 beside what XLA planned.
+        ("f32[8192,16384]", "c64[8192,8193]", "RFFT", 16384, 0),
+        ("c64[8192,8193]", "f32[8192,16384]", "IRFFT", 16384, 8192 * 8193 * 8),
+        ("c64[256,262144]", "c64[256,262144]", "FFT", 262144, 256 * 262144 * 8),
+    ],
+)
+def test_what_a_fourier_transform_takes_while_it_runs(given, result, kind, length, taken):
+    program = read_program(f"""HloModule jit_step, is_scheduled=true
+
+ENTRY %main (x: {given}) -> {result} {{
+  %x = {given} parameter(0)
+  ROOT %y = {result} fft(%x), fft_type={kind}, fft_length={{{length}}}
+}}
+""")
+    assert workspace_at_peak(program, H200, 0) == taken
+    assert workspace_at_peak(program, CHIPS["v5e"], 0) == 0
