@@ -71,9 +71,9 @@ def test_the_probe_can_tell_a_started_backend():
 def test_import_costs_at_most_50_ms_over_jax():
     code = (
         "import json, time, jax\n"
-        "start = time.perf_counter()\n"
+        "start = time.process_time()\n"
         "import meshwright\n"
-        "print(json.dumps(time.perf_counter() - start))"
+        "print(json.dumps(time.process_time() - start))"
     )
     seen = []
     for _ in range(5):  # the best of five: a busy machine is not our import's fault
