@@ -2,8 +2,8 @@
 
 `SEEN` are the steps on which the speeds of `rehearsal/kernel_speeds.py` were made: constants were
 fitted to their kernels, the form of the model was chosen on them, or their errors were known
-meanwhile. `BLIND` were written before and measured apart; what they took was looked at when the
-model was done, and nothing has been changed for them. Each is a function and its arrays.
+meanwhile. `BLIND` were written and measured when the model was done, and nothing has been changed
+for them. Each is a function and its arrays.
 """
 
 from __future__ import annotations
@@ -415,8 +415,6 @@ SEEN: dict[str, Callable[[], Step]] = {
         *(of_model, "mixtral-8x7b", 8, 1024),
         **{"layers": 2, "mlp": 2048, "vocab": 32_000, "experts": 16, "chosen": 4},
     ),
-}
-BLIND: dict[str, Callable[[], Step]] = {
     "flash 2k, whole, head 128": functools.partial(grouped_attention, 2048, 24, 4, 128, False),
     "flash 16k, 2 groups": functools.partial(grouped_attention, 16384, 16, 2, 128, True),
     "naive 1k": functools.partial(attention, "xla", 1024),
@@ -436,6 +434,26 @@ BLIND: dict[str, Callable[[], Step]] = {
     "head of 128k": functools.partial(entropy, 4096, 4096, 128_256),
     "decoder, 4k": functools.partial(
         of_model, "llama3-8b", 4, 4096, layers=2, mlp=8192, vocab=64_000
+    ),
+}
+BLIND: dict[str, Callable[[], Step]] = {
+    "flash 2k, head 64": functools.partial(grouped_attention, 2048, 24, 8, 64, True),
+    "flash 8k, 4 groups": functools.partial(grouped_attention, 8192, 32, 4, 128, True),
+    "flash 16k, head 64": functools.partial(attention, "cudnn", 16384, 24, 64),
+    "naive 2k, 8 heads": functools.partial(attention, "xla", 2048, 8),
+    "naive 8k, head 64": functools.partial(attention, "xla", 8192, 8, 64),
+    "f32 products, 6k": functools.partial(products, jnp.float32, 4096, 6144, 3),
+    "bf16 products, 5k": functools.partial(products, jnp.bfloat16, 12288, 5120, 5),
+    "fp8 products, 6k": functools.partial(eight_bit_products, 8192, 6144, 4),
+    "gelu and sin, 4k": functools.partial(activations, 16384, 4096),
+    "norms, 2k": functools.partial(norms, 65536, 2048),
+    "softmax 1k": functools.partial(softmaxes, 131072, 1024),
+    "sort, rows of 8k": functools.partial(sorting, 2**25, 4096, 8192),
+    "table of 64k": functools.partial(tables, 64000, 3072, 32768),
+    "convolutions, 112": functools.partial(convolutions, 64, 112, 128),
+    "GRU, longer": functools.partial(recurrent, 512, 128, 1536),
+    "mixtral, 4k": functools.partial(
+        of_model, "mixtral-8x7b", 2, 4096, layers=2, mlp=4096, vocab=32_000
     ),
 }
 STEPS = SEEN | BLIND
