@@ -10,7 +10,13 @@ from model_helpers import close
 
 import meshwright as mw
 from meshwright.errors import ModelError
-from meshwright.models.attention import Blocks, attend, choose_kernel, target_platform
+from meshwright.models.attention import (
+    Blocks,
+    attend,
+    choose_kernel,
+    target_platform,
+    tuned_blocks,
+)
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD = 2, 256, 4, 2, 128
 SMALL = Blocks(**dict.fromkeys(Blocks().sizes(), 128))
@@ -45,13 +51,15 @@ def written_out(causal):
     [
         (None, True, False),
         (None, True, True),
+        (None, True, None),
         (None, False, False),
         ("fsdp:2, tp:4", True, False),  # more devices than heads of keys
         ("fsdp:2, tp:2, sp:2", True, True),  # queries' positions are split, too
     ],
 )
 def test_splash_equals_the_products_written_out(mesh, causal, fused):
-    blocks = Blocks(**SMALL.sizes(), fused_backward=fused)
+    # `None` of the parameters: as they are tuned for these shapes.
+    blocks = None if fused is None else Blocks(**SMALL.sizes(), fused_backward=fused)
     options = {"attention": "splash", "interpret": True, "blocks": blocks}
     value, gradients = value_and_gradients(operands(), mesh, causal=causal, **options)
     wanted, wanted_gradients = written_out(causal)
@@ -112,6 +120,17 @@ def test_auto_takes_the_platforms_kernel_where_it_can(platform, spec, query, ker
 def test_flash_that_is_asked_for_says_why_not(platform, spec, query, message):
     with pytest.raises(ModelError, match=message):
         chosen_on(platform, spec, query, "flash")
+
+
+def test_tuned_blocks_fit_the_sequence():
+    sizes = [128, 384, 640, 2048, 4096, 6144, 8192]
+    tuned = {size: tuned_blocks(size, size) for size in sizes}
+    assert [tuned[size].q for size in sizes] == [128, 384, 128, 512, 512, 1024, 1024]
+    assert all(blocks.fused_backward and blocks.kv_compute <= 512 for blocks in tuned.values())
+    assert tuned_blocks(16384, 16384) == Blocks()
+    # A quarter of the queries, all keys: as many sums as keys have blocks.
+    assert tuned_blocks(2048, 8192) == tuned[8192]
+    assert all(blocks == blocks.cut_to(size) for size, blocks in tuned.items())
 
 
 def test_blocks_fit_the_sequence():
