@@ -23,6 +23,7 @@ with warnings.catch_warnings():
         all_gather_mgpu,
         attention_mgpu,
         blackwell_matmul_mgpu,
+        blackwell_ragged_dot_mgpu,
         collective_matmul_mgpu,
         decode_attention,
         hopper_matmul_mgpu,
@@ -254,6 +255,14 @@ def blackwell_product(collective):
     return product
 
 
+def blackwell_ragged(tokens, weights, sizes):
+    config = blackwell_ragged_dot_mgpu.TuningConfig(
+        tile_m=128, tile_n=128, tile_k=64, max_concurrent_steps=2, collective=True,
+        grid_tile_width=1, grid_minor_dim=blackwell_matmul_mgpu.MatmulDimension.N,
+    )  # fmt: skip
+    return blackwell_ragged_dot_mgpu.ragged_dot_kernel(tokens, weights, sizes, config)
+
+
 def transposed_ragged(left, right, sizes):
     return transposed_ragged_dot_mgpu.transposed_ragged_dot(
         left, right, group_sizes=sizes, block_m=64, block_n=64, block_k=64,
@@ -368,6 +377,9 @@ PROGRAMS = [
             2 * 1024 * 512 * 1024, ("counted",), ("b200:8",)),
     Program("Blackwell product of two blocks", blackwell_product(True),
             (shape(1024, 512), shape(512, 1024)), 2 * 1024 * 512 * 1024, ("counted",), ("b200:8",)),
+    # So does this, of 256: two blocks of threads with 128 each.
+    Program("Blackwell ragged_dot", *grouped(blackwell_ragged),
+            RAGGED // TOKENS * (TOKENS + 256 * (EXPERTS - 1)), ("counted",), ("b200:8",)),
     Program("Mosaic gathered product", gathered_product,
             (shape(1024, 512, dtype=jnp.float16), shape(512, 1024, dtype=jnp.float16)),
             2 * 1024 * 512 * 1024, ("counted",), GPU, per_device=True),
