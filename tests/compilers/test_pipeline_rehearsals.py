@@ -168,6 +168,11 @@ def test_what_a_forward_leaves_on_the_host_its_backward_takes_from_there(on, cac
         if on.startswith("v5e"):
             assert tasks["BW"].host_transfers.to_device == size
             assert tasks["BW"].time.host_exposed + tasks["BW"].time.host_hidden > 0
+            # 1F1B with two stages: the first group holds two microbatches, the last one.
+            assert group.host_memory.peak == (2 - group.group) * size
+            assert (group.host_memory.devices, group.host_memory.fits) == (4, True)
     assert not result.offload_lost
     assert ("is taken to come back in no time" in str(result)) == on.startswith("h100")
     assert "Offloaded: 4 MiB to the host" in str(result)
+    if on.startswith("v5e"):
+        assert "group 0: fits the host: 32 MiB of the host's memory for 4 devices" in str(result)

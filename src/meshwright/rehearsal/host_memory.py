@@ -128,16 +128,25 @@ def host_memory(
     )
     if not (given or results or temporaries):
         return None
-    ram = hardware.chip.ram_gb * 1e9 * _most_on_a_host(hardware) / hardware.chip.cores
     return HostMemory(
         given,
         results,
         aliased,
         temporaries,
         _most_on_a_host(used),
-        int(ram) or None,
+        host_share(0, 0, hardware).limit,
         live_buffers(program, space=HOST_SPACE),
     )
+
+
+def host_share(arguments: int, peak: int, used: Topology) -> HostMemory:
+    """`HostMemory` of a part of the hardware, which has its devices' share of its hosts' memory.
+
+    `arguments` and `peak` are bytes of one device.
+    """
+    devices, chip = _most_on_a_host(used), used.chip
+    ram = chip.ram_gb * 1e9 * devices / chip.cores
+    return HostMemory(arguments, 0, 0, peak - arguments, devices, int(ram) or None)
 
 
 def _most_on_a_host(topology: Topology) -> int:

@@ -32,6 +32,7 @@ from meshwright.placement.placement import Placement
 from meshwright.rehearsal.callbacks import Callback, callbacks_line
 from meshwright.rehearsal.collectives.analyze import analyze
 from meshwright.rehearsal.collectives.types import Collectives
+from meshwright.rehearsal.host_memory import HostMemory, host_share
 from meshwright.rehearsal.host_transfers import (
     HostTransfers,
     find_host_transfers,
@@ -156,11 +157,16 @@ class PipelineRehearsal:
                 "What tasks leave on the host is taken to come back in no time: JAX has no memory "
                 "of the host for GPUs that are not here."
             )
-        return notes + [
+        notes += [
             f"task {task.name}: {task.host_transfers}"
             for group in self.groups
             for task in group.tasks
             if task.host_transfers is not None
+        ]
+        return notes + [
+            f"group {group.group}: {group.host_memory.verdict()}"
+            for group in self.groups
+            if group.host_memory is not None
         ]
 
     def _advice(self) -> str:
@@ -215,6 +221,7 @@ class PipelineRehearsal:
                     "group": group.group,
                     "memory": group.memory.to_json(),
                     "held": group.held,
+                    "host_memory": group.host_memory and group.host_memory.to_json(),
                     "stand_in": group.stand_in or None,
                     "tasks": [
                         {
@@ -255,6 +262,8 @@ class GroupRehearsal:
 
     `held` are the bytes that live between tasks at the peak: activations and sums of gradients.
     `stand_in` names the slice that it was compiled for where none has the group's own shape.
+    `host_memory` is what its tasks leave on their hosts at once, against its devices' share of
+    their memory; `None` if nothing.
     """
 
     group: int
@@ -262,6 +271,7 @@ class GroupRehearsal:
     held: int
     tasks: tuple[TaskRehearsal, ...]
     stand_in: str = ""
+    host_memory: HostMemory | None = None
 
     def verdict(self) -> str:
         """One line: does it fit."""
@@ -295,7 +305,9 @@ def _group(plan: Plan, group: int) -> GroupRehearsal:
         if builder.shardings.groups.compile_only
         else ""
     )
-    return GroupRehearsal(group, memory, held, _tasks(operations, placed), other_shape)
+    given, peak = group_host_memory(builder, plan.operations, group)
+    host = host_share(given, peak, placed.topology) if peak else None
+    return GroupRehearsal(group, memory, held, _tasks(operations, placed), other_shape, host)
 
 
 def _tasks(operations: Sequence[Operation], placed: Placement) -> tuple[TaskRehearsal, ...]:
@@ -408,6 +420,28 @@ def group_memory(
     return Memory(arguments, 0, 0, rest, programs, available(chip), chip.name, chip.family), held
 
 
+def group_host_memory(
+    builder: StepBuilder, operations: Sequence[Operation], group: int
+) -> tuple[int, int]:
+    """Follow what a group has on its hosts: bytes of arguments, and at the peak, per device."""
+    given = {argument.slot for argument in builder.placed if argument.group == group}
+
+    def total(slots: Iterable[int]) -> int:
+        return sum(
+            _bytes(builder, n) for n in slots if _compat_lowering.is_on_host(builder.avals[n])
+        )
+
+    alive, peak = set(given), total(given)
+    for operation in operations:
+        if operation.group == group:
+            alive |= set(operation.outs)
+            code = operation.function
+            sizes = None if code is None else code.compiled.memory_analysis()
+            peak = max(peak, total(alive) + getattr(sizes, "host_temp_size_in_bytes", 0))
+        alive -= set(operation.drop) - given
+    return total(given), peak
+
+
 def _working(function: TaskFunction, chip: Chip) -> int:
     """Bytes that a program needs besides its arguments."""
     report = function.compiled.memory_analysis()
@@ -419,8 +453,10 @@ def _working(function: TaskFunction, chip: Chip) -> int:
 
 def bytes_on_device(builder: StepBuilder, slot: int) -> int:
     """Bytes that a device holds of the value in a slot; those of its host's memory are no part."""
+    return 0 if _compat_lowering.is_on_host(builder.avals[slot]) else _bytes(builder, slot)
+
+
+def _bytes(builder: StepBuilder, slot: int) -> int:
     aval, sharding = builder.avals[slot], builder.slot_shardings[slot]
-    if _compat_lowering.is_on_host(aval):
-        return 0
     shape = aval.shape if sharding is None else sharding.shard_shape(aval.shape)
     return math.ceil(math.prod(shape) * bits(aval.dtype) / 8)
