@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from meshwright._text import amount, text_width
+from meshwright.cli.dispatch import all_commands
 from meshwright.cli.options import Command, completion, positional
 from meshwright.errors import MeshwrightError, near, short
 
@@ -130,8 +131,6 @@ class CompletionCommand(Command):
     )
 
     def run(self) -> None:
-        from meshwright.cli.main import all_commands  # in the function: it imports this file
-
         print(completion(all_commands(), self.shell))
 
 
