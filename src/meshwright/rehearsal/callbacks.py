@@ -48,6 +48,9 @@ def source_of(eqns: Sequence[_compat.Eqn]) -> Source | None:
     return None
 
 
+# In: a jaxpr and all that it calls. Out: a `Callback` for each line that calls the host. Invariant:
+# those are what lowering leaves out, and it changes nothing else. Example: `jax.debug.print` in the
+# body of a scan is one callback, with the user's line, however often it would run.
 def find_callbacks(jaxpr: _compat.Jaxpr, devices: int) -> tuple[Callback, ...]:
     """List the callbacks of a program, each line once; refuse those that JAX would refuse too."""
     callbacks: dict[Callback, None] = {}

@@ -157,6 +157,8 @@ def _products(program: Program, speed: Speeds, same: Replication) -> Iterator[_P
                     yield _Product(instruction, work * times, seconds * work / kernel.flops)
 
 
+# In: a kernel. Out: every product in it with its operations. Invariant: they add up to the kernel's
+# own count. Example: a fusion of add(dot(a, b), c) yields the fusion with 0 and the dot with all.
 def work_inside(program: Program, instruction: Instruction) -> Iterator[tuple[Instruction, float]]:
     """An instruction with its own operations, and those that are fused into it."""
     custom = program.kernel_work(instruction)
