@@ -292,14 +292,8 @@ def check_parts(
 ) -> None:
     """Refuse parts that cannot be cut as their specs say; names every one of this process."""
     sizes = mesh_axes(mesh)
-    refuse(
-        what,
-        [
-            problem
-            for leaf, spec in zip(leaves, specs, strict=True)
-            for problem in _problems(leaf, spec, mesh, sizes)
-        ],
-    )
+    pairs = zip(leaves, specs, strict=True)
+    refuse(what, [text for leaf, spec in pairs for text in _problems(leaf, spec, mesh, sizes)])
 
 
 def _problems(
