@@ -130,6 +130,7 @@ def test_private_jax_stays_behind_compat(path):
 # Names that tell what a file is in its room, whichever that is.
 SHARED_BASENAMES = ("__init__", "__main__", "api", "types", "named", "report")
 MOST_FILES = 180
+MOST_INNER_IMPORTS = 20  # of our own modules, inside of functions
 SHORT_FILE = 60
 
 
@@ -179,6 +180,27 @@ def test_there_are_few_files():
 
 def test_no_two_files_share_a_basename():
     assert basename_faults(FILES) == {}
+
+
+def inner_imports(source: str) -> list[int]:
+    """The lines inside of functions that import modules of the package."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    inside = [node for node in ast.walk(ast.parse(source)) if isinstance(node, functions)]
+    return sorted(
+        {
+            node.lineno
+            for function in inside
+            for node in ast.walk(function)
+            if isinstance(node, ast.Import | ast.ImportFrom) and "meshwright" in ast.unparse(node)
+        }
+    )
+
+
+def test_few_modules_are_imported_inside_of_functions():
+    lines = {path: inner_imports((SOURCE / path).read_text()) for path in FILES}
+    assert sum(map(len, lines.values())) <= MOST_INNER_IMPORTS, lines
+    source = "import meshwright.a\ndef f():\n    from meshwright.b import c\n    import os\n"
+    assert inner_imports(source) == [3]
 
 
 def test_no_short_file_serves_a_single_other_file():

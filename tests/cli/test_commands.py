@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from terminals import on_a_terminal
 
-from meshwright.cli.main import all_commands, main
+from meshwright.cli.dispatch import all_commands
+from meshwright.cli.main import main
 from meshwright.cli.options import help_text, read_words
 
 HERE = Path(__file__).parent

@@ -10,6 +10,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import meshwright as mw
 from meshwright.errors import MeshwrightError, RehearsalError
+from meshwright.hlo.instructions import Source
+from meshwright.rehearsal.callbacks import Callback
+from meshwright.rehearsal.repeated_work import RepeatedWork
+from meshwright.rehearsal.step_time import CustomKernel
+from meshwright.rehearsal.verification import Compared
 
 MESH = "fsdp:4, tp:2"
 
@@ -217,6 +222,8 @@ def test_it_shows_itself(result):
 
 def test_two_side_by_side(result, cache):
     other = mw.rehearse(step, PARAMS, BATCH, mesh="dp:8", on="cpu:8", cache=cache)
+    # The verdict is there; what it does not need is read off the program when first asked for.
+    assert other.memory.buffers and not {"program", "collectives", "time"} & vars(other).keys()
     both = result.compare(other)
     assert both.to_json()["peak memory"] == [result.memory.peak, other.memory.peak]
     text = str(both)
@@ -261,6 +268,7 @@ def test_a_function_and_arguments_are_needed():
 def test_reprs_are_short_however_large_the_value_is(result):
     many = dataclasses.replace(result.request, name="a long name " * 40)
     large = dataclasses.replace(result, request=many)
+    line = Source("/somewhere/" + "deep/" * 40 + "a" * 200 + ".py", 7, "f" * 200)
     values = [
         result,
         result.memory,
@@ -270,6 +278,11 @@ def test_reprs_are_short_however_large_the_value_is(result):
         *result.remedies(),
         large,
         large.compare(result),
+        line,
+        Callback("debug.print", line, False),
+        RepeatedWork(line, "dot" * 80, 4.0, None, 1e9, 1e-3, ("params/" + "w" * 200,)),
+        CustomKernel("kernel" * 50, "Pallas", "unknown", 1, 0.0, 1e6, 1e-3),
+        Compared("params/" * 50, (8, 8), "float32", 1.0, 1.0, 0.0, 1e-6),
     ]
     for value in values:
         assert repr(value).startswith(f"<{type(value).__name__} ")

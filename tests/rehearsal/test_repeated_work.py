@@ -1,5 +1,6 @@
 """Work that several devices do alike: found in the program, counted, and told by line and axis."""
 
+import base64
 import functools
 
 import jax
@@ -19,10 +20,10 @@ HALVES = "sharding={devices=[2,1,2]<=[4] last_tile_dim_replicate}"
 DOT = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
 
 
-def read(lines, before="", constants=None):
+def read(lines, before="", tables=None):
     body = "\n".join(f"  {line}" for line in lines)
     text = f"HloModule m, num_partitions=4\n\n{before}ENTRY %main () -> f32[] {{\n{body}\n}}\n"
-    return read_program(text, constants)
+    return read_program(text, tables)
 
 
 def classes(lines, name, **more):
@@ -71,8 +72,8 @@ def test_a_devices_own_number_tells_it_apart_as_far_as_its_table_does():
         "%zero = s32[] constant(0)",
         "ROOT %r = f32[4,8] dynamic-slice(%w, %start, %zero), dynamic_slice_sizes={4,8}",
     ]
-    table = {"table": np.array([0, 4, 0, 4], np.int32)}
-    assert classes(lines, "r", constants=table) == [0, 1, 0, 1]
+    values = base64.b64encode(np.array([0, 4, 0, 4], np.int32).tobytes()).decode()
+    assert classes(lines, "r", tables={"table": ["int32", [4], values]}) == [0, 1, 0, 1]
     # Without the values, which the text leaves out, any device may differ.
     assert classes(lines, "r") == [0, 1, 2, 3]
 

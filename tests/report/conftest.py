@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import pytest
+from markup import altered
 
 import meshwright as mw
 from meshwright.rehearsal.collectives.types import Collectives
@@ -28,7 +29,7 @@ def larger(result):
         for entry in result.collectives
         for number in range(50)
     ]
-    return dataclasses.replace(
+    return altered(
         result,
         placement=placed,
         arguments=mw.explain(

@@ -1,5 +1,6 @@
-"""A strict reader of HTML: every element is closed, in order."""
+"""A strict reader of HTML: every element is closed, in order; and a rehearsal, altered."""
 
+import dataclasses
 from html.parser import HTMLParser
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -34,3 +35,10 @@ class Reader(HTMLParser):
 
     def values(self, name, tag=None):
         return [v for t, n, v in self.attributes if n == name and tag in (None, t)]
+
+
+def altered(result, *, collectives=None, time=None, **fields):
+    """A rehearsal with other fields, and these in place of what it reads off its program."""
+    changed = dataclasses.replace(result, **fields)
+    vars(changed).update(collectives=collectives or result.collectives, time=time or result.time)
+    return changed

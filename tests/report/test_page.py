@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
-from markup import Reader
+from markup import Reader, altered
 
 import meshwright as mw
 from meshwright._html import style
@@ -41,19 +41,21 @@ def hostile(result):
         for entry in result.collectives
     )
     buffer = Buffer(HOSTILE, HOSTILE, 2**20, f"jit/{HOSTILE}", source)
-    return dataclasses.replace(
+    conflict = ShardingConflict(HOSTILE, HOSTILE, HOSTILE, HOSTILE)
+    return altered(
         result,
+        collectives=Collectives(entries, (conflict,)),
         request=dataclasses.replace(result.request, name=HOSTILE),
-        compiler=HOSTILE,
+        outcome=dataclasses.replace(result.outcome, compiler=HOSTILE),
         arguments=dataclasses.replace(result.arguments, rows=rows),
-        collectives=Collectives(entries, (ShardingConflict(HOSTILE, HOSTILE, HOSTILE, HOSTILE),)),
         memory=dataclasses.replace(result.memory, buffers=(buffer,), chip=HOSTILE),
     )
 
 
 def refused(result):
     memory = dataclasses.replace(result.memory, refused=True, temporaries=2**40, buffers=())
-    return dataclasses.replace(result, memory=memory, collectives=Collectives(()), time=None)
+    outcome = dataclasses.replace(result.outcome, verdict="exhausted", text="")
+    return dataclasses.replace(result, memory=memory, outcome=outcome)
 
 
 def test_a_page_is_well_formed_and_has_its_sections_and_links(result):
@@ -211,7 +213,7 @@ def test_a_stand_in_is_marked_and_to_be_asked_again_with_the_real_compiler(resul
 def test_implicit_resharding_comes_first(result):
     entries = list(result.collectives)
     entries[-1] = dataclasses.replace(entries[-1], cause="implicit resharding")
-    text = page(dataclasses.replace(result, collectives=Collectives(tuple(entries))))
+    text = page(altered(result, collectives=Collectives(tuple(entries))))
     causes = re.findall(r"<summary><i[^>]*></i><span>([a-z ]+):", text)
     assert causes[0] == "implicit resharding"
     assert "No implicit resharding" in page(result)
@@ -269,7 +271,7 @@ def waiting(result, **entry):
     """The advice of a page whose step waits for one collective nearly all of the time."""
     slow = dataclasses.replace(next(iter(result.collectives)), seconds=10.0, source=None, **entry)
     time = dataclasses.replace(result.time, exposed=10.0)
-    return page(dataclasses.replace(result, collectives=Collectives((slow,)), time=time))
+    return page(altered(result, collectives=Collectives((slow,)), time=time))
 
 
 def test_the_advice_names_the_collective_that_a_step_waits_for(result):
@@ -344,7 +346,7 @@ def test_buffers_are_listed_by_layer_with_whole_paths_on_hover(result):
 def test_nothing_need_be_computed_again_where_all_of_it_fits(result):
     def told(**recomputed):
         time = dataclasses.replace(result.time, recomputed=result.time.flops / 4, **recomputed)
-        advice = dataclasses.replace(result, time=time).advice()
+        advice = altered(result, time=time).advice()
         return [each for each in advice if each.what.startswith("compute nothing again")]
 
     (fits,) = told(recomputed_bytes=2.0**20)

@@ -16,7 +16,7 @@ from meshwright.cli import terminal
 from meshwright.cli.options import Command, flag, option, positional
 from meshwright.errors import MeshwrightError, PartitionError, near, short
 from meshwright.hardware.chips import CHIPS, Chip
-from meshwright.hardware.cloud_names import ALIASES, machine_names, slice_names
+from meshwright.hardware.named import ALIASES, machine_names, slice_names
 from meshwright.hardware.topology import Topology
 from meshwright.hardware.topology import topology as read_topology
 from meshwright.placement.placer import placement_of, warn_idle, warn_names

@@ -17,12 +17,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from meshwright._text import amount, text_width
+from meshwright.cli.dispatch import all_commands
 from meshwright.cli.options import Command, completion, positional
 from meshwright.errors import MeshwrightError, near, short
+from meshwright.placement.placement import Placement, draw_groups
 
 if TYPE_CHECKING:
     from meshwright.hardware.topology import Topology
-    from meshwright.placement.placement import Placement
     from meshwright.rehearsal.avoidable_costs import AvoidableCosts
     from meshwright.rehearsal.remedy_table import Remedy
     from meshwright.rehearsal.result import Rehearsal
@@ -84,8 +85,6 @@ def show_topology(topology: Topology) -> None:
 
 
 def show_placement(placement: Placement) -> None:
-    from meshwright.placement.placement import draw_groups
-
     headline, heading, *rest = str(placement).splitlines()
     title, *drawn = draw_groups(placement).splitlines()
     show([(headline, "bold"), (heading, "dim"), *((line, "") for line in rest)])
@@ -101,6 +100,7 @@ def _coloured(line: str) -> list[Piece]:
 
 def show_rehearsal(result: Rehearsal, ways: Sequence[Remedy], costs: AvoidableCosts | None) -> None:
     """Print everything, the verdict in colour, what to do next at the end."""
+    # In the function: it comes with JAX, which no other command that prints needs.
     from meshwright.rehearsal.rendering import as_text
 
     text = as_text(result, ways, costs)
@@ -130,8 +130,6 @@ class CompletionCommand(Command):
     )
 
     def run(self) -> None:
-        from meshwright.cli.main import all_commands  # in the function: it imports this file
-
         print(completion(all_commands(), self.shell))
 
 

@@ -308,7 +308,7 @@ _LIBRARY = re.compile(
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Source:
     """A line of code. `function` is empty if the text does not name it."""
 
@@ -323,6 +323,9 @@ class Source:
 
     def __str__(self) -> str:
         return f"{self.file.rpartition('/')[2]}:{self.line}"
+
+    def __repr__(self) -> str:
+        return short_repr(self, f"{self} in {self.function}" if self.function else str(self))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

@@ -27,6 +27,10 @@ _PACKED = {4: np.int32, 5: np.int64, 6: np.uint32, 7: np.uint64}
 _HEAD = 400
 
 
+# In: a program as the compiler serializes it. Out: its integer constants, those too large for the
+# text among them. Invariant: values are in row-major order, whatever layout they are stored in;
+# what is no table (weights, floats) is left out. Example: a mask of 4 x 4 blocks is
+# {"constant.7": ["int8", [4, 4], "AQAA..."]}.
 def integer_constants(module: bytes, largest: int = _MOST_BYTES) -> dict[str, list[Any]]:
     """Return `{instruction: [dtype, dims, values as base64]}` of a serialized `HloModuleProto`.
 

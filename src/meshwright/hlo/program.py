@@ -7,6 +7,7 @@ import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from meshwright.hlo.instructions import (
     read_sources,
 )
 from meshwright.hlo.kernel_work import KernelWork, kernel_work
+from meshwright.hlo.literals import decode_constants
 
 # Reading a program.
 # Input: `compiled.as_text()` of the CPU, GPU or TPU compiler: a header, perhaps tables of source
@@ -41,10 +43,10 @@ _QUOTED = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.S)
 _DEVICE_COUNT = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 
 
-def read_program(text: str, constants: Mapping[str, np.ndarray] | None = None) -> Program:
+def read_program(text: str, tables: Mapping[str, list[Any]] | None = None) -> Program:
     """Read `compiled.as_text()` of any of the compilers.
 
-    `constants` are values that the text leaves out, by instruction, as `literals` reads them.
+    `tables` are constants that the text leaves out, as `literals.integer_constants` writes them.
 
     Raises `MeshwrightError` if the text has no ENTRY computation, or reads a value that it does not
     define.
@@ -83,11 +85,8 @@ def read_program(text: str, constants: Mapping[str, np.ndarray] | None = None) -
     header, _, _ = text.partition("\n")
     devices = math.prod(map(int, _DEVICE_COUNT.findall(header)))
     # The header may hold braces of its own; the tables end where the first computation begins.
-    tables = text[: text.find("{\n", len(header))]
-    sources = read_sources(tables)
-    return Program(
-        header, computations, computations[entry], devices, sources, dict(constants or {})
-    )
+    sources = read_sources(text[: text.find("{\n", len(header))])
+    return Program(header, computations, computations[entry], devices, sources, tables or {})
 
 
 def _whole_lines(text: str) -> Iterator[tuple[int, str]]:
@@ -208,7 +207,12 @@ class Program:
     entry: Computation
     devices: int
     sources: SourceTable
-    constants: dict[str, np.ndarray]
+    tables: Mapping[str, list[Any]]
+
+    @functools.cached_property
+    def constants(self) -> dict[str, np.ndarray]:
+        """Values that the text leaves out, by instruction: tables for kernels and devices."""
+        return decode_constants(self.tables)
 
     @functools.cached_property
     def dataflow(self) -> Dataflow:

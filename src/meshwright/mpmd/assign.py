@@ -24,7 +24,6 @@ from meshwright.transfers.moves import (
     Memory,
     Move,
     agree,
-    for_distinct,
     memory,
     own_memory,
     platform,
@@ -44,7 +43,7 @@ from meshwright.transfers.resharding import (
 )
 from meshwright.trees.specs import mesh_axes
 from meshwright.trees.split import broadcast_prefix
-from meshwright.trees.walk import Leaf, Walk, is_key, refuse, walk
+from meshwright.trees.walk import Leaf, Walk, for_distinct, is_key, refuse, walk
 
 # What turns a moved array into the result, e.g. key data into a key array again.
 Finish = Callable[[jax.Array], Any]

@@ -13,7 +13,7 @@ seven passes, then compiles:
    microbatches.
 2. `stages.py`: inline remats, assign every equation of the region to a stage, forward or backward.
    The equations and their stages are a `StagedProgram` (`staged_program.py`).
-3. `stage_outputs.py`: give every result and carried value a stage, and split gradients into one
+3. `staged_program.py`: give every result and carried value a stage, and split gradients into one
    part per stage.
 4. `task_programs.py`: the equations of each task of the schedule: its inputs, its outputs, and what
    it adds up over microbatches.

@@ -23,7 +23,7 @@ each for a reason:
 - A gradient that is a sum over stages stays in parts, one per stage; so does a cast, a transpose
   and the like of such a sum. A gradient that is recomputable is copied by one stage's backward.
 
-The last three are pass 3, in `stage_outputs.py`.
+The last three are pass 3, in `staged_program.py`.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ import jax.numpy as jnp
 from meshwright import _compat
 from meshwright._compat import Atom, Eqn, Var
 from meshwright.errors import PipelineError
-from meshwright.pipelines.stage_outputs import Parts, assign_result_stages, split_gradients_by_stage
 from meshwright.pipelines.staged_program import (
+    Parts,
     StagedProgram,
     StageKey,
+    assign_result_stages,
     equations_by_stage,
     is_rematerialized_end,
     make_staged_program,
     resolve_alias,
+    split_gradients_by_stage,
     stage_names,
     variables,
     variables_read,

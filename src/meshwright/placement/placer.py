@@ -333,7 +333,7 @@ def measure(
 
 
 def plain_reshape(placement: Placement) -> Placement:
-    """The same mesh with the devices in their own order, as `np.reshape(devices, shape)` has it.
+    """Lay a mesh's devices out in their own order, as `np.reshape(devices, shape)` has it.
 
     >>> ours = place("fsdp:64, tp:4", "v5e:16x16")
     >>> round(plain_reshape(ours).cost / ours.cost, 2)

@@ -6,9 +6,9 @@
 - `request`, `step_arguments`: check the options, decide how the arguments are sharded;
 - `lowering`, `callbacks`: trace and lower to StableHLO without devices, callbacks left out;
 - `compiler`, `compiler_worker`, `tpu_slices`: compile in a process of its own, or look it up;
-- `memory`, `peak` (by `live_ranges`), `host_memory`, `collectives`, `host_transfers`, `step_time`:
-  read the optimised HLO;
-- `result`, `rendering`, `html_sections`: the `Rehearsal`, how it prints, and its page;
+- `memory`, `peak` (by `live_ranges`), `host_memory`: the verdict, read off the optimised HLO;
+- `result`, `rendering`, `html_sections`: the `Rehearsal`, how it prints, and its page. It reads the
+  rest when it is asked: `collectives`, `step_time` (with `repeated_work`), `host_transfers`;
 - `advice`: what to do next, by the parts below and `avoidable_costs`;
 - `remedies`, `mesh_remedies`, `peak_estimates`, `model_commands`: what would need less memory, how
   much less, and the command for it; `remedy_table` prints that.

@@ -2,8 +2,8 @@
 
 A rehearsal runs these parts in order: check the request (`request`), place the mesh, decide how
 the arguments are sharded (`step_arguments`), lower to StableHLO (`lowering`), compile in another
-process or take the answer from the cache (`compiler`), and read memory, collectives and time off
-the optimised HLO (`memory`, `collectives`, `step_time`).
+process or take the answer from the cache (`compiler`), and judge its memory (`memory`, `peak`).
+What else the program tells, its collectives and time, a `Rehearsal` reads when it is asked.
 """
 
 from __future__ import annotations
@@ -11,23 +11,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Required, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from jax.sharding import AbstractMesh, Mesh
 
 from meshwright._progress import Pulse
 from meshwright.errors import MeshwrightError, RehearsalError, near
 from meshwright.hardware.topology import Topology
-from meshwright.hlo.literals import decode_constants
-from meshwright.hlo.program import read_program
 from meshwright.models.base import Model
 from meshwright.models.presets import model
 from meshwright.partitioning.decide import PartitionOptions
 from meshwright.partitioning.report import LeafRow
 from meshwright.placement.placement import Placement
-from meshwright.rehearsal.collectives.analyze import analyze
-from meshwright.rehearsal.collectives.causes import Batch
-from meshwright.rehearsal.collectives.types import Collectives, read_conflicts
 from meshwright.rehearsal.compiler import (
     Compiler,
     Outcome,
@@ -37,12 +32,10 @@ from meshwright.rehearsal.compiler import (
     last_seconds,
 )
 from meshwright.rehearsal.host_memory import HostMemory, host_memory
-from meshwright.rehearsal.host_transfers import HostTransfers, find_host_transfers
 from meshwright.rehearsal.lowering import lower
 from meshwright.rehearsal.memory import Buffer, Memory, as_compiled, as_refused
 from meshwright.rehearsal.peak import live_buffers, scheduled_sizes, workspace_at_peak
 from meshwright.rehearsal.peak_estimates import PeakEstimate
-from meshwright.rehearsal.repeated_work import find_repeated_work
 from meshwright.rehearsal.request import (
     TIMEOUT,
     CompileOptions,
@@ -52,13 +45,12 @@ from meshwright.rehearsal.request import (
     platform_of,
     without_kernels,
 )
-from meshwright.rehearsal.result import Rehearsal
+from meshwright.rehearsal.result import Rehearsal, read_outcome
 from meshwright.rehearsal.step_arguments import (
     as_shapes,
     sharding_table,
     with_jit_shardings,
 )
-from meshwright.rehearsal.step_time import StepTime, step_time
 from meshwright.rehearsal.tpu_slices import as_slice
 from meshwright.spec.mesh_spec import SpecLike
 
@@ -222,24 +214,19 @@ def run(request: Request) -> Rehearsal:
             job, request.cache, request.timeout, lambda _: None, compiler
         )
         pulse.now("reading the program")
-        facts = _read_outcome(outcome, placed, hardware, arguments.rows, request.batch)
-        if stand_in:
-            facts = _marked(facts)
-    estimate = None
-    if facts["memory"].refused:
-        estimate = _on_cpu_devices(request)
+        memory, host = _judge(outcome, placed, hardware, arguments.rows)
+    estimate = _on_cpu_devices(request) if memory.refused else None
     result = Rehearsal(
         request=request,
         placement=placed,
         arguments=arguments,
-        **facts,
-        compiler=outcome.compiler,
+        memory=dataclasses.replace(memory, cpu_estimate=stand_in),
+        outcome=outcome,
         stand_in=stand_in,
-        compile_seconds=outcome.seconds,
         from_cache=from_cache,
-        text=outcome.text,
         results=lowered.results,
         callbacks=lowered.callbacks,
+        host_memory=host,
         offloads=lowered.offloads,
         estimate=estimate,
     )
@@ -287,50 +274,21 @@ def _site(platform: Platform, placed: Placement, hardware: Topology) -> Site:
     return Site(platform, dataclasses.replace(machine, devices=None), positions)
 
 
-# In: what the compiling process left. Out: memory, collectives, time and what is offloaded, all of
-# one device, since every device runs the same program; by their names in `Rehearsal`. A compiler
-# that ran out of memory leaves no program: there is a memory verdict from its error message, and no
-# collectives and no time.
-def _read_outcome(
-    outcome: Outcome,
-    placed: Placement,
-    hardware: Topology,
-    arguments: Sequence[LeafRow],
-    batch: Batch,
-) -> _Facts:
+# In: what the compiling process left. Out: the memory of one device, since every device runs the
+# same program, and of a host, `None` where nothing is kept there. A compiler that ran out of memory
+# leaves no program: the verdict is then from its error message. Example: sizes of 3 GB and
+# libraries that need 1 GB beside them at the peak are a `Memory` of 4 GB.
+def _judge(
+    outcome: Outcome, placed: Placement, hardware: Topology, arguments: Sequence[LeafRow]
+) -> tuple[Memory, HostMemory | None]:
     chip = placed.topology.chip
     if outcome.verdict == "exhausted":
-        refused = as_refused(outcome.reason, arguments, chip)
-        return {"memory": refused, "collectives": Collectives(()), "time": None}
-    program = read_program(outcome.text, decode_constants(outcome.constants))
-    collectives = analyze(program, placed, read_conflicts(outcome.notes), batch)
-    scheduled = "assigned" in outcome.memory  # and ended before it had code
-    sizes = scheduled_sizes(program, outcome.memory) if scheduled else outcome.memory
+        return as_refused(outcome.reason, arguments, chip), None
+    program = read_outcome(outcome)
+    sizes = scheduled_sizes(program, outcome.memory) if outcome.scheduled else outcome.memory
     memory = as_compiled(sizes, chip, live_buffers(program, chip))
     workspace = workspace_at_peak(program, chip, memory.peak)
-    repeated = find_repeated_work(program, placed, arguments)
-    return {
-        "memory": dataclasses.replace(memory, temporaries=memory.temporaries + workspace),
-        "collectives": collectives,
-        "time": step_time(program, collectives, chip, repeated, scheduled),
-        "host_transfers": find_host_transfers(program, chip),
-        "host_memory": host_memory(sizes, program, placed.topology, hardware),
-    }
-
-
-def _marked(facts: _Facts) -> _Facts:
-    """The same, marked as an estimate on CPU devices."""
-    time = facts["time"]
-    return {
-        **facts,
-        "memory": dataclasses.replace(facts["memory"], cpu_estimate=True),
-        "time": None if time is None else dataclasses.replace(time, cpu_estimate=True),
-    }
-
-
-class _Facts(TypedDict, total=False):
-    memory: Required[Memory]
-    collectives: Required[Collectives]
-    time: Required[StepTime | None]
-    host_transfers: HostTransfers | None
-    host_memory: HostMemory | None
+    return (
+        dataclasses.replace(memory, temporaries=memory.temporaries + workspace),
+        host_memory(sizes, program, placed.topology, hardware),
+    )

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshwright import _compat, _compat_lowering
+from meshwright._show import short_repr
 from meshwright._text import plural
 from meshwright.errors import RehearsalError, listing
 from meshwright.hlo.instructions import Source
@@ -19,7 +20,7 @@ from meshwright.hlo.instructions import Source
 _PLACE = re.compile(r"(?P<file>.+?):(?P<line>\d+)(:\d+)?( \((?P<function>.*)\))?$")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Callback:
     """A call from a step to the host: its kind, as users write it after `jax.`, and its line.
 
@@ -32,6 +33,9 @@ class Callback:
 
     def __str__(self) -> str:
         return f"{self.kind} at {self.source}" if self.source else self.kind
+
+    def __repr__(self) -> str:
+        return short_repr(self, str(self))
 
     def to_json(self) -> dict[str, Any]:
         """Return the kind, the line and whether it returns, as plain data."""
@@ -48,6 +52,9 @@ def source_of(eqns: Sequence[_compat.Eqn]) -> Source | None:
     return None
 
 
+# In: a jaxpr and all that it calls. Out: a `Callback` for each line that calls the host. Invariant:
+# those are what lowering leaves out, and it changes nothing else. Example: `jax.debug.print` in the
+# body of a scan is one callback, with the user's line, however often it would run.
 def find_callbacks(jaxpr: _compat.Jaxpr, devices: int) -> tuple[Callback, ...]:
     """List the callbacks of a program, each line once; refuse those that JAX would refuse too."""
     callbacks: dict[Callback, None] = {}

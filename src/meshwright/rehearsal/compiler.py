@@ -112,15 +112,20 @@ class Outcome:
     """
 
     verdict: Literal["compiled", "exhausted", "failed"]
-    text: str = ""
-    memory: dict[str, int] = dataclasses.field(default_factory=dict)
-    cost: dict[str, float] = dataclasses.field(default_factory=dict)
+    text: str = dataclasses.field(default="", repr=False)
+    memory: dict[str, int] = dataclasses.field(default_factory=dict, repr=False)
+    cost: dict[str, float] = dataclasses.field(default_factory=dict, repr=False)
     seconds: float = 0.0
-    reason: str = ""
-    notes: str = ""
+    reason: str = dataclasses.field(default="", repr=False)
+    notes: str = dataclasses.field(default="", repr=False)
     compiler: str = ""
-    shardings: list[str] = dataclasses.field(default_factory=list)
-    constants: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
+    shardings: list[str] = dataclasses.field(default_factory=list, repr=False)
+    constants: dict[str, list[Any]] = dataclasses.field(default_factory=dict, repr=False)
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether the compiler was ended when it had scheduled the program, before it had code."""
+        return "assigned" in self.memory
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -153,6 +153,9 @@ def lower_trace(
     )
 
 
+# In: a jaxpr and all that it calls. Out: the user's line of every equation that moves an array to
+# the host's memory, by `device_put` or by a policy of `jax.checkpoint`; `None` for one without a
+# line. Example: `jax.device_put(h, jax.memory.Space.Host)` at model.py:12 gives (model.py:12,).
 def find_offloads(jaxpr: Any) -> tuple[Source | None, ...]:
     """List the lines of a program that move arrays to the host's memory, each once."""
     return tuple(

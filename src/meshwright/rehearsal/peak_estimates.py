@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Literal
 from meshwright.axes import role
 from meshwright.hlo.dataflow import trip_count
 from meshwright.hlo.instructions import Instruction, Leaf, primitives
-from meshwright.hlo.program import read_program
 from meshwright.partitioning.report import LeafRow
 from meshwright.rehearsal.live_ranges import bytes_in
 from meshwright.rehearsal.memory import Buffer
@@ -61,8 +60,8 @@ class PeakEstimate:
 
     def __init__(self, result: Rehearsal):
         self.result = result
-        compiled = result if result.text else result.estimate
-        self.program = read_program(compiled.text) if compiled and compiled.text else None
+        compiled = result.estimate if result.program is None else result
+        self.program = None if compiled is None else compiled.program
         self.peaks = None if self.program is None else Peaks(self.program)
         self._kinds: dict[Leaf, Kind] = {}
         # The stand-in has no flash kernels: scores that it writes out are not in the real program.

@@ -20,7 +20,6 @@ from meshwright._text import amount, duration, plural, table
 from meshwright.errors import RehearsalError, short
 from meshwright.hardware.chips import CHIPS, Chip
 from meshwright.hlo.instructions import Source
-from meshwright.hlo.literals import decode_constants
 from meshwright.hlo.program import Program, read_program
 from meshwright.meshes.build import explain_mesh
 from meshwright.pipelines.explanation import Explanation
@@ -336,7 +335,7 @@ def _tasks(operations: Sequence[Operation], placed: Placement) -> tuple[TaskRehe
 def _program(compiled: Any) -> Program:
     """Read what a task was compiled to, here or in another process."""
     tables = compiled.outcome.constants if isinstance(compiled, CompiledTask) else {}
-    return read_program(compiled.as_text(), decode_constants(tables))
+    return read_program(compiled.as_text(), tables)
 
 
 def _temporaries(compiled: Any, program: Program, chip: Chip) -> int:

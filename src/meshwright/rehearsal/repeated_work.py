@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from meshwright._show import short_repr
 from meshwright._text import duration, number
 from meshwright.hlo.instructions import Instruction, Source, primitives
 from meshwright.hlo.program import Program, flops
@@ -27,7 +28,7 @@ from meshwright.rehearsal.kernels import kernels, running
 from meshwright.rehearsal.replication import Replication
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class RepeatedWork:
     """Products of one line that `copies` devices compute alike, along `axes` if those are axes.
 
@@ -60,6 +61,9 @@ class RepeatedWork:
             f"the products of {where} are done {self.copies:g} times over {self.over} "
             f"({number(self.wasted / 1e9)} GFLOP, {duration(self.seconds)} of a device for nothing)"
         )
+
+    def __repr__(self) -> str:
+        return short_repr(self, str(self))
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it as plain data; the time in seconds."""
@@ -157,6 +161,8 @@ def _products(program: Program, speed: Speeds, same: Replication) -> Iterator[_P
                     yield _Product(instruction, work * times, seconds * work / kernel.flops)
 
 
+# In: a kernel. Out: every product in it with its operations. Invariant: they add up to the kernel's
+# own count. Example: a fusion of add(dot(a, b), c) yields the fusion with 0 and the dot with all.
 def work_inside(program: Program, instruction: Instruction) -> Iterator[tuple[Instruction, float]]:
     """An instruction with its own operations, and those that are fused into it."""
     custom = program.kernel_work(instruction)

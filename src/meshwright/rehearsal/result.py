@@ -13,14 +13,17 @@ from meshwright._show import Sheet, Shown, Table, short_repr
 from meshwright._text import amount, duration, write_text
 from meshwright.errors import RehearsalError, short
 from meshwright.hlo.instructions import Source
+from meshwright.hlo.program import Program, read_program
 from meshwright.partitioning.report import PartitionReport
 from meshwright.placement.placement import Placement
 from meshwright.rehearsal.advice import AdviceList, find_advice
 from meshwright.rehearsal.avoidable_costs import AvoidableCosts, find_costs
 from meshwright.rehearsal.callbacks import Callback
-from meshwright.rehearsal.collectives.types import CAUSES, Collectives
+from meshwright.rehearsal.collectives.analyze import analyze
+from meshwright.rehearsal.collectives.types import CAUSES, Collectives, read_conflicts
+from meshwright.rehearsal.compiler import Outcome
 from meshwright.rehearsal.host_memory import HostMemory
-from meshwright.rehearsal.host_transfers import HostTransfers
+from meshwright.rehearsal.host_transfers import HostTransfers, find_host_transfers
 from meshwright.rehearsal.memory import Memory
 
 # `advice`, `avoidable_costs`, `remedies` and `rendering` know this file's classes as types alone,
@@ -29,37 +32,33 @@ from meshwright.rehearsal.mesh_remedies import data_rows
 from meshwright.rehearsal.remedies import find_remedies, token_length
 from meshwright.rehearsal.remedy_table import Remedies
 from meshwright.rehearsal.rendering import as_html, as_json, as_page, as_text, provenance
+from meshwright.rehearsal.repeated_work import find_repeated_work
 from meshwright.rehearsal.request import Request, batch_shape
-from meshwright.rehearsal.step_time import StepTime
+from meshwright.rehearsal.step_time import StepTime, step_time
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Rehearsal:
     """What the compiler made of a step. Prints itself; HTML in a notebook; `to_json()`.
 
-    `time` is `None`, and there are no collectives, where the compiler ran out of memory.
-    `stand_in`: compiled for simulated CPU devices instead of the hardware. `text` is the
-    optimised HLO itself, `results` the shapes of what it returns. `callbacks` to the host were
-    left out of the program: each with its `kind` and `source` line. `host_transfers` is what
-    offloading moves, and `host_memory` what it keeps on the hosts, if anything; `offloads` are the
-    lines that ask for it. `estimate` is the step compiled for simulated CPU devices, where the
-    hardware's compiler ran out of memory and says nothing of the buffers.
+    `memory` is the verdict. What else the program tells is read off it when first asked for:
+    `collectives`, `time`, `host_transfers`. `stand_in`: compiled for simulated CPU devices instead
+    of the hardware. `outcome` is what the compiler left, `results` the shapes of what the step
+    returns. `callbacks` to the host were left out of the program: each with its `kind` and `source`
+    line. `host_memory` is what offloading keeps on the hosts, if anything; `offloads` are the lines
+    that ask for it. `estimate` is the step compiled for simulated CPU devices, where the hardware's
+    compiler ran out of memory and says nothing of the buffers.
     """
 
     request: Request
     placement: Placement
     arguments: PartitionReport
     memory: Memory
-    collectives: Collectives
-    time: StepTime | None
-    compiler: str
+    outcome: Outcome
     stand_in: bool
-    compile_seconds: float
     from_cache: bool
-    text: str
     results: tuple[Any, ...] = ()
     callbacks: tuple[Callback, ...] = ()
-    host_transfers: HostTransfers | None = None
     host_memory: HostMemory | None = None
     offloads: tuple[Source | None, ...] = ()
     estimate: Rehearsal | None = None
@@ -77,12 +76,58 @@ class Rehearsal:
     @property
     def offload_lost(self) -> bool:
         """Whether the step offloads arrays, and the compiled program keeps them on the device."""
-        return bool(self.offloads) and self.time is not None and self.host_transfers is None
+        return bool(self.offloads) and self.program is not None and self.host_transfers is None
 
     @property
     def margin(self) -> int:
         """Bytes to spare on a device; negative when it does not fit."""
         return self.memory.margin
+
+    # Not in `rehearse`: a trial of a remedy asks for the verdict alone, and reading a large program
+    # for the rest takes as long again as reading its memory.
+    @functools.cached_property
+    def program(self) -> Program | None:
+        """The optimised HLO as data; `None` where the compiler ran out of memory."""
+        return None if self.outcome.verdict == "exhausted" else read_outcome(self.outcome)
+
+    @functools.cached_property
+    def collectives(self) -> Collectives:
+        """Every collective with its cause and cost; none where there is no program."""
+        if self.program is None:
+            return Collectives(())
+        conflicts = read_conflicts(self.outcome.notes)
+        return analyze(self.program, self.placement, conflicts, self.request.batch)
+
+    @functools.cached_property
+    def time(self) -> StepTime | None:
+        """The modelled time of a step, part by part; `None` where there is no program."""
+        if self.program is None:
+            return None
+        repeated = find_repeated_work(self.program, self.placement, self.arguments.rows)
+        chip, scheduled = self.placement.topology.chip, self.outcome.scheduled
+        time = step_time(self.program, self.collectives, chip, repeated, scheduled)
+        return dataclasses.replace(time, cpu_estimate=self.stand_in)
+
+    @functools.cached_property
+    def host_transfers(self) -> HostTransfers | None:
+        """What offloading moves between a device and its host; `None` if nothing."""
+        chip = self.placement.topology.chip
+        return None if self.program is None else find_host_transfers(self.program, chip)
+
+    @property
+    def text(self) -> str:
+        """The optimised HLO itself; empty where the compiler ran out of memory."""
+        return self.outcome.text
+
+    @property
+    def compiler(self) -> str:
+        """The compiler and its version."""
+        return self.outcome.compiler
+
+    @property
+    def compile_seconds(self) -> float:
+        """How long the compiler took, now or when the answer was kept."""
+        return self.outcome.seconds
 
     @property
     def flops(self) -> float | None:
@@ -241,6 +286,11 @@ class Rehearsal:
     def to_json(self) -> dict[str, Any]:
         """Return everything but the HLO text as plain data."""
         return as_json(self)
+
+
+def read_outcome(outcome: Outcome) -> Program:
+    """Read what a compiler left into a program."""
+    return read_program(outcome.text, outcome.constants)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

@@ -197,7 +197,7 @@ class StepTime(Shown):
         }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class CustomKernel:
     """A kernel that the compiler did not make: what it is, how often it runs, its work in a step.
 
@@ -212,6 +212,9 @@ class CustomKernel:
     flops: float
     bytes: float
     seconds: float
+
+    def __repr__(self) -> str:
+        return short_repr(self, f"{self.name} ({self.kind}), {duration(self.seconds)}")
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it as plain data."""

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from meshwright._show import Sheet, Shown, Table
+from meshwright._show import Sheet, Shown, Table, short_repr
 from meshwright._text import plural
 from meshwright.errors import listing
 
@@ -23,7 +23,7 @@ _NOISE = 1e-3
 _MOST_ROWS = 12
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Compared:
     """One array of the results: its largest difference, as part of its largest value.
 
@@ -45,6 +45,10 @@ class Compared:
     def ok(self) -> bool:
         """Whether the difference is within the tolerance, or no more than rounding."""
         return self.difference <= self.tolerance or self.rounding  # NaN is not
+
+    def __repr__(self) -> str:
+        words = f"differs by {self.difference:.2g}, {self.tolerance:.2g} allowed: {self.path}"
+        return short_repr(self, words)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

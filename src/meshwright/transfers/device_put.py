@@ -19,7 +19,6 @@ from meshwright.errors import PartitionError, short
 from meshwright.partitioning.decide import PartitionOptions, resolve_specs
 from meshwright.partitioning.optimizer_state import follow_params, unplaced_problem
 from meshwright.transfers.boxes import Box, box_at
-from meshwright.transfers.moves import for_distinct
 from meshwright.transfers.resharding import reshard
 from meshwright.trees.specs import (
     AnyMesh,
@@ -32,7 +31,16 @@ from meshwright.trees.specs import (
     spec_problems,
     specs_on_mesh,
 )
-from meshwright.trees.walk import Leaf, Walk, is_key, is_shape, refuse, tie_problems, walk
+from meshwright.trees.walk import (
+    Leaf,
+    Walk,
+    for_distinct,
+    is_key,
+    is_shape,
+    refuse,
+    tie_problems,
+    walk,
+)
 
 
 def shard(
@@ -284,14 +292,8 @@ def check_parts(
 ) -> None:
     """Refuse parts that cannot be cut as their specs say; names every one of this process."""
     sizes = mesh_axes(mesh)
-    refuse(
-        what,
-        [
-            problem
-            for leaf, spec in zip(leaves, specs, strict=True)
-            for problem in _problems(leaf, spec, mesh, sizes)
-        ],
-    )
+    pairs = zip(leaves, specs, strict=True)
+    refuse(what, [text for leaf, spec in pairs for text in _problems(leaf, spec, mesh, sizes)])
 
 
 def _problems(

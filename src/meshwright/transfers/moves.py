@@ -17,8 +17,8 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -40,7 +40,6 @@ from meshwright.transfers.boxes import (
 )
 
 HostArray = np.ndarray[Any, Any]
-Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,15 +194,6 @@ def aligned_empty(shape: Shape, dtype: np.dtype[Any]) -> HostArray:
     raw = np.empty(size + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)
-
-
-def for_distinct(
-    keys: Sequence[Hashable], values: Sequence[Value], function: Callable[[list[Value]], list[Any]]
-) -> list[Any]:
-    """Call `function` with one value for each distinct key; return a result for every key."""
-    distinct = dict(zip(keys, values, strict=True))
-    results = dict(zip(distinct, function(list(distinct.values())), strict=True))
-    return [results[key] for key in keys]
 
 
 def x64_if(needed: bool) -> contextlib.AbstractContextManager[Any]:

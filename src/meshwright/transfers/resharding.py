@@ -26,7 +26,6 @@ from meshwright.transfers.moves import (
     Move,
     agree,
     build,
-    for_distinct,
     local_shards,
     memory,
     moved_without_shards,
@@ -46,7 +45,7 @@ from meshwright.trees.specs import (
     spec_problems,
     specs_on_mesh,
 )
-from meshwright.trees.walk import Leaf, Walk, is_key, refuse, tie_problems, walk
+from meshwright.trees.walk import Leaf, Walk, for_distinct, is_key, refuse, tie_problems, walk
 
 # Arrays are moved in batches: small ones together, for speed, large ones alone, for memory.
 _LARGEST_BATCH = 64 * 2**20

@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ _LONGEST_PATH = 120
 _PLACING = frozenset(
     "shard shard_like shard_array auto_shard_pytree init reshard to_groups".split()
 )
+Value = TypeVar("Value")
 
 
 class Leaf(NamedTuple):
@@ -277,6 +278,18 @@ def _find_refusing_node(treedef: Any, leaves: list[Any]) -> tuple[str, list[Any]
             return _find_refusing_node(child, part)
     data = treedef.node_data()
     return (data[0].__name__ if data else "?"), leaves
+
+
+def for_distinct(
+    keys: Sequence[Hashable], values: Sequence[Value], function: Callable[[list[Value]], list[Any]]
+) -> list[Any]:
+    """Call `function` with one value for each distinct key; return a result for every key.
+
+    Keys are identities of leaves: an array that a tree holds twice is moved once, and stays one.
+    """
+    distinct = dict(zip(keys, values, strict=True))
+    results = dict(zip(distinct, function(list(distinct.values())), strict=True))
+    return [results[key] for key in keys]
 
 
 # Flax NNX variables that a tree holds twice (tied weights). A pytree has no references, so the

@@ -288,6 +288,9 @@ def _range(text: str) -> list[int]:
     return numbers
 
 
+# In: a computation. Out: each `send` with the `recv` that has its rendezvous or its channel.
+# Invariant: a send that meets no receive here is left out. Example: between slices `send(...),
+# _xla_megascale_transfer_type="ALL_GATHER"` and its `recv` are one all-gather.
 def find_transfers(computation: Computation) -> Iterator[Transfer]:
     """Find every send with the receive that meets it, by rendezvous or by channel."""
     receives = {
