@@ -138,6 +138,24 @@ def test_layers_without_a_subtree_of_their_own_are_recognised_by_their_number(me
         assert specs[name] == P() if limit else specs[name][0] is None and len(specs[name]) > 1
 
 
+def test_in_a_tuple_what_is_no_layer_is_cut_whole():
+    # As penzai's values of parameters: all paths are alike, and only shapes tell them apart.
+    def f32(*shape):
+        return jax.ShapeDtypeStruct(shape, "float32")
+
+    layers = [f32(4, 512), f32(4, 512, 32, 16), f32(4, 512, 2048), f32(4, 2048, 512), f32(4, 2048)]
+    values = [{"value": leaf} for leaf in (f32(32000, 512), *layers, f32(512, 32000))]
+    specs = [tree["value"] for tree in mw.partition(values, mw.abstract_mesh("fsdp:4, tp:4"))]
+    assert specs[0] == P(("tp", "fsdp")) and specs[-1] == P("fsdp", "tp")
+    assert specs[1:-1] == [
+        P(),
+        P(None, "fsdp", "tp"),
+        P(None, "fsdp", "tp"),
+        P(None, "tp", "fsdp"),
+        P(),
+    ]
+
+
 def test_flat_layers_are_cut_like_those_of_a_subtree():
     layers = {name: leaf for name, leaf in STACKED.items() if name != "emb"}
     tree = {"layers": layers, "emb": STACKED["emb"]}

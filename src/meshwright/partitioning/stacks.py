@@ -109,13 +109,19 @@ def _infer_stacks(leaves: Sequence[Leaf]) -> set[str]:
             for subtree, child in _subtrees(kind)
         )
     }
-    if not stacks:
-        stacks = _most_common_first_dim(shapes_by_kind)
-    return {leaf.path for kind, leaf in zip(kinds, leaves, strict=True) if kind in stacks}
+    if stacks:
+        return {leaf.path for kind, leaf in zip(kinds, leaves, strict=True) if kind in stacks}
+    members = _most_common_first_dim(shapes_by_kind)
+    # By shape too: in a tuple without a word in its paths, a table of words is of the same kind.
+    pairs = zip(kinds, leaves, strict=True)
+    return {leaf.path for kind, leaf in pairs if (kind, leaf.shape) in members}
 
 
-def _most_common_first_dim(shapes_by_kind: Iterable[tuple[str, tuple[int, ...]]]) -> set[str]:
-    """Return the kinds whose first dim is that of most arrays, if it can only count layers."""
+Kind = tuple[str, tuple[int, ...]]
+
+
+def _most_common_first_dim(shapes_by_kind: Iterable[Kind]) -> set[Kind]:
+    """Return the arrays whose first dim is that of most arrays, if it can only count layers."""
     arrays = [
         (kind, shape)
         for kind, shape in shapes_by_kind
@@ -133,7 +139,7 @@ def _most_common_first_dim(shapes_by_kind: Iterable[tuple[str, tuple[int, ...]]]
             and 3 * number > 2 * len(arrays)
             and len(ranks) > 1
         ):
-            return {kind for kind, _ in members}
+            return set(members)
     return set()
 
 
