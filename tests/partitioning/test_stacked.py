@@ -138,6 +138,24 @@ def test_layers_without_a_subtree_of_their_own_are_recognised_by_their_number(me
         assert specs[name] == P() if limit else specs[name][0] is None and len(specs[name]) > 1
 
 
+def test_layers_that_the_second_dim_counts_stay_whole():
+    # As MaxText stacks them, here 16 layers: (embed, layers, heads, size) and (embed, layers).
+    attention = {"query": sds(512, 16, 16, 32), "out": sds(16, 16, 32, 512)}
+    mlp = {"wi": sds(512, 16, 2048), "wo": sds(2048, 16, 512)}
+    tree = {"layers": {"attention": attention, "mlp": mlp, "norm": sds(512, 16)}}
+    specs = mw.partition({"decoder": tree}, MESH)["decoder"]["layers"]
+    assert specs["attention"] == {
+        "query": P("fsdp", None, "tp"),
+        "out": P("tp", None, None, "fsdp"),
+    }
+    assert specs["mlp"] == {"wi": P("fsdp", None, "tp"), "wo": P("tp", None, "fsdp")}
+    assert specs["norm"] == P()
+    # Not by chance: fewer arrays, or without the name, are weights like others.
+    few = mw.partition({"layers": {"wi": sds(64, 16, 4096), "b": sds(4096, 16)}}, MESH, axes=["tp"])
+    assert few["layers"]["b"] == P("tp")
+    assert mw.partition({"tower": tree["layers"]}, MESH)["tower"]["attention"]["query"][1] == "tp"
+
+
 def test_in_a_tuple_what_is_no_layer_is_cut_whole():
     # As penzai's values of parameters: all paths are alike, and only shapes tell them apart.
     def f32(*shape):
