@@ -389,3 +389,24 @@ def test_a_table_whose_rows_cannot_be_cut_is_told():
     assert "Pad it" not in str(mw.explain({"wte": {"embedding": empty}}, mesh))
     padded = jax.ShapeDtypeStruct((50304, 768), "float32")
     assert "Pad it" not in str(mw.explain({"wte": {"embedding": padded}}, mesh))
+
+
+def test_weights_that_no_axis_divides_are_told():
+    mesh = mw.abstract_mesh("dp:2, fsdp:4, tp:2")
+    odd, moments = (jax.ShapeDtypeStruct((1003, 509), "float32") for _ in range(2))
+    stack = jax.ShapeDtypeStruct((8, 129, 129), "float32")
+    small = jax.ShapeDtypeStruct((101, 101), "float32")
+    even = jax.ShapeDtypeStruct((1003, 512), "float32")
+    tree = {"layers": {"w": stack}, "head": odd, "mu": {"head": moments}, "norm": small}
+    lines = str(mw.explain({**tree, "even": even}, mesh)).splitlines()
+    assert [line for line in lines if "divide" in line] == [
+        "head: fsdp:4, tp:2 divide no dim of (1003, 509), so every device holds all of it. "
+        "Pad dim 0 to 1,008 to cut it in 8.",
+        "layers/w: fsdp:4, tp:2 divide no dim of (8, 129, 129) but the first, so every device "
+        "holds all of it. Pad dim 1 to 136 to cut it in 8.",
+    ]
+    many = {f"w{n}": jax.ShapeDtypeStruct((999, 1001 + 2 * n), "float32") for n in range(6)}
+    assert "and arrays of 3 more shapes that no axis divides" in str(mw.explain(many, mesh))
+    # What rules keep whole could be cut: that is the caller's choice.
+    by_rules = mw.explain({"even": even}, mesh, rules=[("even", None)])
+    assert "divide" not in str(by_rules)

@@ -138,6 +138,42 @@ def test_layers_without_a_subtree_of_their_own_are_recognised_by_their_number(me
         assert specs[name] == P() if limit else specs[name][0] is None and len(specs[name]) > 1
 
 
+def test_layers_that_the_second_dim_counts_stay_whole():
+    # As MaxText stacks them, here 16 layers: (embed, layers, heads, size) and (embed, layers).
+    attention = {"query": sds(512, 16, 16, 32), "out": sds(16, 16, 32, 512)}
+    mlp = {"wi": sds(512, 16, 2048), "wo": sds(2048, 16, 512)}
+    tree = {"layers": {"attention": attention, "mlp": mlp, "norm": sds(512, 16)}}
+    specs = mw.partition({"decoder": tree}, MESH)["decoder"]["layers"]
+    assert specs["attention"] == {
+        "query": P("fsdp", None, "tp"),
+        "out": P("tp", None, None, "fsdp"),
+    }
+    assert specs["mlp"] == {"wi": P("fsdp", None, "tp"), "wo": P("tp", None, "fsdp")}
+    assert specs["norm"] == P()
+    # Not by chance: fewer arrays, or without the name, are weights like others.
+    few = mw.partition({"layers": {"wi": sds(64, 16, 4096), "b": sds(4096, 16)}}, MESH, axes=["tp"])
+    assert few["layers"]["b"] == P("tp")
+    assert mw.partition({"tower": tree["layers"]}, MESH)["tower"]["attention"]["query"][1] == "tp"
+
+
+def test_in_a_tuple_what_is_no_layer_is_cut_whole():
+    # As penzai's values of parameters: all paths are alike, and only shapes tell them apart.
+    def f32(*shape):
+        return jax.ShapeDtypeStruct(shape, "float32")
+
+    layers = [f32(4, 512), f32(4, 512, 32, 16), f32(4, 512, 2048), f32(4, 2048, 512), f32(4, 2048)]
+    values = [{"value": leaf} for leaf in (f32(32000, 512), *layers, f32(512, 32000))]
+    specs = [tree["value"] for tree in mw.partition(values, mw.abstract_mesh("fsdp:4, tp:4"))]
+    assert specs[0] == P(("tp", "fsdp")) and specs[-1] == P("fsdp", "tp")
+    assert specs[1:-1] == [
+        P(),
+        P(None, "fsdp", "tp"),
+        P(None, "fsdp", "tp"),
+        P(None, "tp", "fsdp"),
+        P(),
+    ]
+
+
 def test_flat_layers_are_cut_like_those_of_a_subtree():
     layers = {name: leaf for name, leaf in STACKED.items() if name != "emb"}
     tree = {"layers": layers, "emb": STACKED["emb"]}

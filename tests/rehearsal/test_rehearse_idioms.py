@@ -1,5 +1,7 @@
 """Steps as the users of Flax and Equinox write them, against the same step in plain `jax.jit`."""
 
+import functools
+
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -223,6 +225,36 @@ def test_donation_of_filter_jit_is_kept(donate, numbers, cache):
     found = mw.rehearse(step, *eqx_arguments(), cache=cache, **HERE)
     assert_same_program(found, expected)
     assert bool(found.memory.aliased) == bool(numbers)
+
+
+def test_a_partial_of_a_jitted_step_keeps_its_donation(cache):
+    params = {"w": jnp.ones((128, 128))}
+
+    def update(params, x, mask=None, *, train):
+        return {"w": params["w"] + (x.T @ x if train else 0) * (1 if mask is None else mask)}
+
+    def aliased(step):
+        return mw.rehearse(step, params, X, cache=cache, **HERE).memory.aliased
+
+    jitted = jax.jit(update, donate_argnums=0, static_argnames="train")
+    whole = 128 * 128 * 4 // 8
+    assert aliased(functools.partial(jitted, train=True)) == whole
+    # What is bound may be data too: a constant of the program, and no argument.
+    assert aliased(functools.partial(jitted, train=True, mask=jnp.ones(128))) == whole
+
+    def in_place(model, optimizer, x, *, train):
+        return nnx_update(model, optimizer, x) if train else 0.0
+
+    nnx_step = nnx.jit(in_place, donate_argnums=(0, 1), static_argnames="train")
+    bound = functools.partial(nnx_step, train=True)
+    assert mw.rehearse(bound, *nnx_state(), X, cache=cache, **HERE).memory.aliased > whole
+    equinox_step = eqx.filter_jit(update, donate="all")
+    assert aliased(functools.partial(equinox_step, train=True)) == whole
+    by_number = functools.partial(
+        jax.jit(lambda rate, p, x, n: (rate * p["w"], n), donate_argnums=1, static_argnums=3), 0.5
+    )
+    with pytest.raises(mw.errors.RehearsalError, match=r"binds data by functools\.partial"):
+        mw.rehearse(by_number, params, X, 3, cache=cache, **HERE)
 
 
 class Dense(nn.Module):

@@ -359,18 +359,21 @@ def _by_shape(
     result = list(specs)
     for place, leaf in enumerate(leaves):
         # A stack of scalars, one per layer, has only its first dim to cut.
-        first_dim = 1 if len(leaf.shape) > 1 and leaf.path in stacks else 0
+        layers = stacks.get(leaf.path) if len(leaf.shape) > 1 else None
         # Of a stack one layer at a time is gathered.
-        size = leaf.bytes // max(1, leaf.shape[0]) if first_dim else leaf.bytes
+        size = leaf.bytes if layers is None else leaf.bytes // max(1, leaf.shape[layers])
         if result[place] is None and size >= options.min_shard_bytes:
-            result[place] = choose_spec(
-                leaf.shape,
+            # The dim of the layers comes first, or is left out and put back.
+            shape = (*leaf.shape[:1], *leaf.shape[2:]) if layers == 1 else leaf.shape
+            spec = choose_spec(
+                shape,
                 bits(leaf.dtype),
                 usable,
-                first_dim,
+                int(layers == 0),
                 kind_of(leaf.path),
                 leaf.path in turned,
             )
+            result[place] = make_spec([*spec[:1], None, *spec[1:]]) if layers == 1 else spec
     problems = [("stacked", text) for text in unused] if options.unused == "error" else []
     return result, problems
 

@@ -17,8 +17,8 @@ from meshwright._text import amount, plural
 from meshwright.errors import MeshError, near
 from meshwright.hardware.topology import Topology
 from meshwright.meshes.build import explain_mesh
-from meshwright.partitioning.by_shape import is_table, kind_of
-from meshwright.partitioning.decide import PartitionOptions, resolve_specs
+from meshwright.partitioning.by_shape import is_table, kind_of, weight_axes
+from meshwright.partitioning.decide import MIN_SHARD_BYTES, PartitionOptions, resolve_specs
 from meshwright.placement.placement import Placement
 from meshwright.spec.mesh_spec import MeshSpec, SpecLike
 from meshwright.trees.specs import (
@@ -35,6 +35,7 @@ REPORT_HEADING = ["path", "array", "bytes", "on a device", "copies"]
 REPORT_RIGHT = [False, False, True, True, True]
 MOST_ROWS = 200
 _MOST_DRAWN = 6
+_MOST_NOTES = 3
 # How JAX abbreviates dtypes in the types of arrays; other names are written out.
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "bool"}
 
@@ -167,7 +168,7 @@ class PartitionReport(Shown):
         parts: list[str | Table | Html] = [table]
         if self.replicated and self.devices > 1:
             parts.append(_replicated_note(self.replicated))
-        parts += _table_notes(self.rows)
+        parts += [*_table_notes(self.rows), *_undivided_notes(self.rows, self.axes)]
         return Sheet(report_headline(self), [*parts, _drawings(self.rows)])
 
 
@@ -341,6 +342,33 @@ def _table_notes(rows: Sequence[LeafRow]) -> list[str]:
                 )
                 notes.setdefault(row.shape, note)
     return list(notes.values())
+
+
+def _undivided_notes(rows: Sequence[LeafRow], sizes: dict[str, int]) -> list[str]:
+    """Say which large arrays are whole because no axis divides them, and what padding changes."""
+    axes = {name: size for name, size, _ in weight_axes(sizes)}
+    pieces = math.prod(axes.values())
+    notes: dict[tuple[int, ...], str] = {}
+    for row in sorted(rows, key=lambda row: (-row.bytes, len(row.path))):
+        if not row.replicated or row.bytes < MIN_SHARD_BYTES or pieces == 1:
+            continue
+        # Of three dims or more the first may count layers, and is then whole whatever its size.
+        dims = range(len(row.shape) > 2, len(row.shape))
+        divided = {n for n, side in enumerate(row.shape) for s in axes.values() if not side % s}
+        if not divided.isdisjoint(dims):
+            continue
+        dim = min(dims, key=lambda n: -row.shape[n] % pieces / row.shape[n])
+        padded = row.shape[dim] + -row.shape[dim] % pieces
+        which = f"{row.shape} but the first" if divided else f"{row.shape}"
+        note = (
+            f"{row.path}: {', '.join(f'{name}:{size}' for name, size in axes.items())} divide no "
+            f"dim of {which}, so every device holds all of it. Pad dim {dim} to {padded:,} to cut "
+            f"it in {pieces:,}."
+        )
+        notes.setdefault(row.shape, note)
+    left = len(notes) - _MOST_NOTES
+    more = [f"... and arrays of {plural(left, 'more shape')} that no axis divides"]
+    return [*list(notes.values())[:_MOST_NOTES], *(more if left > 0 else [])]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Stacked layers: arrays whose first dim counts the layers of a `lax.scan`, and stays whole.
+"""Stacked layers: arrays with a dim that counts the layers of a `lax.scan`, and stays whole.
 
-It stays whole because every device needs its part of each layer in turn. Nothing in an array says
-what its first dim counts, so it is inferred from the tree. A subtree is a stack if all its arrays
-have the same first dim, and
+It stays whole because every device needs its part of each layer in turn, and is nearly always the
+first. Nothing in an array says what a dim counts, so it is inferred from the tree. A subtree is a
+stack if all its arrays have the same first dim, and
 
 - its name is a word for it (`layers`, `blocks`, ..., or with `scan` in it) and its children are not
   the layers themselves (`0`, `_0`, `layer_0`, `block0`, `h_3`), and the arrays are not matrices
@@ -10,6 +10,9 @@ have the same first dim, and
 - whatever its name, all have two dims or more, not all the same number of them, as a scan over
   weights and biases gives, and each holds more per layer than there are layers. Experts, and the
   heads of an attention, are stacked in the same way, and are recognised by their name.
+
+In a subtree with such a name the second dim may count the layers, as MaxText stacks them: if all
+arrays, four at least and of several ranks, share it and not the first.
 
 Where no subtree holds the layers and nothing else, they are recognised by their number: more than
 two thirds of all arrays of two dims and more, of several ranks, share a first dim of at most
@@ -44,8 +47,8 @@ MOST_LAYERS = 256
 _FEWEST_ARRAYS = 4
 
 
-def find_stacks(leaves: Sequence[Leaf], stacked: Any = None) -> tuple[set[str], list[str]]:
-    """Return the paths of leaves whose first dim counts layers; and patterns that match no leaf.
+def find_stacks(leaves: Sequence[Leaf], stacked: Any = None) -> tuple[dict[str, int], list[str]]:
+    """Return the dim that counts layers, by path of a leaf; and patterns that match no leaf.
 
     `None` or `True` infers it from the tree, patterns say it by hand, `False` switches it off.
     """
@@ -54,14 +57,14 @@ def find_stacks(leaves: Sequence[Leaf], stacked: Any = None) -> tuple[set[str], 
             f"stacked: {short(stacked)} is not a pattern or a list of patterns.", option="stacked"
         )
     if stacked is False:
-        return set(), []
+        return {}, []
     if stacked is None or stacked is True:
         return _infer_stacks(leaves), []
-    stacks: set[str] = set()
+    stacks: dict[str, int] = {}
     unused = []
     for pattern in [stacked] if isinstance(stacked, str) else stacked:
         matches = compile_pattern(pattern, option="stacked")
-        matched = {leaf.path for leaf in leaves if matches(leaf.path)}
+        matched = {leaf.path: 0 for leaf in leaves if matches(leaf.path)}
         stacks |= matched
         if not matched:
             unused.append(
@@ -78,18 +81,22 @@ class _SubtreeShapes(NamedTuple):
     """
 
     first_sizes: frozenset[int]
+    second_sizes: frozenset[int]
     ranks: frozenset[int]
     large_layers: bool
+    arrays: int = 1
 
     def merge(self, other: _SubtreeShapes) -> _SubtreeShapes:
         return _SubtreeShapes(
             self.first_sizes | other.first_sizes,
+            self.second_sizes | other.second_sizes,
             self.ranks | other.ranks,
             self.large_layers and other.large_layers,
+            self.arrays + other.arrays,
         )
 
 
-def _infer_stacks(leaves: Sequence[Leaf]) -> set[str]:
+def _infer_stacks(leaves: Sequence[Leaf]) -> dict[str, int]:
     # The kind of a path: all its numbers are 0. A list of 100 layers is looked at once.
     kinds = [_NUMBER.sub("0", leaf.path) for leaf in leaves]
     shapes: dict[str, _SubtreeShapes] = {}
@@ -97,25 +104,35 @@ def _infer_stacks(leaves: Sequence[Leaf]) -> set[str]:
     for kind, shape in shapes_by_kind:
         if shape:
             own = _SubtreeShapes(
-                frozenset(shape[:1]), frozenset({len(shape)}), math.prod(shape[1:]) > shape[0]
+                frozenset(shape[:1]),
+                frozenset(shape[1:2]),
+                frozenset({len(shape)}),
+                math.prod(shape[1:]) > shape[0],
             )
             for subtree, _ in _subtrees(kind):
-                shapes[subtree] = own.merge(shapes.get(subtree, own))
-    stacks = {
-        kind
-        for kind in set(kinds)
-        if any(
-            subtree in shapes and _is_stack(subtree, child, shapes[subtree])
-            for subtree, child in _subtrees(kind)
-        )
-    }
-    if not stacks:
-        stacks = _most_common_first_dim(shapes_by_kind)
-    return {leaf.path for kind, leaf in zip(kinds, leaves, strict=True) if kind in stacks}
+                seen = shapes.get(subtree)
+                shapes[subtree] = own if seen is None else own.merge(seen)
+    stacks: dict[str, int] = {}
+    for kind in set(kinds):
+        for subtree, child in _subtrees(kind):
+            if kind not in stacks and subtree in shapes:
+                if _is_stack(subtree, child, shapes[subtree]):
+                    stacks[kind] = 0
+                elif _is_stack_of_second_dims(subtree, child, shapes[subtree]):
+                    stacks[kind] = 1
+    pairs = list(zip(kinds, leaves, strict=True))
+    if stacks:
+        return {leaf.path: stacks[kind] for kind, leaf in pairs if kind in stacks}
+    members = _most_common_first_dim(shapes_by_kind)
+    # By shape too: in a tuple without a word in its paths, a table of words is of the same kind.
+    return {leaf.path: 0 for kind, leaf in pairs if (kind, leaf.shape) in members}
 
 
-def _most_common_first_dim(shapes_by_kind: Iterable[tuple[str, tuple[int, ...]]]) -> set[str]:
-    """Return the kinds whose first dim is that of most arrays, if it can only count layers."""
+Kind = tuple[str, tuple[int, ...]]
+
+
+def _most_common_first_dim(shapes_by_kind: Iterable[Kind]) -> set[Kind]:
+    """Return the arrays whose first dim is that of most arrays, if it can only count layers."""
     arrays = [
         (kind, shape)
         for kind, shape in shapes_by_kind
@@ -133,7 +150,7 @@ def _most_common_first_dim(shapes_by_kind: Iterable[tuple[str, tuple[int, ...]]]
             and 3 * number > 2 * len(arrays)
             and len(ranks) > 1
         ):
-            return {kind for kind, _ in members}
+            return set(members)
     return set()
 
 
@@ -152,9 +169,25 @@ def _is_stack(subtree: str, child: str, shapes: _SubtreeShapes) -> bool:
     if len(shapes.first_sizes) > 1:
         return False
     word = subtree.rpartition("/")[2].lower()
-    if (word in STACKS or "scan" in word) and not _ONE_LAYER.fullmatch(child):
+    if _is_called_stack(subtree, child):
         # Matrices alone with many rows are weights of one block, not vectors of that many layers.
         return max(shapes.ranks) != 2 or max(shapes.first_sizes) <= MOST_LAYERS
     if _HEADS.search(word) or kind_of(subtree) == "experts":
         return False
     return len(shapes.ranks) > 1 and min(shapes.ranks) > 1 and shapes.large_layers
+
+
+def _is_stack_of_second_dims(subtree: str, child: str, shapes: _SubtreeShapes) -> bool:
+    """Whether all arrays of a subtree that is called a stack share their second dim alone."""
+    return (
+        _is_called_stack(subtree, child)
+        and len(shapes.second_sizes) == 1 < len(shapes.first_sizes)
+        and 1 < max(shapes.second_sizes) <= MOST_LAYERS
+        and len(shapes.ranks) > 1 < min(shapes.ranks)
+        and shapes.arrays >= _FEWEST_ARRAYS
+    )
+
+
+def _is_called_stack(subtree: str, child: str) -> bool:
+    word = subtree.rpartition("/")[2].lower()
+    return (word in STACKS or "scan" in word) and not _ONE_LAYER.fullmatch(child)

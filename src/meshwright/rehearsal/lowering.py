@@ -27,6 +27,13 @@ from meshwright.hlo.instructions import Source
 from meshwright.meshes.devices import target_topology
 from meshwright.rehearsal.callbacks import Callback, find_callbacks, source_of
 from meshwright.rehearsal.compiler import Job, Platform, Site
+from meshwright.rehearsal.step_arguments import (
+    donated_beside_bound,
+    is_filter_jit,
+    is_jitted,
+    traces_itself,
+    unbound,
+)
 from meshwright.trees.specs import mesh_axes, spec_on_axes, spec_problems
 from meshwright.trees.split import is_number, split_arrays
 from meshwright.trees.walk import (
@@ -102,15 +109,14 @@ def lower(
     # `with_sharding_constraint(x, PartitionSpec(...))` in the user's code needs the mesh set.
     kernels = _compat_lowering.kernels_on(_target_device(platform, hardware), mesh.size)
     with jax.sharding.use_abstract_mesh(mesh), cudnn_of_chip(hardware.chip), kernels:
-        if _traces_itself(function) and not donate_argnums and out_shardings is None:
+        own: tuple[int, ...] | None = donate_argnums
+        if traces_itself(unbound(function)) and not donate_argnums and out_shardings is None:
             traced = _trace(function, shapes, names, wrapped=False)
             # Flax's `nnx.jit` wraps what its own `jax.jit` made.
-            traced = getattr(traced, "traced", traced)
-            free: Any = None
-        else:
-            traced, free = _trace_arrays(
-                function, shapes, names, mesh, donate_argnums, out_shardings
-            )
+            traced, free = getattr(traced, "traced", traced), None
+            own = donated_beside_bound(function, traced, len(shapes))
+        if own is not None:
+            traced, free = _trace_arrays(function, shapes, names, mesh, own, out_shardings)
         free_outputs = _free_outputs(free, traced.out_info)
         return lower_trace(traced, free_outputs, mesh, platform, hardware)
 
@@ -202,25 +208,11 @@ def _pickled(partitioners: dict[str, _compat_lowering.Partitioner]) -> bytes:
     return pickle.dumps(partitioners)
 
 
-def is_jitted(function: Callable[..., Any]) -> bool:
-    """Whether a function is a `jit` already; the types of all three wrappers are private."""
-    return _traces_itself(function) or _is_filter_jit(function)
-
-
-def _traces_itself(function: Callable[..., Any]) -> bool:
-    """Whether a function is a `jax.jit` or an `nnx.jit`."""
-    return hasattr(function, "trace") and hasattr(function, "lower")
-
-
-def _is_filter_jit(function: Callable[..., Any]) -> bool:
-    """Whether a function is an `eqx.filter_jit`, whose `lower` refuses shapes."""
-    return all(hasattr(function, name) for name in ("lower", "donate_first", "donate_rest"))
-
-
 def _trace(step: Any, shapes: tuple[Any, ...], names: Sequence[str], wrapped: bool) -> Any:
     """Trace; `wrapped` says that the user's own `jit` is inside of ours."""
+    bound: Any = step if isinstance(step, functools.partial) else functools.partial(step)
     try:
-        return step.trace(*shapes)
+        return bound.func.trace(*bound.args, *shapes, **bound.keywords)
     except (TypeError, ValueError) as error:
         # Our `jit` makes tracers of what the inner one holds to be static.
         if wrapped and "static arg" in str(error).lower():
@@ -264,13 +256,18 @@ def _trace_arrays(
 ) -> tuple[Any, Any]:
     """Trace a step as a function of its arrays; also return the shardings asked of its results."""
     # Equinox's wrapper holds numbers to be static wherever they stand, and says what it donates.
-    filtered = _is_filter_jit(function)
-    inner: Any = getattr(function, "__wrapped__", function) if filtered else function
+    flags: Any = unbound(function)
+    filtered = is_filter_jit(flags)
+    inner: Any = function
     donated = set(donate_argnums)
     if filtered:
-        flags: Any = function
-        donated |= {0} if flags.donate_first else set()
-        donated |= set(range(1, len(shapes))) if flags.donate_rest else set()
+        bound = function if isinstance(function, functools.partial) else functools.partial(flags)
+        inner = functools.partial(
+            getattr(flags, "__wrapped__", flags), *bound.args, **bound.keywords
+        )
+        rest = 0 if bound.args else 1
+        donated |= set(range(rest)) if flags.donate_first else set()
+        donated |= set(range(rest, len(shapes))) if flags.donate_rest else set()
     parts = [split_arrays(arg, depth=-1 if filtered else 0) for arg in shapes]
     operands = [part.rebuild(part.arrays, other=None) for part in parts]
     in_place = bool(variables_of(shapes))

@@ -18,7 +18,6 @@ import jax
 import numpy as np
 
 from meshwright import _compat
-from meshwright.rehearsal.lowering import is_jitted
 from meshwright.rehearsal.mesh_remedies import (
     argument_bytes_of,
     data_rows,
@@ -30,7 +29,7 @@ from meshwright.rehearsal.model_commands import changed_words, rehearse_command
 from meshwright.rehearsal.peak_estimates import PeakEstimate, Saved, Scales
 from meshwright.rehearsal.remedy_table import Remedies, Remedy
 from meshwright.rehearsal.request import Request, batch_shape, changed_model, shrunk
-from meshwright.rehearsal.step_arguments import has_rows
+from meshwright.rehearsal.step_arguments import has_rows, is_jitted
 
 if TYPE_CHECKING:  # `result` imports this file
     from meshwright.rehearsal.result import Rehearsal

@@ -24,9 +24,11 @@ from meshwright.partitioning.decide import partition, read_options, resolve_spec
 from meshwright.partitioning.optimizer_state import partition_like
 from meshwright.partitioning.report import PartitionReport, explain_tree
 from meshwright.trees.specs import check_specs, make_spec, match_specs, spec_on_axes
+from meshwright.trees.split import is_number
 from meshwright.trees.walk import (
     Leaf,
     flatten,
+    is_array,
     path_text,
     refuse,
     retie,
@@ -298,3 +300,52 @@ def argument_names(function: Callable[..., Any], count: int) -> list[str]:
     except (TypeError, ValueError):  # builtins and odd callables have no signature
         names = []
     return [names[i] if i < len(names) else f"argument {i}" for i in range(count)]
+
+
+# Steps that are jitted already: what their own `jit` says of the arguments.
+
+
+def is_jitted(function: Callable[..., Any]) -> bool:
+    """Whether a function is a `jit` already; the types of all three wrappers are private."""
+    return traces_itself(unbound(function)) or is_filter_jit(unbound(function))
+
+
+def unbound(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function whose arguments a `functools.partial` binds; any other as it is."""
+    return function.func if isinstance(function, functools.partial) else function
+
+
+def donated_beside_bound(
+    function: Callable[..., Any], traced: Any, count: int
+) -> tuple[int, ...] | None:
+    """Return what a jitted step donates of `count` arguments, if a partial binds data beside them.
+
+    Its trace has the bound data as further arguments, which they are not here, and is no use then.
+    `None` where nothing is bound, or static arguments alone, as `train=True` mostly is.
+    """
+    if not isinstance(function, functools.partial):
+        return None
+    positional, named = traced.args_info
+    first = len(function.args)
+    data = [leaf for leaf in jax.tree.leaves(function.args) if is_array(leaf) or is_number(leaf)]
+    if not data and not jax.tree.leaves(named):
+        return None
+    donated = [any(leaf.donated for leaf in jax.tree.leaves(entry)) for entry in positional]
+    if any(donated) and len(positional) != first + count:  # static ones are not among them
+        raise RehearsalError(
+            "the step binds data by functools.partial, and its jit has static arguments by number "
+            "and donates others. Name the static ones, static_argnames=, or say donate_argnums "
+            "here.",
+            option="function",
+        )
+    return tuple(n - first for n, gone in enumerate(donated) if gone and n >= first)
+
+
+def traces_itself(function: Callable[..., Any]) -> bool:
+    """Whether a function is a `jax.jit` or an `nnx.jit`."""
+    return hasattr(function, "trace") and hasattr(function, "lower")
+
+
+def is_filter_jit(function: Callable[..., Any]) -> bool:
+    """Whether a function is an `eqx.filter_jit`, whose `lower` refuses shapes."""
+    return all(hasattr(function, name) for name in ("lower", "donate_first", "donate_rest"))
