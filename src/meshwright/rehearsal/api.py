@@ -15,7 +15,7 @@ from typing import Any, Required, TypedDict, Unpack
 
 from jax.sharding import AbstractMesh, Mesh
 
-from meshwright._progress import Pulse
+from meshwright._progress import Pulse, showing
 from meshwright.errors import MeshwrightError, RehearsalError, near
 from meshwright.hardware.topology import Topology
 from meshwright.hlo.literals import decode_constants
@@ -55,6 +55,7 @@ from meshwright.rehearsal.request import (
 from meshwright.rehearsal.result import Rehearsal
 from meshwright.rehearsal.step_arguments import (
     as_shapes,
+    name_variables,
     sharding_table,
     with_jit_shardings,
 )
@@ -78,6 +79,7 @@ def rehearse(
     timeout: float = TIMEOUT,
     codegen: bool = True,
     cache: bool | str | Path = True,
+    progress: bool = True,
     name: str | None = None,
     **options: Unpack[PartitionOptions],
 ) -> Rehearsal:
@@ -110,7 +112,9 @@ def rehearse(
       codegen: False ends a TPU's compiler when it has scheduled the program and assigned its
         memory, before it generates code: seconds instead of minutes for large models. Kernels that
         do not fit the memory on chip are not noticed then.
-      cache: folder that keeps the compiler's answers; True for the user's own, False for none.
+      cache: folder for the compiler's answers; True for the user's own, False for none.
+      progress: after two seconds, show what is being done and for how long: a line that updates on
+        a terminal (stderr) and in a notebook, elsewhere a line every 15 seconds. False: nothing.
       name: what the result is called; by default the function's name.
 
     Raises:
@@ -141,6 +145,7 @@ def rehearse(
             timeout=timeout,
             codegen=codegen,
             cache=cache,
+            progress=progress,
             name=name,
             options=options,
         )
@@ -162,8 +167,8 @@ def rehearse_model(
       batch: rows of the global batch, over all devices.
       mesh: as for `rehearse`.
       seq: length of a row; by default the model's own.
-      **options: `on`, `slices`, `dcn`, `compiler`, `timeout`, `codegen` and `cache`, as for
-        `rehearse`.
+      **options: `on`, `slices`, `dcn`, `compiler`, `timeout`, `codegen`, `cache` and `progress`,
+        as for `rehearse`.
 
     Raises `ModelError` for an unknown model or sizes that do not fit it, and `RehearsalError` as
     `rehearse` does.
@@ -196,6 +201,7 @@ def run(request: Request) -> Rehearsal:
     # The compiling process takes seconds to load its compiler: it starts before the function is
     # traced, and is ended unused if tracing fails or the cache has the answer.
     with (
+        showing(request.progress),
         Pulse(f"{request.name} on {hardware.name}") as pulse,
         Compiler(site, request.codegen) as compiler,
     ):
@@ -302,7 +308,8 @@ def _read_outcome(
     if outcome.verdict == "exhausted":
         refused = as_refused(outcome.reason, arguments, chip)
         return {"memory": refused, "collectives": Collectives(()), "time": None}
-    program = read_program(outcome.text, decode_constants(outcome.constants))
+    text = name_variables(outcome.text, arguments)
+    program = read_program(text, decode_constants(outcome.constants))
     collectives = analyze(program, placed, read_conflicts(outcome.notes), batch)
     scheduled = "assigned" in outcome.memory  # and ended before it had code
     sizes = scheduled_sizes(program, outcome.memory) if scheduled else outcome.memory
