@@ -51,7 +51,7 @@ def test_a_notebook_has_one_line_that_goes_away():
     manager, client = start_new_kernel(kernel_name="python3")
     try:
         messages = []
-        code = SCRIPT.format(quiet=0.0, progress=True)
+        code = SCRIPT.format(quiet=0.1, progress=True)
         reply = client.execute_interactive(code, output_hook=messages.append, timeout=60)
     finally:
         client.stop_channels()
