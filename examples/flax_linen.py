@@ -16,7 +16,7 @@ import meshwright as mw
 
 VOCAB, WIDTH, HIDDEN, LAYERS, STEPS = 512, 256, 1024, 2, 10
 
-# Logical name -> mesh axis, several, or None for a dim that stays whole.
+# Logical name -> mesh axis, several, or None for a dim that is not sharded.
 TABLE = {"vocab": ("fsdp", "tp"), "embed": "fsdp", "mlp": "tp", "norm": None}
 
 

@@ -304,9 +304,10 @@ def _panel(x: int, y: int, width: int, height: int, lines: Sequence[int], first:
     return join(parts)
 
 
-# One colour, one meaning, on a whole page: parts of memory, parts of time, causes of communication
-# and mesh axes share none. Those of one subject are of one family; neighbours differ in lightness,
-# too. Lines of losses have no colour but dashes, and pieces of arrays are drawn in the ink.
+# One colour, one meaning, on a whole page: parts of memory, parts of time, causes of communication,
+# mesh axes and tasks of a pipeline share none. Those of one subject are of one family; neighbours
+# differ in lightness, too. Lines of losses have no colour but dashes, pieces of arrays are drawn in
+# the ink.
 
 BLUE, AMBER, GREEN, RED = "#3b6fc4", "#f0a630", "#2f9e7a", "#bf4636"
 GREY, HIDDEN = "#aeb7c4", "#d6c3a8"  # what is expected; what runs beside the step
@@ -325,6 +326,8 @@ CAUSES = {
     "parameter gathers": "#f0b5c5",
     "activation exchanges": "#a6456d",
 }
+# By `schedules.types.TaskKind`; they differ in lightness, so that no two only as red and green.
+TASKS = {"F": "#0d4f66", "B": "#e6d13a", "W": "#2e7d32", "BW": "#ef6c00"}
 _AXES = ("#8466c4", "#2393a8", "#c05cc6", "#8aa436", "#4a4a9c", "#5fc4d6", "#6d7a1f", "#b9a4e6")
 
 

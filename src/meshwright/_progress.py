@@ -1,23 +1,39 @@
-"""What is going on while something takes long, on stderr: a pulse and the time that has passed.
+"""What is going on while something takes long: what is done, and the time that has passed.
 
-Nothing is said in the first two seconds. On a terminal it is one line, which goes away; elsewhere
-the command line writes a line every 15 seconds, and the library none.
+Nothing is said in the first two seconds. On a terminal it is one line on stderr, which goes away
+with the work; in a notebook a line of output that does so, too; elsewhere, as in a job's log, a
+line every 15 seconds. `progress=False` of the functions that take long switches it off.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import importlib
 import shutil
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import Any
 
-from meshwright.errors import on_command_line
-
-_QUIET, _BEAT, _LINES = 2.0, 0.2, 15.0  # seconds: before the first word, between frames, lines
+# Seconds: before the first word; between frames of a terminal, of a notebook; between lines.
+_QUIET, _BEAT, _NOTEBOOK_BEAT, _LINES = 2.0, 0.2, 1.0, 15.0
 _FRAMES = "\u280b\u2819\u2838\u2834\u2826\u2807"  # dots that go round
 _PLAIN_FRAMES = "|/-\\"
+
+_SHOWN = contextvars.ContextVar("progress shown", default=True)
+
+
+@contextlib.contextmanager
+def showing(progress: bool) -> Iterator[None]:
+    """Show the pulses of the block, unless `progress` is False, here or in a block around it."""
+    token = _SHOWN.set(_SHOWN.get() and progress)
+    try:
+        yield
+    finally:
+        _SHOWN.reset(token)
 
 
 class Pulse:
@@ -41,11 +57,11 @@ class Pulse:
         return f"{self.what}: {self.doing}, {passed}{expected}"
 
     def __enter__(self) -> Pulse:
-        with contextlib.suppress(ValueError, OSError):  # a stderr that is closed
-            show = self._beat if sys.stderr.isatty() else self._write_lines
-            if sys.stderr.isatty() or on_command_line():
-                self._thread = threading.Thread(target=show, daemon=True)
-                self._thread.start()
+        if _SHOWN.get():
+            # In this context: a notebook's kernel tells from it which cell is running.
+            run = contextvars.copy_context().run
+            self._thread = threading.Thread(target=run, args=(self._way(),), daemon=True)
+            self._thread.start()
         return self
 
     def __exit__(
@@ -57,6 +73,14 @@ class Pulse:
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
+
+    def _way(self) -> Callable[[], None]:
+        if _in_notebook():
+            return self._update_output
+        with contextlib.suppress(ValueError, OSError, AttributeError):  # stderr closed, or none
+            if sys.stderr.isatty():
+                return self._beat
+        return self._write_lines
 
     def _beat(self) -> None:
         if self._ended.wait(_QUIET):
@@ -73,10 +97,26 @@ class Pulse:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
 
+    def _update_output(self) -> None:
+        if self._ended.wait(_QUIET):
+            return
+        display: Any = importlib.import_module("IPython.display").display
+        shown = display({"text/plain": self.line()}, raw=True, display_id=True)
+        while not self._ended.wait(_NOTEBOOK_BEAT):
+            shown.update({"text/plain": self.line()}, raw=True)
+        shown.update({"text/plain": ""}, raw=True)
+
     def _write_lines(self) -> None:
         with contextlib.suppress(ValueError, OSError):
             while not self._ended.wait(_LINES):
                 print(self.line(), file=sys.stderr, flush=True)
+
+
+def _in_notebook() -> bool:
+    """Whether a kernel of Jupyter runs this, whose output can be replaced."""
+    ipython: Any = sys.modules.get("IPython")  # which is there if its kernel runs
+    shell = None if ipython is None else ipython.get_ipython()
+    return getattr(shell, "kernel", None) is not None
 
 
 def _clock(seconds: float) -> str:

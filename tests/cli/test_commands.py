@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -85,7 +86,7 @@ def test_html_is_one_page_that_fetches_nothing(tmp_path):
         (["mesh", "dp:-1", "--on", "v5e:4x4", "--slices", "0"], "--slices: 0 is not a positive"),
         (["mesh", "dp:-1", "--slices", "2"], "--slices goes with a hardware name"),
         (["mesh", "dp:-1, tp:4", "--on", "v5e:4x4", "--dcn", "dp:2"], "there is 1"),
-        (["mesh", "dp:-1", "--on", "cpu:8", "--html", "no/such/folder/x"], "No such file"),
+        (["mesh", "dp:-1", "--on", "cpu:8", "--html", "no/such/folder/x.html"], "No such file"),
         (["devices", "--on", "h100"], "is not a chip and a shape"),
     ],
 )
@@ -124,14 +125,14 @@ MESH, ON = ["--mesh", "fsdp:8"], ["--on", "cpu:8"]
         ),
         (
             ["rehearse", "tiny", *MESH, "--batch", "8", "--compiler", "cup"],
-            ["--compiler: 'cup' is not one of vendor, cpu. Did you mean 'cpu'?"],
+            ["--compiler: 'cup' is not one of vendor, cpu. Whose compiler: vendor, "],
         ),
         # The misspelt option is told first, and what it stands for is not missing.
         (
             ["rehearse", "tiny", "--mehs", "fsdp:8"],
             [
                 "rehearse has no option --mehs. Did you mean --mesh?",
-                "--batch is missing: rows of the whole batch, over all devices, e.g. 256.",
+                "--batch is missing: rows of the global batch, over all devices, e.g. 256.",
                 "See meshwright rehearse --help.",
             ],
         ),
@@ -149,6 +150,14 @@ MESH, ON = ["--mesh", "fsdp:8"], ["--on", "cpu:8"]
         ),
         (["hardware", "v5q"], ["no chip 'v5q'. Did you mean 'v5"]),
         (["completion", "tcsh"], ["SHELL: 'tcsh' is not one of bash, zsh, fish."]),
+        (
+            ["rehearse", "tiny", "--batch", "8", *MESH, "--compiler", "tpu"],
+            ["--compiler: 'tpu' is not one of vendor, cpu. Whose compiler: vendor, the hardware's"],
+        ),
+        (
+            ["mesh", "dp:4", "--on", "v5e:2x2", "--html", "a/out.txt"],
+            ["--html: 'a/out.txt' does not end in .html. Write --html a/out.html."],
+        ),
     ],
 )
 def test_mistakes_are_told_together_and_with_what_was_meant(capsys, words, lines):
@@ -249,18 +258,50 @@ def test_help_speaks_of_options_and_not_of_python(name, monkeypatch):
     assert len(command.examples) == 2
 
 
-def test_bash_completes_commands_options_and_values(tmp_path):
+# What is typed before the tab, and what stands there after it.
+COMPLETED = {
+    "meshwright re": "rehearse",
+    "meshwright mesh --s": "--slices",
+    "meshwright rehearse llama3-8b --compiler c": "cpu",
+    "meshwright rehearse llama3-8": "llama3-8b",
+}
+_BASH = """
+source {script}
+for line in {typed}; do
+  COMP_WORDS=($line); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _meshwright; echo "${{COMPREPLY[@]}}"
+done
+"""
+_FISH = """
+source {script}
+for line in {typed}; complete --do-complete $line | string split -f1 \\t; end
+"""
+# A shell in a shell, since completion works at a prompt alone; its last key prints the line.
+_ZSH = r"""
+zmodload zsh/zpty; zpty shell zsh -f -i
+zpty -w shell 'PROMPT=; source {script}'
+zpty -w shell 'show() {{ zle -I; print -r -- "[$BUFFER]"; BUFFER=; }}'
+zpty -w shell 'zle -N show; bindkey "^X" show'
+zpty -w shell 'print rea""dy'; zpty -r -m shell seen '*ready*'
+for line in {typed}; do
+  zpty -w -n shell "$line"$'\t\x18'; zpty -r -m shell seen '*\[*\]*'
+  print -r -- ${{${{${{seen##*\[}}%%\]*}}## #}}
+done
+"""
+
+
+@pytest.mark.parametrize(("shell", "program"), [("bash", _BASH), ("zsh", _ZSH), ("fish", _FISH)])
+def test_shells_complete_commands_options_and_values(shell, program, tmp_path, capsys):
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell} here")
+    assert main(["completion", shell]) == 0
     script = tmp_path / "completion"
-    script.write_text(_run("completion", "bash").stdout)
-    typed = ["meshwright re", "meshwright mesh --s", "meshwright rehearse llama3-8b --compiler c"]
-    ask = "".join(
-        f"COMP_WORDS=({line}); COMP_CWORD={line.count(' ')}; _meshwright; echo ${{COMPREPLY[@]}}\n"
-        for line in typed
-    )
-    done = subprocess.run(
-        ["bash", "-c", f"source {script}\n{ask}"], capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout.splitlines() == ["rehearse", "--slices", "cpu"]
+    script.write_text(capsys.readouterr().out)
+    typed = " ".join(f"'{line}'" for line in COMPLETED)
+    words = [shell, "-c", program.format(script=script, typed=typed)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    ends = [line.split()[-1] for line in done.stdout.splitlines()]
+    assert ends == list(COMPLETED.values())
 
 
 def test_models_and_hardware_are_listed(capsys):

@@ -27,7 +27,7 @@ path       array                         bytes  on a device  copies
 embed      bf16[32000@(tp,fsdp),4096]  250 MiB    15.62 MiB       1
 layers/up  bf16[8,4096@fsdp,14336@tp]  896 MiB       56 MiB       1
 scale      f32[]                           4 B          4 B      16
-whole on every device: 4 B, the largest scale 4 B
+replicated: 4 B, the largest scale 4 B
 """
 
 

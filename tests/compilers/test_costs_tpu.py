@@ -30,7 +30,7 @@ def test_the_largest_cost_of_lm1b_is_at_its_logits(monkeypatch, tmp_path):
         cache=tmp_path,
     )
     first = r.costs()[0]
-    assert first.kind in ("activation summed whole", "batch gathered") and first.over == "fsdp"
+    assert first.kind in ("activation all-reduced", "batch gathered") and first.over == "fsdp"
     assert "embed.attend" in linecache.getline(first.source.file, first.source.line)
     assert 'P("fsdp", *[P.UNCONSTRAINED] * 2)' in first.write
 

@@ -99,7 +99,7 @@ def test_a_tpu_compiler_that_runs_out_of_memory_is_heard(cache):
     assert len(found.collectives) == 0
     assert "does NOT fit" in str(found)
     ways = {way.what: way for way in found.remedies(check=True)}
-    assert ways["cut parameters further"].tried.memory.peak < found.memory.peak
+    assert ways["shard parameters further"].tried.memory.peak < found.memory.peak
     assert mw.rehearse(
         lambda w, x: (w + 1, jnp.sort(x, axis=1)),
         wide,

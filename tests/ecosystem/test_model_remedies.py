@@ -42,9 +42,9 @@ def vit():
 def test_estimates_are_near_what_a_second_compile_says(name, request):
     ways = request.getfixturevalue(name).remedies(check=True)
     tried = {way.what: way for way in ways if way.tried is not None}
-    assert {"cut parameters further", "halve the batch"} <= set(tried)
+    assert {"shard parameters further", "halve the batch"} <= set(tried)
     for way in tried.values():
-        if way.what.startswith("cut "):  # what the partitioner gathers there is not known before
+        if way.what.startswith("shard "):  # what the partitioner gathers there is not known before
             arguments = argument_bytes_of(way.request)
             assert way.tried.memory.arguments == pytest.approx(arguments, abs=8)  # a step's number
         else:

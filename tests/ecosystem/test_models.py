@@ -129,7 +129,7 @@ def test_the_largest_cost_of_lm1b_is_at_its_logits(tmp_path):
     r = mw.rehearse(step, *args, mesh="fsdp:4, tp:4", on="v5e:4x4", **options)
     costs = r.costs(check=True)
     first = costs[0]
-    assert first.kind in ("activation summed whole", "batch gathered") and first.over == "fsdp"
+    assert first.kind in ("activation all-reduced", "batch gathered") and first.over == "fsdp"
     assert "embed.attend" in linecache.getline(first.source.file, first.source.line)
     assert 'with_sharding_constraint(x, P("fsdp", *[P.UNCONSTRAINED] * 2))' in first.write
     # Constraints at all these lines, put into Flax's program from outside, pay.

@@ -425,7 +425,7 @@ def test_what_is_neither_a_name_nor_devices_is_refused(source):
             "tpu7x:2x2x1",
             2,
             "tpu7x:2x2x1 x 2 slices: 16 devices = 8 chips on 2 hosts\n"
-            "  2 slices over the slow network, 6.25 GB/s a device\n"
+            "  2 slices over DCN, 6.25 GB/s a device\n"
             "  x 2, 100 GB/s a link\n"
             "  y 2, 100 GB/s a link\n"
             "  z 1, 100 GB/s a link\n"
@@ -435,7 +435,7 @@ def test_what_is_neither_a_name_nor_devices_is_refused(source):
             "gb200:72x4",
             1,
             "gb200:72x4: 288 devices on 72 hosts\n"
-            "  4 domains over the slow network, 50 GB/s a device\n"
+            "  4 domains over DCN, 50 GB/s a device\n"
             "  gpu 72, 900 GB/s a device",
         ),
         ("cpu:1", 1, "cpu:1: 1 device on 1 host\n  cpu 1, 10 GB/s a device"),
@@ -481,7 +481,7 @@ def test_a_topology_draws_itself_in_a_notebook():
     assert drawn.startswith('<div class="mw"><style>') and drawn.endswith("</div>")
     assert drawn.partition("</style>")[2] == (
         "<b>cpu:4x2: 8 devices on 2 hosts</b>"
-        '<p class="note"><span>  2 hosts over the slow network, 1 GB/s a device</span><br>'
+        '<p class="note"><span>  2 hosts over DCN, 1 GB/s a device</span><br>'
         "<span>  cpu 4, 10 GB/s a device</span></p></div>"
     )
 

@@ -192,7 +192,7 @@ def test_a_missing_dcn_is_worked_out() -> None:
 @pytest.mark.parametrize(
     ("dcn", "message"),
     [
-        ((2, 1), "'dp:2.1, tp:1.4' spans 2 parts of the slow network, but there is 1"),
+        ((2, 1), "'dp:2.1, tp:1.4' spans 2 parts over DCN, but there is 1"),
         ((3, 1), "axis 'dp': dcn 3 does not divide its size 2. Use one of 1, 2"),
         ((1,), r"dcn has 1 entry for 2 axes \(dp, tp\)"),
         ((0, 1), "axis 'dp': size 0 is not allowed"),

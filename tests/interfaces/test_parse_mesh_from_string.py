@@ -52,9 +52,7 @@ def test_the_mesh_is_the_one_create_mesh_gives() -> None:
 
 def test_a_part_over_the_slow_network_is_not_forgotten() -> None:
     assert dict(parse("dp:1*2, tp:1*4", ["dp", "tp"]).shape) == {"dp": 2, "tp": 4}
-    with pytest.raises(
-        mw.errors.SpecError, match="spans 2 parts of the slow network, but there is 1"
-    ):
+    with pytest.raises(mw.errors.SpecError, match="spans 2 parts over DCN, but there is 1"):
         parse("dp:2*1, tp:4", ["dp", "tp"])
 
 

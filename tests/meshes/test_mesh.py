@@ -141,9 +141,7 @@ def test_dcn_fixes_what_crosses_the_slow_network() -> None:
     two = mw.topology("cpu:4x2")
     for dcn in ({"tp": 2}, (1, 2), "tp:2", (1, -1)):
         assert dict(mw.mesh("dp:2, tp:4", on=two, dcn=dcn).shape) == {"dp": 2, "tp": 4}
-    with pytest.raises(
-        mw.errors.MeshwrightError, match=r"does not fit .* slow parts multiply to 1"
-    ):
+    with pytest.raises(mw.errors.MeshwrightError, match=r"does not fit .* DCN parts multiply to 1"):
         mw.mesh("dp:2, tp:4", on=two, dcn=(1, 1))
 
 

@@ -112,7 +112,7 @@ def test_a_wrong_dcn_is_refused_in_every_process(processes, devices):
     for report in reports(processes, devices):
         unfilled, too_many, too_long = report["wrong dcn"]
         assert unfilled.startswith("PlacementError: ")
-        assert f"the slow network joins {processes} parts" in unfilled
+        assert f"DCN joins {processes} parts" in unfilled
         assert too_many.startswith("SpecError: ")
         assert too_long.startswith("SpecError: dcn has 3 entries for 2 axes")
         assert "Not enough devices" in report["too many"]

@@ -348,7 +348,7 @@ def test_arrays_and_their_shapes_get_the_same_spec():
         ({"min_shard_bytes": None}, r"^min_shard_bytes: None is not a count"),
         (
             {"min_shard_bytes": -1},
-            r"^min_shard_bytes: -1 is less than 0\. Use 0 to cut all arrays\.$",
+            r"^min_shard_bytes: -1 is less than 0\. Use 0 to shard all arrays\.$",
         ),
     ],
 )

@@ -41,7 +41,7 @@ layers/norm  f32[24,1024]                  96 KiB       96 KiB       8
 layers/up    f32[24,1024@fsdp,4096@tp]    384 MiB       48 MiB       1
 scale        f32[7]                          28 B         28 B       8
 step         i32[]                            4 B          4 B       8
-whole on every device: 96.03 KiB, the largest layers/norm 96 KiB, scale 28 B, step 4 B"""
+replicated: 96.03 KiB, the largest layers/norm 96 KiB, scale 28 B, step 4 B"""
 
 
 def test_the_text_is_as_it_is():
@@ -87,7 +87,7 @@ def test_a_long_tree_is_cut_short():
     lines = text.splitlines()
     assert lines[0].startswith("10,000 arrays on fsdp:4, tp:2 (8 devices)")
     assert lines[-2] == "... and 9,800 more arrays"
-    assert lines[-1].startswith("whole on every device: 312.5 KiB, the largest w0000 32 B, ")
+    assert lines[-1].startswith("replicated: 312.5 KiB, the largest w0000 32 B, ")
     assert lines[-1].endswith(" and 9,997 more")
     assert len(lines) == 2 + 200 + 2
 
@@ -185,7 +185,7 @@ def test_whole_arrays_are_listed_largest_first():
 def test_on_one_device_nothing_is_said_about_copies():
     mesh = mw.mesh("fsdp:1", devices=jax.devices()[:1])
     text = str(mw.explain({"w": sds(64, 64)}, mesh))
-    assert "whole on every device" not in text
+    assert "replicated" not in text
 
 
 class Page(HTMLParser):
@@ -366,7 +366,7 @@ def test_explain_says_so_when_mesh_and_tree_are_swapped():
 def test_explain_names_what_is_missing_or_misspelt():
     tree = {"w": np.ones((64, 64))}
     for arguments in ({}, {"rules": []}):
-        with pytest.raises(mw.errors.MeshError, match=r"give its mesh: explain\(tree, mesh\)"):
+        with pytest.raises(mw.errors.MeshError, match=r"give a mesh: explain\(tree, mesh\)"):
             mw.explain(tree, **arguments)
     with pytest.raises(
         mw.errors.MeshError, match=r"no option 'intensty'. Did you mean 'intensity'"
@@ -381,8 +381,8 @@ def test_a_table_whose_rows_cannot_be_cut_is_told():
     tree = {"wte": {"embedding": table}, "opt": {"wte": {"embedding": table}}, "mlp": kernel}
     lines = str(mw.explain(tree, mesh)).splitlines()
     assert lines[-1] == (
-        "wte/embedding: its 50,257 rows are not divisible, so its columns are cut, and activations "
-        "are exchanged. Pad it to 50,304 rows."
+        "wte/embedding: its 50,257 rows are not divisible, so its columns are sharded, and "
+        "activations are exchanged. Pad it to 50,304 rows."
     )
     assert sum("not divisible" in line for line in lines) == 1
     empty = jax.ShapeDtypeStruct((50257, 0), "float32")

@@ -292,7 +292,7 @@ def test_stage_ends_of_what_is_no_array(arguments, match):
 
 
 def test_errors_carry_the_option_they_speak_of():
-    wrong = {"donate_argnums": "x", "timeout": 0, "schedule": 3, "has_axu": True}
+    wrong = {"donate_argnums": "x", "timeout": 0, "schedule": 3, "has_axu": True, "progress": 1}
     for option, value in wrong.items():
         with pytest.raises(mw.errors.PipelineError) as caught:
             mw.pipeline(aux_loss, groups(2), microbatches=4, **{option: value})

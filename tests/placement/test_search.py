@@ -340,7 +340,7 @@ def test_hosts_and_domains_can_be_divided_without_splitting():
     assert placed.positions.shape == (8, 4)
 
 
-# The slow network.
+# DCN.
 
 
 @pytest.mark.parametrize(
@@ -395,10 +395,10 @@ def test_a_slow_part_is_respected_though_it_costs_more():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("dp:2*2, tp:1*16", "its slow parts multiply to 2, the slow network joins 4 parts"),
+        ("dp:2*2, tp:1*16", "its DCN parts multiply to 2, DCN joins 4 parts"),
         (
             "dp:1*4, tp:1*16",
-            r"slow parts multiply to 1, .* joins 4 parts \(they must multiply to 4",
+            r"DCN parts multiply to 1, .* joins 4 parts \(they must multiply to 4",
         ),
     ],
 )
@@ -408,9 +408,7 @@ def test_slow_parts_that_leave_slices_over_are_refused(spec, message):
 
 
 def test_slow_parts_beyond_the_slices_are_refused():
-    with pytest.raises(
-        mw.errors.SpecError, match="spans 8 parts of the slow network, but there are 4"
-    ):
+    with pytest.raises(mw.errors.SpecError, match="spans 8 parts over DCN, but there are 4"):
         mw.place("dp:8*1, tp:8", mw.topology("v5e:4x4", slices=4))
 
 

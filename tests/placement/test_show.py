@@ -18,11 +18,11 @@ def test_a_pod_in_text():
     assert str(mw.place("fsdp:-1, tp:4", "v5e:16x16")).splitlines() == [
         "fsdp:64, tp:4 on v5e:16x16 (256 devices, 64 hosts)",
         "axis  size  made of                 forms  order  GB/s  hops  all-gather  all-reduce  "
-        "slow network  weight",
+        "DCN  weight",
         "fsdp    64  x 8 step 2, y 8 step 2  ring   ring     50     2     21.2 ms     42.3 ms  "
-        "no              0.75",
+        "no     0.75",
         "tp       4  x 2, y 2                ring   ring    100     1     8.06 ms     16.1 ms  "
-        "no                12",
+        "no       12",
         "cost 113 ms: all-gather of 1 GiB x weight, summed over the axes",
         "runner-up 225 ms (2x): fsdp = x 16, y 4 step 4; tp = y 4",
     ]
@@ -33,7 +33,7 @@ def test_two_slices_in_text():
     assert str(mw.place("dp:2, fsdp:-1, tp:4", pod)).splitlines() == [
         "dp:2, fsdp:64, tp:4 on v5e:16x16 x 2 slices (512 devices, 128 hosts, 2 slices)",
         "axis  size  made of                 forms    order  GB/s  hops  all-gather  all-reduce  "
-        "slow network           weight",
+        "DCN                    weight",
         "dp       2  slice 2                 network  line   3.12     -      172 ms      344 ms  "
         "2 parts at 3.12 GB/s  0.00391",
         "fsdp    64  x 8 step 2, y 8 step 2  ring     ring     50     2     21.2 ms     42.3 ms  "
@@ -50,7 +50,7 @@ def test_gpus_in_text():
     assert str(mw.place("dp:-1, ep:1, tp:8", "h100:8x4")).splitlines() == [
         "dp:4, ep:1, tp:8 on h100:8x4 (32 devices, 4 hosts)",
         "axis  size  made of  forms    order  GB/s  hops  all-gather  all-reduce  "
-        "slow network        weight",
+        "DCN                 weight",
         "dp       4  host 4   network  line     50     -     16.2 ms     32.3 ms  "
         "4 parts at 50 GB/s   0.125",
         "ep       1  -        -        -         -     -           -           -  "

@@ -98,11 +98,11 @@ ENTRY %main () -> f32[64,16,32] {
     assert analyze(program, placed, batch=batch)[0].cause == "activation exchanges"
 
 
-def test_repeated_work_is_cut_by_a_rule_and_tried():
+def test_repeated_work_is_sharded_by_a_rule_and_tried():
     r = rehearse(lambda w, x: x @ w, W, X, mesh="dp:2, tp:4", in_shardings=[P(), P("dp")])
     (cost,) = r.costs()
     assert (cost.kind, cost.what, cost.over) == ("repeated work", "4 times", "tp")
-    assert cost.write == 'cut w over tp, too: P(None, "tp"), by a rule or in_shardings.'
+    assert cost.write == 'shard w over tp, too: P(None, "tp"), by a rule or in_shardings.'
     (tried,) = r.costs(check=True)
     assert tried.tried.time.repeated == ()
     assert tried.tried.time.total < 0.5 * r.time.total

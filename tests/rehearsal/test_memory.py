@@ -1,12 +1,14 @@
 """Memory: does it fit, what is large, what the compiler says when it gives up, the ways out."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import meshwright as mw
+from meshwright._text import amount
 from meshwright.hardware.chips import CHIPS
 from meshwright.hlo.program import read_program
 from meshwright.rehearsal.memory import as_compiled, as_refused, available
@@ -39,6 +41,18 @@ def test_temporaries_of_a_tpu_are_what_is_alive_beside_its_arguments():
     assert memory.fits
     assert as_compiled({**sizes, "live": 0}, CHIPS["v5p"], ()).temporaries == sizes["temp"]
     assert as_compiled(sizes, CHIPS["h200"], ()).temporaries == sizes["temp"]
+
+
+def test_the_table_and_the_bar_have_the_same_parts_which_add_up_to_the_peak():
+    found = as_compiled({**SIZES, "output": 2 * GIB}, CHIPS["v5e"], ())
+    drawn = [(part.name, amount(part.size)) for part in found.lane("a device").parts if part.size]
+    assert drawn == [
+        ("arguments", "1 GiB"),
+        ("outputs beside 1 GiB aliased", "1 GiB"),
+        ("temporaries", "3 GiB"),
+    ]
+    rows = [tuple(re.split("  +", line)) for line in str(found).splitlines()[2:]]
+    assert rows == [*drawn, ("peak", "5 GiB"), ("limit", "15.75 GiB")]
 
 
 def test_what_is_too_large_says_by_how_much():
@@ -217,7 +231,7 @@ def test_ways_out_are_listed_cheapest_first(tight):
     ways = tight.remedies()
     assert [way.what for way in ways] == [
         "donate what the step replaces",
-        "cut parameters further",
+        "shard parameters further",
         "halve the batch",
         "take a larger slice",
     ]
@@ -231,7 +245,7 @@ def test_ways_out_are_compiled_when_asked(tight):
     donated = ways["donate what the step replaces"].tried
     assert donated.memory.aliased == 2**30
     assert donated.memory.peak < tight.memory.peak
-    cut = ways["cut parameters further"].tried
+    cut = ways["shard parameters further"].tried
     assert cut.memory.arguments < tight.memory.arguments
     assert str(cut.placement.spec) == "fsdp:8"
     smaller = ways["halve the batch"].tried

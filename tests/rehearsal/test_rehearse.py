@@ -215,7 +215,7 @@ def test_it_shows_itself(result):
     assert max(map(len, text.splitlines())) <= 130
     data = result.to_json()
     assert data["fits"] is True
-    assert data["cpu_estimate"] is False and "estimate" not in text
+    assert data["cpu_estimate"] is False and "CPU estimate" not in text
     assert data["memory"]["peak"] == result.memory.peak
     assert len(data["collectives"]["collectives"]) == len(result.collectives)
 

@@ -144,12 +144,17 @@ def test_texts_and_objects_are_a_part_of_a_step_without_a_jit():
         ({"codegen": False}, "cpu:8 is compiled by the CPU's"),
         ({"codegen": False, "on": "v5e:2x4", "compiler": "cpu"}, "compiled by the CPU's"),
         ({"codegen": False, "on": "h100:8"}, "h100:8 is compiled by the GPU's"),
+        ({"compiler": "tpu"}, "'tpu' is not known. 'vendor' is meant: on= says whose. 'vendor' is"),
+        ({"compiler": "clang"}, "'clang' is not known. 'vendor' is that of the hardware"),
+        ({"progress": "no"}, "progress: 'no' is not True or False"),
+        ({"cache": "/proc/nope"}, "cache: /proc/nope cannot be made: No such file .* cache=False"),
+        ({"cache": __file__}, r"bad_input\.py cannot be made: File exists"),
     ],
 )
-def test_only_tpus_are_compiled_without_code(options, message):
+def test_bad_options_of_the_compile_are_named(options, message):
     with pytest.raises(RehearsalError, match=message) as raised:
         rehearse(PARAMS, W, **options)
-    assert raised.value.option == "codegen"
+    assert raised.value.option == next(iter(options))
 
 
 def test_in_shardings_do_not_say_what_stays_on_the_host():
@@ -166,9 +171,13 @@ def test_in_shardings_do_not_say_what_stays_on_the_host():
         (
             "fsdp:8",
             "cpu:8",
-            r"^batch: 12 rows cannot be cut over 8 devices \(fsdp\)\. Take a multiple",
+            r"^batch: 12 rows cannot be sharded over 8 devices \(fsdp\)\. Take a multiple",
         ),
-        ("fsdp:3, tp:2", "cpu:6", r"^mesh: tiny cannot be cut over it, \d+ problems, the first: "),
+        (
+            "fsdp:3, tp:2",
+            "cpu:6",
+            r"^mesh: tiny cannot be sharded over it, \d+ problems, the first: ",
+        ),
     ],
 )
 def test_a_model_that_the_devices_cannot_share_evenly(mesh, on, message):

@@ -91,6 +91,12 @@ def test_an_nnx_jit_step_that_updates_model_and_optimizer_in_place(where, cache)
     assert len(moments) == 1
     assert specs[moments[0]] == specs["model/up/kernel/value"] != jax.P()
     assert specs["x"] == jax.P("fsdp")
+    # Its variables are named by their paths, as those of a step without nnx.jit.
+    buffers = found.memory.buffers
+    named = {buffer.op_name for buffer in buffers if "/" not in buffer.op_name}
+    assert {"model.up.kernel", "model.down.kernel", "optimizer.opt_state[0].mu.up.kernel"} <= named
+    assert not any("states" in name for name in named)
+    assert {"model/up", "optimizer/opt_state/0/nu/down"} <= {buffer.layer for buffer in buffers}
 
 
 def test_donation_of_nnx_jit_is_kept(cache):

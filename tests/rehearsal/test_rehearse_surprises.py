@@ -66,7 +66,7 @@ def test_ways_out_stay_on_the_machine_of_a_mesh(cache):
     mesh = mw.mesh("dp:2, fsdp:2", devices=devices)
     found = mw.rehearse(lambda w, x: x @ w, W, W, mesh=mesh, cache=cache)
     ways = {way.what: way for way in found.remedies(check=True)}
-    tried = ways["cut parameters further"].tried
+    tried = ways["shard parameters further"].tried
     assert tried.placement.topology.num_devices == 4
     assert dict(zip(tried.placement.spec.names, tried.placement.spec.sizes, strict=True)) == {
         "dp": 1,
@@ -216,7 +216,7 @@ def test_where_a_step_does_not_fit_numbers_and_failing_trials_are_no_trouble(cac
         in_shardings=[whole, whole, None],
     )
     ways = {way.what: str(way) for way in given.remedies(check=True)}
-    assert ways["cut parameters further"].endswith("; yours to try")
+    assert ways["shard parameters further"].endswith("; yours to try")
     assert "give it a spec" not in str(given)
 
 

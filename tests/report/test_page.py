@@ -138,13 +138,15 @@ def test_the_numbers_and_how_to_repeat_them_are_in_the_page(result, tmp_path):
 
 
 def test_a_colour_has_one_meaning_on_a_page(larger, everything):
-    text = page(larger, **{**everything, "pipeline": None})
+    text = page(larger, **everything)
     pairs = re.findall(r'<i style="background:(#\w+)"></i><span>([^<:]+)', text)
     meanings = {}
     for colour, name in pairs:
         meanings.setdefault(colour, set()).add(name)
     assert len(meanings) >= 10
     assert {colour: names for colour, names in meanings.items() if len(names) > 1} == {}
+    tasks = set(re.findall(r'height="12" fill="(#\w+)"', text))
+    assert len(tasks) >= 2 and not tasks & meanings.keys()
     # Cells of the mesh have the colour of their axis, which the lane of that axis has too.
     drawn = set(re.findall(r'class="cell"[^>]*fill="(#\w+)"', text))
     axes = {colour for colour, names in meanings.items() if names & {"dp", "fsdp", "tp"}}

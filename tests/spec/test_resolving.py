@@ -1,4 +1,4 @@
-"""Filling -1, and the part of each axis that crosses the slow network."""
+"""Filling -1, and the part of each axis that crosses DCN."""
 
 import math
 from typing import Any
@@ -80,10 +80,10 @@ def test_the_resolved_sizes_always_multiply_to_the_devices(
         ),
         ("dp:16, tp:-1", 8, None, "multiply to 16, which does not divide 8 devices"),
         ("dp:-1", 8, 3, "8 devices do not form 3 equal slices"),
-        ("dp:-1*1", 8, None, r"'dp' takes what is left of the slow network: .*slices="),
-        ("dp:-1*1, tp:3*1", 8, 2, "slow parts given multiply to 3, which does not divide 2"),
-        ("dp:4*2", 8, 2, "'dp:4.2' spans 4 parts of the slow network, but there are 2"),
-        ("dp:2*4", 8, 1, "spans 2 parts of the slow network, but there is 1 .slices, hosts"),
+        ("dp:-1*1", 8, None, r"'dp' takes what is left over DCN: .*slices="),
+        ("dp:-1*1, tp:3*1", 8, 2, "DCN parts given multiply to 3, which does not divide 2"),
+        ("dp:4*2", 8, 2, "'dp:4.2' spans 4 parts over DCN, but there are 2"),
+        ("dp:2*4", 8, 1, "spans 2 parts over DCN, but there is 1 .slices, hosts"),
         ("dp:-1", 0, None, "devices: 0 is not a positive integer"),
         ("dp:-1", -8, None, "devices: -8 is not a positive integer"),
         ("dp:-1", 8.0, None, "devices: 8.0 is not a positive integer"),
@@ -133,7 +133,7 @@ def test_with_dcn_on_an_open_axis_fixes_the_slow_part_alone() -> None:
 def test_with_dcn_agrees_with_what_the_spec_says() -> None:
     spec = parse("dp:2*4")
     assert spec.with_dcn({"dp": 2}) == spec
-    with pytest.raises(SpecError, match="'dp': the spec says 2 over the slow network, dcn says 4"):
+    with pytest.raises(SpecError, match="'dp': the spec says 2 over DCN, dcn says 4"):
         spec.with_dcn({"dp": 4})
 
 

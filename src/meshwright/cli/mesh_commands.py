@@ -39,12 +39,12 @@ def on_option(example: str) -> Any:
 
 
 def slices_option() -> Any:
-    return option("How many of them, joined by the slow network.", int, default=1)
+    return option("How many of them, joined by DCN.", int, default=1)
 
 
 def dcn_option() -> Any:
     return option(
-        'How much of each axis crosses the slow network, e.g. "dp:2". Without it: worked out.',
+        'How much of each axis crosses DCN, e.g. "dp:2". Without it: worked out.',
         metavar="AXES",
     )
 
@@ -109,7 +109,7 @@ class HardwareCommand(Command):
 
 _ABOUT_ALL = (
     "GB and TB/s are of a chip's own memory, TFLOP/s its bf16 peak. GB/s are one way: of a link of "
-    "a torus, or of a GPU into its switch; out: of a chip over the slow network.",
+    "a torus, or of a GPU into its switch; out: of a chip over DCN.",
     "Names of the clouds work too: v5p-128, v5litepod-16, 8xh100, p5.48xlarge. `meshwright "
     "hardware NAME` has the shapes and machine types of a chip.",
 )
@@ -167,7 +167,9 @@ class MeshCommand(Command):
     slices: int = slices_option()
     dcn: str | None = dcn_option()
     json: bool = flag("Print JSON.")
-    html: Path | None = option("Also write the explanation with its drawings to this file.", Path)
+    html: Path | None = option(
+        "Also write the explanation with its drawings to this file.", Path, ending=".html"
+    )
 
     def run(self) -> None:
         spec = MeshSpec.parse(self.spec)
@@ -238,7 +240,9 @@ class PartitionCommand(Command):
         "By shape, smaller arrays are replicated. Without it: 65536.", int
     )
     json: bool = flag("Print JSON.")
-    html: Path | None = option("Also write the table with drawings to this file.", Path)
+    html: Path | None = option(
+        "Also write the table with drawings to this file.", Path, ending=".html"
+    )
 
     def run(self) -> None:
         report = self._report()

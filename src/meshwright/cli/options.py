@@ -13,10 +13,11 @@ import difflib
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from meshwright._text import text_width
-from meshwright.errors import MeshwrightError, near, short
+from meshwright.errors import MeshwrightError, short
 
 PROGRAM = "meshwright"
 _NUMBER = re.compile(r"-[\d.]")  # no option, though it begins as one
@@ -32,7 +33,8 @@ class Option:
     """One option of a command: how its words are read, and what the help says of it.
 
     `kind` is "value" (`--on NAME`), "flag" (`--json`), "words" (`--set A B`) or "positional".
-    `choices` are all values that there are; `suggested` those that a shell completes.
+    `choices` are all values that there are; `suggested` those that a shell completes. `ending` is
+    that of a file's name.
     """
 
     help: str
@@ -44,6 +46,7 @@ class Option:
     name: str = ""
     default: Any = None
     required: bool = False
+    ending: str = ""
 
     @property
     def written(self) -> str:
@@ -73,10 +76,11 @@ def option(
     choices: Sequence[str] = (),
     suggested: Sequence[str] = (),
     required: bool = False,
+    ending: str = "",
 ) -> Any:
     """Declare `--name VALUE`; `read` makes the value of its word."""
-    metavar = metavar or "|".join(choices) or _NAMES.get(read, "FILE")
-    made = Option(help, read, "value", metavar, tuple(choices), tuple(suggested))
+    metavar = metavar or "|".join(choices) or _NAMES.get(read, f"FILE{ending}")
+    made = Option(help, read, "value", metavar, tuple(choices), tuple(suggested), ending=ending)
     return _field(made, default, required)
 
 
@@ -222,8 +226,11 @@ class _Reading:
             self.wrong.append(f"{each.written}: {short(word)} is not {kind}.")
         if each.choices and word not in each.choices:
             known = ", ".join(each.choices)
+            self.wrong.append(f"{each.written}: {short(word)} is not one of {known}. {each.help}")
+        if each.ending and Path(word).suffix.lower() != each.ending:
             self.wrong.append(
-                f"{each.written}: {short(word)} is not one of {known}.{near(word, each.choices)}"
+                f"{each.written}: {short(word)} does not end in {each.ending}. Write "
+                f"{each.written} {Path(word).with_suffix(each.ending)}."
             )
 
     def finished(self) -> dict[str, Any]:
@@ -374,18 +381,27 @@ def _bash_cases(commands: Mapping[str, type[Command]]) -> str:
 
 
 def _fish(commands: Mapping[str, type[Command]]) -> str:
-    lines = ["complete -c meshwright -f -n __fish_use_subcommand -l version"]
+    first = "complete -c meshwright -f -n __fish_use_subcommand"
+    lines = [f"{first} -l help", f"{first} -l version"]
     for name, command in commands.items():
-        start = "complete -c meshwright"
-        about = _summary(command).replace("'", "")
-        lines.append(f"{start} -f -n __fish_use_subcommand -a {name} -d '{about}'")
-        within = f"{start} -n '__fish_seen_subcommand_from {name}'"
-        for each in options_of(command):
+        lines.append(f"{first} -a {name} {_fish_words('-d', _summary(command))}")
+        within = f"complete -c meshwright -n '__fish_seen_subcommand_from {name}'"
+        options = options_of(command)
+        if not any(each.kind == "positional" and "FILE" in each.metavar for each in options):
+            lines.append(f"{within} -f")  # else fish completes files, too
+        for each in options:
             values = " ".join(each.choices or each.suggested)
-            given = f" -a '{values}'" if values else ""
+            given = f" {_fish_words('-a', values)}" if values else ""
             if each.kind == "positional":
                 lines += [f"{within}{given}"] if given else []
             else:
-                takes = "" if each.kind == "flag" else " -r"
-                lines.append(f"{within} -l {each.written[2:]}{takes}{given}")
+                takes = "" if each.kind == "flag" else " -r" if "FILE" in each.metavar else " -x"
+                about = _fish_words("-d", re.split(r"(?<=\.) ", each.help)[0])
+                lines.append(f"{within} -l {each.written[2:]}{takes}{given} {about}")
+        lines.append(f"{within} -l help")
     return "\n".join(lines)
+
+
+def _fish_words(option: str, words: str) -> str:
+    quoted = words.replace("\\", "\\\\").replace("'", "\\'")
+    return f"{option} '{quoted}'"

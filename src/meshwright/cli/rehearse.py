@@ -51,7 +51,7 @@ class RehearseCommand(Command):
     slices: int = slices_option()
     dcn: str | None = dcn_option()
     batch: int | None = option(
-        "Rows of the whole batch, over all devices, e.g. 256. Models need it.", int
+        "Rows of the global batch, over all devices, e.g. 256. Models need it.", int
     )
     seq: int | None = option("Length of a row. Without it: the model's own.", int)
     set: tuple[str, ...] = words(
@@ -61,7 +61,7 @@ class RehearseCommand(Command):
         metavar="NAME=VALUE ...",
     )
     compiler: Literal["vendor", "cpu"] = option(
-        "Whose compiler: the hardware's, or cpu for simulated devices.",
+        "Whose compiler: vendor, the hardware's own, or cpu, for simulated devices.",
         default="vendor",
         choices=("vendor", "cpu"),
     )
@@ -76,9 +76,9 @@ class RehearseCommand(Command):
     try_: bool = flag(
         "Where it does not fit, compile each way out, too; where it does, what would save time."
     )
-    cache: bool = flag("Compile in any case, also what is known from before.", default=True)
+    cache: bool = flag("Compile in any case: neither read the cache nor write it.", default=True)
     json: bool = flag("Print JSON.")
-    html: Path | None = option("Also write a report to this file.", Path)
+    html: Path | None = option("Also write a report to this file.", Path, ending=".html")
 
     @classmethod
     def also_missing(cls, values: Mapping[str, Any]) -> list[str]:
@@ -235,7 +235,7 @@ def _written(value: Any) -> str:
 
 @dataclasses.dataclass(kw_only=True)
 class CacheCommand(Command):
-    """Show what is kept of programs that were compiled before, or remove it."""
+    """Show the cache of compiled programs, or clear it."""
 
     command = "cache"
     examples = ("meshwright cache", "meshwright cache --clear")

@@ -39,7 +39,7 @@ class ScheduleCommand(Command):
 
     name: str | None = positional(
         f"{', '.join(NAMED)}, auto (the best one found), or a .csv or .json file.",
-        metavar="NAME",
+        metavar="NAME|FILE",
         required=False,
         suggested=(*NAMED, "auto"),
     )
@@ -58,12 +58,14 @@ class ScheduleCommand(Command):
     )
     memory: float | None = option("The most microbatches a group may hold activations of.", float)
     compare: bool = flag("Show all schedules for these sizes as one table, fastest first.")
-    svg: Path | None = option("Also write the picture to this file.", Path)
+    svg: Path | None = option("Also write the picture to this file.", Path, ending=".svg")
     trace: Path | None = option(
         "Also write a trace to this file, for Perfetto or chrome://tracing.", Path
     )
     html: Path | None = option(
-        "Also write a page with the picture, or with the table, to this file.", Path
+        "Also write a page with the picture, or with the table, to this file.",
+        Path,
+        ending=".html",
     )
     save: Path | None = option("Also write the schedule to this file, .csv or .json.", Path)
     notation: Literal["meshwright", "torch"] = option(

@@ -1,7 +1,7 @@
 """Read a `Topology` off JAX devices, live or compile-only.
 
 TPU devices carry coordinates: slices whose devices fill a box become a torus. All other devices,
-and TPU devices that fill no box, become equal groups behind switches, joined by the slow network.
+and TPU devices that fill no box, become equal groups behind switches, joined by DCN.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def check_devices(devices: Sequence[Any]) -> None:
 
 
 def _slice_key(devices: Sequence[Any]) -> Callable[[Any], Hashable]:
-    """Return the function that tells which part of the slow network a device is in.
+    """Return the function that tells which part, of those that DCN joins, a device is in.
 
     TPU: its slice, never its host: all hosts of a slice share the torus. GPU: its NVLink
     domain: compile-only devices hold it in their first coordinate (their `slice_index` reads
@@ -165,7 +165,7 @@ def _whole_slice(chip: Chip, device: Any, dims: int) -> tuple[tuple[int, ...], t
 
 
 def _switched_topology(chip: Chip, devices: Sequence[Any], slices: list[list[int]]) -> Topology:
-    """Equal groups joined by the slow network, or one flat group when they are uneven."""
+    """Equal groups joined by DCN, or one flat group when they are uneven."""
     scattered = chip.family == "tpu"  # it has links, but no box that would say which
     if len({len(places) for places in slices}) > 1:
         slices, scattered = [list(itertools.chain(*slices))], True

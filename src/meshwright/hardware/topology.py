@@ -2,7 +2,7 @@
 
 A grid point is what JAX calls a device (a core of a TPU7x chip, a whole chip elsewhere). Each
 direction of the grid is a `PhysicalAxis`: a torus dimension, a switch, the cores of a chip, or
-the slow network that joins slices, NVLink domains or hosts.
+DCN, the data-center network, which joins slices, NVLink domains or hosts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PhysicalAxis:
 
     def __str__(self) -> str:
         if self.kind == "network":
-            return f"{self.size} {plural_noun(self.size, self.name)} over the slow network"
+            return f"{self.size} {plural_noun(self.size, self.name)} over DCN"
         ends = " twisted" if self.twisted else (" wraps" if self.wraps else "")
         return f"{self.name} {self.size}{ends}"
 

@@ -88,7 +88,7 @@ class MeshPartitionHelper:
     def auto_shard_pytree(self, pytree: Any, min_shard_size: int = 1024) -> Any:
         """Place every array of a tree by its best spec, in one transfer.
 
-        Arrays with fewer than `min_shard_size` elements stay whole; other leaves pass through.
+        Arrays with fewer than `min_shard_size` elements are replicated; other leaves pass through.
         """
         mesh_axes(self.mesh)  # checks again: the backend may have been reset since
         tree = walk(pytree)

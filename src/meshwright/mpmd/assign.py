@@ -287,7 +287,7 @@ def _spec_problems(assignments: Sequence[GroupAssignment], groups: Groups) -> It
             else:
                 yield (
                     f"{leaf.where}: {short(spec)} is not a PartitionSpec. "
-                    "Use PartitionSpec() for an array that stays whole."
+                    "Use PartitionSpec() for an array that is replicated."
                 )
 
 

@@ -123,7 +123,7 @@ def choose_spec(
     kind: str = "",
     turned: bool = False,
 ) -> PartitionSpec:
-    """Return the best spec for a shape with elements of `bits`; dims before `first_dim` stay whole.
+    """Return the best spec for a shape with elements of `bits`; dims before `first_dim` are left.
 
     `kind` is what the path says (`kind_of`); experts are counted by the first dim. `turned`: tensor
     axes want the first of two equal dims, not the last (`turned_kernels`).

@@ -205,12 +205,13 @@ class Options:
 
 
 def check_shard_limit(option: str, size: object, unit: str) -> None:
-    """Refuse a limit below which arrays stay whole that is no count, or less than 0."""
+    """Refuse a limit below which arrays are replicated that is no count, or less than 0."""
     if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
         raise PartitionError(f"{option}: {short(size)} is not a count of {unit}.", option=option)
     if size < 0:
         raise PartitionError(
-            f"{option_text(option)}: {size} is less than 0. Use 0 to cut all arrays.", option=option
+            f"{option_text(option)}: {size} is less than 0. Use 0 to shard all arrays.",
+            option=option,
         )
 
 

@@ -46,7 +46,7 @@ def read_table(logical: Any) -> dict[str, tuple[str, ...]]:
         if not isinstance(axes, (list, tuple)) or not all(isinstance(a, str) for a in axes):
             raise PartitionError(
                 f"logical: {name!r}: {short(axes)} is not a mesh axis or several. Write e.g. "
-                "'fsdp', ('fsdp', 'sp'), or None to keep the dim whole.",
+                "'fsdp', ('fsdp', 'sp'), or None not to shard the dim.",
                 option="logical",
             )
         table[name] = tuple(axes)
@@ -83,7 +83,7 @@ def _is_names(value: Any) -> bool:
 def logical_spec(
     names: Names, table: Mapping[str, tuple[str, ...]], mesh_axes: Collection[str]
 ) -> PartitionSpec:
-    """Translate names into a spec; names that are unknown keep their dim whole."""
+    """Translate names into a spec; dims with unknown names are not sharded."""
     entries: list[Any] = []
     for entry in names:
         axes = [axis for name in entry_axes(entry) for axis in _axes(name, table, mesh_axes) or ()]
@@ -131,6 +131,6 @@ def unknown_problems(
             if _axes(name, table, mesh_axes) is None:
                 yield (
                     f"{leaf.where}: dim {dim}: no rule for logical axis {short(name)}."
-                    f"{near(name, (*table, *mesh_axes))} Add it to the table, with None to keep "
-                    f"the dim whole, or pass {option_text('unmatched', 'replicate', 'shape')}."
+                    f"{near(name, (*table, *mesh_axes))} Add it to the table, with None not to "
+                    f"shard the dim, or pass {option_text('unmatched', 'replicate', 'shape')}."
                 )

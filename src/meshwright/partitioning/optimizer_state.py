@@ -27,9 +27,9 @@ def partition_like(state: Any, params: Any, specs: Any, *, unmatched: str = "err
 
     A leaf of the state whose path ends with a parameter's path and that has its shape takes the
     parameter's spec (the longest path wins); dims before that shape, as the memories of L-BFGS
-    have them, stay whole. All other leaves stay whole, such as counters. Two kinds of them raise a
-    `PartitionError`, unless `unmatched="replicate"`: those with a parameter's shape of two dims or
-    more, and those as large as all parameters together.
+    have them, are not sharded. All other leaves are replicated, such as counters. Two kinds of
+    them raise a `PartitionError`, unless `unmatched="replicate"`: those with a parameter's
+    shape of two dims or more, and those as large as all parameters together.
 
     >>> import jax, optax, meshwright as mw
     >>> params = {"w": jax.numpy.ones((256, 256))}
@@ -111,7 +111,7 @@ def _suspicious(rest: Sequence[Leaf], params: Sequence[Leaf]) -> Iterator[str]:
         elif leaf.size >= all_elements and leaf.bytes >= MIN_SHARD_BYTES:
             yield (
                 f"{leaf.where}: {leaf.shape} holds as many elements as all parameters together "
-                f"({all_elements:,}) but follows none, so every device would hold it whole. Keep "
+                f"({all_elements:,}) but follows none, so it would be replicated. Keep "
                 "the state in the parameters' tree (no optax.flatten), give it a spec of its own, "
                 "or pass unmatched='replicate'."
             )

@@ -106,7 +106,7 @@ def explain(
         PartitionOptions.__annotations__
     )
     if about_trees or (on is None and not _may_be_mesh(what) and bool(walk(what).arrays)):
-        raise MeshError("explain: to show how a tree is cut, give its mesh: explain(tree, mesh).")
+        raise MeshError("explain: to show how a tree is sharded, give a mesh: explain(tree, mesh).")
     for option in options:
         hint = near(option, ("on", "slices", "intensity"))
         raise MeshError(f"explain has no option {option!r}.{hint}", option=option)
@@ -145,7 +145,7 @@ class PartitionReport(Shown):
 
     @property
     def replicated(self) -> tuple[LeafRow, ...]:
-        """Arrays that every device holds whole, largest first."""
+        """Replicated arrays, largest first."""
         whole = [row for row in self.rows if row.replicated]
         return tuple(sorted(whole, key=lambda row: (-row.bytes, row.path)))
 
@@ -320,15 +320,15 @@ def report_headline(report: PartitionReport) -> str:
 
 
 def _replicated_note(rows: Sequence[LeafRow]) -> str:
-    """Return a line about the largest arrays that every device holds whole."""
+    """Return a line about the largest replicated arrays."""
     total = amount(sum(row.bytes for row in rows))
     largest = ", ".join(f"{row.path} {amount(row.bytes)}" for row in rows[:3])
     more = f" and {len(rows) - 3:,} more" if len(rows) > 3 else ""
-    return f"whole on every device: {total}, the largest {largest}{more}"
+    return f"replicated: {total}, the largest {largest}{more}"
 
 
 def _table_notes(rows: Sequence[LeafRow]) -> list[str]:
-    """Say where the rows of a table of embeddings cannot be cut, which costs most of the speed."""
+    """Say where the rows of a table of embeddings cannot be sharded: most of the speed is lost."""
     notes: dict[tuple[int, ...], str] = {}
     # Its moments have the same shape and longer paths: they are not named again.
     for row in sorted(rows, key=lambda row: len(row.path)):
@@ -338,7 +338,7 @@ def _table_notes(rows: Sequence[LeafRow]) -> list[str]:
                 padded = -(-row.shape[0] // pieces) * pieces
                 note = (
                     f"{row.path}: its {row.shape[0]:,} rows are not divisible, so its columns are "
-                    f"cut, and activations are exchanged. Pad it to {padded:,} rows."
+                    f"sharded, and activations are exchanged. Pad it to {padded:,} rows."
                 )
                 notes.setdefault(row.shape, note)
     return list(notes.values())

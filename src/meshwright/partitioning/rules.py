@@ -69,8 +69,8 @@ def read_spec(value: Any, where: str, option: str | None = None) -> PartitionSpe
         named = bool(names) and all(isinstance(name, str) and name for name in names)
         if entry is not None and not named:
             raise PartitionError(
-                f"{where}: {short(entry)} is not an axis name, a list of them, or None for a whole "
-                "dim.",
+                f"{where}: {short(entry)} is not an axis name, a list of them, or None for a dim "
+                "that is not sharded.",
                 option=option,
             )
         entries.append(names if isinstance(entry, (list, tuple)) else entry)

@@ -1,8 +1,8 @@
-"""Stacked layers: arrays with a dim that counts the layers of a `lax.scan`, and stays whole.
+"""Stacked layers: arrays with a dim that counts the layers of a `lax.scan`, and is not sharded.
 
-It stays whole because every device needs its part of each layer in turn, and is nearly always the
-first. Nothing in an array says what a dim counts, so it is inferred from the tree. A subtree is a
-stack if all its arrays have the same first dim, and
+It is not sharded because every device needs its part of each layer in turn, and is nearly always
+the first. Nothing in an array says what a dim counts, so it is inferred from the tree. A subtree is
+a stack if all its arrays have the same first dim, and
 
 - its name is a word for it (`layers`, `blocks`, ..., or with `scan` in it) and its children are not
   the layers themselves (`0`, `_0`, `layer_0`, `block0`, `h_3`), and the arrays are not matrices

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 from jax.sharding import AxisType
 
-from meshwright._checks import check_integer, check_seconds
+from meshwright._checks import check_flag, check_integer, check_seconds
 from meshwright.errors import PipelineError, ScheduleError, short
 from meshwright.mpmd.groups import Groups, as_groups
 from meshwright.pipelines.arguments import MicrobatchOptions, check_options, takes_positional
@@ -31,6 +31,7 @@ def pipeline(
     unused: str = "error",
     donate_argnums: int | Sequence[int] = (),
     timeout: float = 60.0,
+    progress: bool = True,
     **options: Unpack[MicrobatchOptions],
 ) -> PipelineStep:
     """Make a step that runs as a pipeline over groups; call it like `fn`.
@@ -50,6 +51,7 @@ def pipeline(
       unused: `"allow"` permits rules that match nothing.
       donate_argnums: numbers of the arguments that are given up, as in `jax.jit`.
       timeout: seconds without progress after which all processes end, with a line that says why.
+      progress: show what is being compiled and for how long, as `rehearse` does; False: nothing.
       **options: those of `value_and_grad`, if `fn` is a loss function; with "forward", `outputs`
         says how results are reduced, as `aux` does.
 
@@ -77,7 +79,10 @@ def pipeline(
     checked = check_options(options, gradient=not _is_forward(schedule))
     timeout = check_seconds("timeout", timeout, error=PipelineError)
     shardings = GroupShardings(_auto_axes(groups), rules, unused)
-    planner = Planner(takes_positional(fn), shardings, schedule, microbatches, donated, checked)
+    check_flag("progress", progress, error=PipelineError)
+    planner = Planner(
+        takes_positional(fn), shardings, schedule, microbatches, donated, checked, progress
+    )
     return PipelineStep(planner, timeout)
 
 

@@ -30,7 +30,7 @@ _HEADING = (
     "parameters",
     "F",
     "B + W",
-    "kept",
+    "residuals",
     "sent on",
     "sent back",
     "recomputed",

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from meshwright._progress import Pulse
+from meshwright._progress import Pulse, showing
 from meshwright._show import short_repr
 from meshwright._text import plural
 from meshwright.errors import PipelineError, ScheduleError
@@ -99,6 +99,7 @@ class Planner:
     microbatches: int
     donated: tuple[int, ...]
     options: CheckedOptions
+    progress: bool = True
 
     def plan(
         self,
@@ -138,7 +139,8 @@ class Planner:
         kept = {slot for by_group in assembled.results for slot in by_group.values()}
         # Constants are kept as well: they are the same arrays in every step.
         free_after_last_use(operations, kept | set(builder.constants))
-        compile_all(builder, operations, compile_one, lower_one)
+        with showing(self.progress):
+            compile_all(builder, operations, compile_one, lower_one)
         taken = _taken_over(builder, traced)
         return Plan(
             traced,
@@ -240,7 +242,9 @@ def compile_all(
             waiting.setdefault(id(operation.function), (operation.function, operation))
     total = len(waiting)
     threads = min(total or 1, os.cpu_count() or 1)
-    with Pulse("pipeline") as pulse, _thread_pool(threads) as pool:
+    # Of several processes, which compile alike, one says so.
+    speaks = builder.shardings.groups.compile_only or jax.process_index() == 0
+    with showing(speaks), Pulse("pipeline") as pulse, _thread_pool(threads) as pool:
         while waiting:
             # Lowering traces Python, under the interpreter lock: threads would not help there.
             ready = [

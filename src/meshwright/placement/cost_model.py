@@ -20,7 +20,7 @@ the group covers, as the TPU compiler's own strategies do (docs/cost_model.md sh
   or a line when their product is odd.
 
 A twisted side alone is not a ring: its wraparound leads elsewhere. Latency (1 us a torus
-hop, 2 us a switch, 20 us a slow network) only breaks ties at this size.
+hop, 2 us a switch, 20 us over DCN) only breaks ties at this size.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def scattered_cost(topology: Topology, coords: np.ndarray) -> AxisCost:
 
 
 def _neighbours_outside(topology: Topology, coords: np.ndarray) -> np.ndarray:
-    """How many of each member's two neighbours on the ring are behind the slow network."""
+    """How many of each member's two neighbours on the ring are behind DCN."""
     network = [d for d, axis in enumerate(topology.axes) if axis.kind == "network"]
     slices = coords[..., network]
     crosses = (np.roll(slices, -1, axis=1) != slices).any(axis=-1)

@@ -117,7 +117,7 @@ PLACEMENT_HEADING = (
     "hops",
     "all-gather",
     "all-reduce",
-    "slow network",
+    "DCN",
     "weight",
 )
 PLACEMENT_RIGHT = (False, True, False, False, False, True, True, True, True, False, True)
@@ -177,7 +177,7 @@ def _row(topology: Topology, axis: AxisPlan) -> list[str]:
 
 
 def slow_text(axis: AxisPlan) -> str:
-    """How much of the axis crosses the slow network."""
+    """How much of the axis crosses DCN."""
     if axis.slow == 1:
         return "no"
     return f"{axis.slow} parts at {number(axis.cost.network)} GB/s"

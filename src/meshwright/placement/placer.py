@@ -149,13 +149,13 @@ def _positions(topology: Topology, axes: tuple[AxisPlan, ...]) -> np.ndarray:
 
 
 def _no_layout(spec: MeshSpec, topology: Topology, allow_split: bool) -> str:
-    """Say why no layout exists: slow parts that do not fit, or directions that must be split."""
+    """Say why no layout exists: DCN parts that do not fit, or directions that must be split."""
     network = [axis.slow for axis in spec.axes]
     if any(part is not None for part in network):
         fixed = math.prod(part for part in network if part is not None)
         rest = "" if None in network else f" (they must multiply to {topology.num_slices})"
-        where = f"'{spec}' does not fit {topology.name}: its slow parts multiply to {fixed}"
-        where += f", the slow network joins {topology.num_slices} parts{rest}."
+        where = f"'{spec}' does not fit {topology.name}: its DCN parts multiply to {fixed}"
+        where += f", DCN joins {topology.num_slices} parts{rest}."
         # With the right product and splitting forbidden, the torus is to blame: fall through.
         if fixed != topology.num_slices or allow_split:
             return f"{where} Change dcn, or leave it out to have it worked out."

@@ -48,8 +48,8 @@ def search(
 ) -> list[Choice]:
     """Return the best choice and the next one of another cost, best first; empty if none exists.
 
-    `sizes`, `weights` and `slow` have one entry per mesh axis; `slow` fixes how many parts of the
-    slow network an axis spans, `None` leaves it free. `allow_split=False` gives every torus
+    `sizes`, `weights` and `slow` have one entry per mesh axis; `slow` fixes how many parts over
+    DCN an axis spans, `None` leaves it free. `allow_split=False` gives every torus
     direction to one axis as a whole.
 
     Complete: depth first over axes, heaviest first, each with its options in the order of

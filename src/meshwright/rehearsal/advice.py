@@ -2,7 +2,8 @@
 
 First how to make it fit (`remedies`), then what would save time (`avoidable_costs`, and what the
 step waits for), then what would use the memory that is left. Numbers are of the same model as the
-step's time; "up to" where the change may cost something elsewhere.
+step's time, unless the change was compiled ("tried"), and the list says that they are estimates;
+"up to" where the change may cost something elsewhere.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
-from meshwright._html import Html, block, tag
+from meshwright._html import Html, block, join, tag
 from meshwright._show import Sheet, Shown, short_repr
 from meshwright._text import amount, duration, text_width
 from meshwright.axes import role
@@ -24,7 +25,7 @@ from meshwright.rehearsal.collectives.types import IMPLICIT_RESHARDING, Collecti
 from meshwright.rehearsal.memory import CPU_ESTIMATE
 from meshwright.rehearsal.mesh_remedies import data_rows, data_shards
 from meshwright.rehearsal.model_commands import rehearse_command
-from meshwright.rehearsal.remedy_table import Remedy
+from meshwright.rehearsal.remedy_table import Remedies, Remedy
 from meshwright.rehearsal.request import INSTALL, batch_shape, changed_model
 
 if TYPE_CHECKING:  # `result` imports this file
@@ -34,6 +35,9 @@ if TYPE_CHECKING:  # `result` imports this file
 _MUCH_WAITING, _MUCH_READING, _MUCH_ROOM, _GAIN = 0.25, 0.4, 0.4, 0.02
 _COSTS, _REPLICATED = 3, 3  # that are named
 _TIMES = (16, 8, 4, 3, 2, 1.5, 1.25)  # the batch
+_ESTIMATES = (
+    "What is not marked as tried is an estimate, by the model of the step's time and memory."
+)
 _CONSTRAIN = "jax.lax.with_sharding_constraint(x, spec) on what goes into it and comes out of it"
 
 
@@ -74,9 +78,10 @@ class AdviceList(Shown, Sequence[Advice]):
     A sequence: it has a length, is iterated over and indexed; a slice of it is one too.
     """
 
-    def __init__(self, entries: Sequence[Advice], cpu_estimate: bool):
+    def __init__(self, entries: Sequence[Advice], cpu_estimate: bool, notes: Sequence[str] = ()):
         self._entries = tuple(entries)
         self.cpu_estimate = cpu_estimate
+        self._notes = tuple(notes)
 
     @overload
     def __getitem__(self, index: int) -> Advice: ...
@@ -84,7 +89,7 @@ class AdviceList(Shown, Sequence[Advice]):
     def __getitem__(self, index: slice) -> AdviceList: ...
     def __getitem__(self, index: int | slice) -> Advice | AdviceList:
         if isinstance(index, slice):
-            return AdviceList(self._entries[index], self.cpu_estimate)
+            return AdviceList(self._entries[index], self.cpu_estimate, self._notes)
         return self._entries[index]
 
     def __len__(self) -> int:
@@ -96,11 +101,13 @@ class AdviceList(Shown, Sequence[Advice]):
             textwrap.fill(f"{number}. {each}", text_width(), subsequent_indent="   ")
             for number, each in enumerate(self, 1)
         )
-        return Sheet(f"What to do next{mark}", list(lines))
+        notes = (textwrap.fill(note, text_width()) for note in self._notes)
+        return Sheet(f"What to do next{mark}", [*lines, *notes])
 
     def drawing(self) -> Html:
         """The list, numbered, each with its number in bold and the change as code."""
-        return tag("ol", *(each.drawing() for each in self), class_="next")
+        notes = (tag("p", note, class_="note") for note in self._notes)
+        return join([tag("ol", *(each.drawing() for each in self), class_="next"), *notes])
 
     def _repr_html_(self) -> str:
         return block(tag("b", self._sheet().headline), self.drawing())
@@ -115,34 +122,48 @@ def find_advice(
 ) -> AdviceList:
     """List what to do; `remedies` and `costs` are those that were tried, if any."""
     listed = remedies or (() if result.memory.fits else result.remedies())
+    notes = listed.notes() if isinstance(listed, Remedies) else []
     entries = [
-        *map(_remedy, listed),
+        *(_remedy(each, result.memory.limit) for each in listed),
         *_costs(result, result.costs() if costs is None else costs),
         *_replicated(result),
     ]
     if result.fits:
         entries += [*_communication(result), *_rows(result), *_reading(result)]
         entries += _recomputing(result)
+    if any("tried, " not in each.brings for each in entries[len(listed) :]):
+        notes.append(_ESTIMATES)
     entries += _stand_in(result)
+    if not result.memory.fits and not listed:
+        entries.insert(0, _too_large(result))
     if not entries:
         brings = f"{amount(result.margin)} of every device to spare"
         entries = [Advice("run it, nothing stands out", brings, _command(result))]
-    return AdviceList(entries, result.stand_in)
+    return AdviceList(entries, result.stand_in, notes)
 
 
 def _command(result: Rehearsal) -> str:
     return rehearse_command(result.request)
 
 
-def _remedy(remedy: Remedy) -> Advice:
+def _remedy(remedy: Remedy, limit: int) -> Advice:
     brings = f"saves {amount(remedy.saves)} of {amount(remedy.before)} on a device"
     if remedy.tried is not None or remedy.failed:
         brings = (
             f"{brings}; tried, {remedy.outcome()}" if remedy.tried else f"tried, {remedy.failed}"
         )
-    elif remedy.request is None:
-        brings += ", yours to try"
+    else:
+        fits = ", enough to fit" if remedy.peak <= limit else ""
+        yours = "; yours to try" if remedy.request is None else ""
+        brings = f"saves about {brings.removeprefix('saves ')}{fits}{yours}"
     return Advice(remedy.what, brings, remedy.command or remedy.how, bytes=remedy.saves)
+
+
+def _too_large(result: Rehearsal) -> Advice:
+    memory = result.memory
+    brings = f"{amount(memory.arguments)} of {amount(memory.peak)} are arguments"
+    change = "a smaller model or batch, or hardware with more memory: `meshwright hardware`"
+    return Advice("make the step smaller, nothing known saves memory of it", brings, change)
 
 
 def _costs(result: Rehearsal, costs: AvoidableCosts) -> Iterator[Advice]:
@@ -164,7 +185,7 @@ def _costs(result: Rehearsal, costs: AvoidableCosts) -> Iterator[Advice]:
 
 
 def _replicated(result: Rehearsal) -> Iterator[Advice]:
-    """Arrays that are whole on every device, where their copies take 5 % of one together."""
+    """Replicated arrays, where their copies take 5 % of one together."""
     copies = result.placement.topology.num_devices
     if result.request.in_shardings is not None or copies < 2:
         return  # then they were meant to be replicated
@@ -174,13 +195,13 @@ def _replicated(result: Rehearsal) -> Iterator[Advice]:
         cut = _cut(result, row)
         if cut is None:
             what = f"pad {row.path} ({row.text}), which no mesh axis divides"
-            brings = f"{amount(row.bytes)} of it are whole on every device"
+            brings = f"{amount(row.bytes)} of it are replicated"
             yield Advice(what, brings, f'then a rule, ("{row.path}", P(...))', bytes=row.bytes)
             continue
         spec, pieces = cut
         saved = row.bytes - row.bytes // pieces
         yield Advice(
-            f"cut {row.path} ({row.text}), which is whole on every device",
+            f"shard {row.path} ({row.text}), which is replicated",
             f"saves {amount(saved)} on each",
             f'rules=[("{row.path}", {spec}), ...]',
             bytes=saved,
@@ -188,7 +209,7 @@ def _replicated(result: Rehearsal) -> Iterator[Advice]:
 
 
 def _cut(result: Rehearsal, row: LeafRow) -> tuple[str, int] | None:
-    """A spec that cuts a dim over the largest axis that divides it, and into how many pieces."""
+    """A spec that shards a dim over the largest axis that divides it, and into how many pieces."""
     spec = result.placement.spec
     for size, name in sorted(zip(spec.sizes, spec.names, strict=True), reverse=True):
         for dim, length in enumerate(row.shape):

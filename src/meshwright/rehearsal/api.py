@@ -15,7 +15,7 @@ from typing import Any, TypedDict, Unpack
 
 from jax.sharding import AbstractMesh, Mesh
 
-from meshwright._progress import Pulse
+from meshwright._progress import Pulse, showing
 from meshwright.errors import MeshwrightError, RehearsalError, near
 from meshwright.hardware.topology import Topology
 from meshwright.models.base import Model
@@ -48,6 +48,7 @@ from meshwright.rehearsal.request import (
 from meshwright.rehearsal.result import Rehearsal, read_outcome
 from meshwright.rehearsal.step_arguments import (
     as_shapes,
+    name_variables,
     sharding_table,
     with_jit_shardings,
 )
@@ -70,6 +71,7 @@ def rehearse(
     timeout: float = TIMEOUT,
     codegen: bool = True,
     cache: bool | str | Path = True,
+    progress: bool = True,
     name: str | None = None,
     **options: Unpack[PartitionOptions],
 ) -> Rehearsal:
@@ -102,7 +104,9 @@ def rehearse(
       codegen: False ends a TPU's compiler when it has scheduled the program and assigned its
         memory, before it generates code: seconds instead of minutes for large models. Kernels that
         do not fit the memory on chip are not noticed then.
-      cache: folder that keeps the compiler's answers; True for the user's own, False for none.
+      cache: folder for the compiler's answers; True for the user's own, False for none.
+      progress: after two seconds, show what is being done and for how long: a line that updates on
+        a terminal (stderr) and in a notebook, elsewhere a line every 15 seconds. False: nothing.
       name: what the result is called; by default the function's name.
 
     Raises:
@@ -133,6 +137,7 @@ def rehearse(
             timeout=timeout,
             codegen=codegen,
             cache=cache,
+            progress=progress,
             name=name,
             options=options,
         )
@@ -154,8 +159,8 @@ def rehearse_model(
       batch: rows of the global batch, over all devices.
       mesh: as for `rehearse`.
       seq: length of a row; by default the model's own.
-      **options: `on`, `slices`, `dcn`, `compiler`, `timeout`, `codegen` and `cache`, as for
-        `rehearse`.
+      **options: `on`, `slices`, `dcn`, `compiler`, `timeout`, `codegen`, `cache` and `progress`,
+        as for `rehearse`.
 
     Raises `ModelError` for an unknown model or sizes that do not fit it, and `RehearsalError` as
     `rehearse` does.
@@ -188,6 +193,7 @@ def run(request: Request) -> Rehearsal:
     # The compiling process takes seconds to load its compiler: it starts before the function is
     # traced, and is ended unused if tracing fails or the cache has the answer.
     with (
+        showing(request.progress),
         Pulse(f"{request.name} on {hardware.name}") as pulse,
         Compiler(site, request.codegen) as compiler,
     ):
@@ -214,6 +220,8 @@ def run(request: Request) -> Rehearsal:
             job, request.cache, request.timeout, lambda _: None, compiler
         )
         pulse.now("reading the program")
+        text = name_variables(outcome.text, arguments.rows)
+        outcome = dataclasses.replace(outcome, text=text)
         memory, host = _judge(outcome, placed, hardware, arguments.rows)
     estimate = _on_cpu_devices(request) if memory.refused else None
     result = Rehearsal(

@@ -1,7 +1,7 @@
 """`AvoidableCost`: what a step spends that another sharding would save, the largest first.
 
 - **batch gathered**: an activation with all rows of the batch is gathered over a data axis.
-- **activation summed whole**: one is summed over a data axis, as if each device had every row.
+- **activation all-reduced**: one is summed over a data axis, as if each device had every row.
 - **repeated work**: products that several devices compute alike (`repeated_work`).
 - **implicit resharding**: arrays moved between shardings that no line asks for.
 
@@ -31,8 +31,9 @@ from meshwright.rehearsal.collectives.types import (
     Collective,
 )
 from meshwright.rehearsal.inserted_constraints import RowConstraint, with_constraints
-from meshwright.rehearsal.repeated_work import RepeatedWork, argument_path
+from meshwright.rehearsal.repeated_work import RepeatedWork
 from meshwright.rehearsal.request import Request
+from meshwright.rehearsal.step_arguments import argument_path
 from meshwright.trees.specs import make_spec
 from meshwright.trees.walk import path_text
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:  # `result` imports this file
     from meshwright.rehearsal.result import Rehearsal
 
 Kind = Literal[
-    "batch gathered", "activation summed whole", "repeated work", "implicit resharding", "together"
+    "batch gathered", "activation all-reduced", "repeated work", "implicit resharding", "together"
 ]
 _LEAST = 0.01  # part of a step from which a cost is listed
 _MOST, _MOST_TRIED = 8, 3
@@ -168,7 +169,7 @@ def find_costs(result: Rehearsal, *, check: bool) -> AvoidableCosts:
 
 # Collectives. In: those of a program. Out: a cost for each line whose collectives carry all rows of
 # the batch over a data axis, or are of implicit resharding. Example: on fsdp:4, tp:4 an all-reduce
-# of f32[64,256,8000] over fsdp, of a batch of 64 rows, is an activation summed whole.
+# of f32[64,256,8000] over fsdp, of a batch of 64 rows, is an activation all-reduced.
 
 
 def _exchanges(result: Rehearsal) -> Iterator[AvoidableCost]:
@@ -203,7 +204,7 @@ def _kind(result: Rehearsal, entry: Collective) -> Kind | None:
     data = any(role(part.name).moves == "weights" for part in entry.axes or ())
     if data and _rows(result, entry) is not None and entry.cause != GRADIENT_SUMS:
         if entry.kind in ("all-reduce", "reduce-scatter"):
-            return "activation summed whole"
+            return "activation all-reduced"
         return "batch gathered" if entry.kind == "all-gather" else "implicit resharding"
     return "implicit resharding" if entry.cause == IMPLICIT_RESHARDING else None
 
@@ -227,13 +228,13 @@ def _constraint(result: Rehearsal, entry: Collective) -> tuple[str, RowConstrain
         if entry.source is not None:
             constraint = RowConstraint(entry.source, result.request.batch, axes)
         return (
-            f"keep the rows of the batch cut: x = jax.lax.with_sharding_constraint(x, {written}) "
-            "on what goes into the operation and comes out of it.",
+            "keep the rows of the batch sharded: x = jax.lax.with_sharding_constraint(x, "
+            f"{written}) on what goes into the operation and comes out of it.",
             constraint,
         )
     if entry.dim is not None and entry.axes:
         written = _written_spec(len(dims), entry.dim, tuple(part.name for part in entry.axes))
-        return f"keep it as it is cut: jax.lax.with_sharding_constraint(x, {written}).", None
+        return f"keep it as it is sharded: jax.lax.with_sharding_constraint(x, {written}).", None
     conflict = entry.conflict
     moved = f" (it goes from {conflict.before} to {conflict.after})" if conflict else ""
     return (
@@ -276,7 +277,7 @@ def _constrained(request: Request, constraints: Sequence[RowConstraint]) -> Requ
 
 
 # Repeated work. In: products that devices compute alike. Out: a cost for each line, with a rule for
-# the parameter that is whole over these axes, or a constraint of the rows.
+# the parameter that is replicated over these axes, or a constraint of the rows.
 
 
 def _repeated(result: Rehearsal, least: float) -> Iterator[AvoidableCost]:
@@ -305,7 +306,7 @@ def _against(
     if by_rows and set(axes) <= set(_data_axes(result)) and work.source is not None:
         constraint = RowConstraint(work.source, result.request.batch, _data_axes(result))
         written = _written_spec(2, 0, _data_axes(result)).replace("P.UNCONSTRAINED", "...")
-        text = f"cut the rows of its operands: jax.lax.with_sharding_constraint(x, {written})."
+        text = f"shard the rows of its operands: jax.lax.with_sharding_constraint(x, {written})."
         return text, _constrained(result.request, [constraint]), constraint
     for row in _parameters(result, work):
         at = _free_dim(row, work)
@@ -313,12 +314,12 @@ def _against(
             entries = [row.spec[n] if n < len(row.spec) else None for n in range(len(row.shape))]
             entries[at] = axes if len(axes) > 1 else axes[0]
             rule = ", ".join(repr(entry).replace("'", '"') for entry in entries)
-            text = f"cut {row.path} over {work.over}, too: P({rule}), by a rule or in_shardings."
+            text = f"shard {row.path} over {work.over}, too: P({rule}), by a rule or in_shardings."
             return text, _with_spec(result, row, entries), None
     if not axes:
-        return "no axis of the mesh divides it: cut its operands over all devices.", None, None
+        return "no axis of the mesh divides it: shard its operands over all devices.", None, None
     return (
-        f"cut another dim of its operands over {work.over} (heads, columns): in the in_specs of "
+        f"shard another dim of its operands over {work.over} (heads, columns): in the in_specs of "
         "their shard_map, or with jax.lax.with_sharding_constraint.",
         None,
         None,

@@ -1,7 +1,7 @@
 """`HostTransfers`: what a program moves between a device and the memory of its host.
 
 Offloaded arrays (`jax.checkpoint` policies that offload, `memory_kind="pinned_host"`) cross the bus
-between host and device, a wire of its own with two directions. In optimised HLO host memory is the
+between host and device, a link of its own with two directions. In optimised HLO host memory is the
 memory space 5. How much of its time the kernels hide is in `step_time`.
 """
 

@@ -72,7 +72,7 @@ def sections(
         "time": ("Where a step's time goes", time_section(result, costs)),
         "mesh": ("The mesh on the machine", mesh_section(result.placement)),
         "collectives": ("What moves between devices", collectives_section(result)),
-        "shardings": ("How the arrays are cut", shardings_section(result.arguments)),
+        "shardings": ("How the arrays are sharded", shardings_section(result.arguments)),
     }
 
 
@@ -297,7 +297,7 @@ def shardings_section(report: PartitionReport) -> Html:
         tag("span", f"All {len(report.rows):,} arrays, largest on a device first"),
         folded_rows(ordered),
     )
-    words = "The piece of the first device is filled; axes stand behind the dims they cut."
+    words = "The piece of the first device is filled; axes stand behind the dims they shard."
     return join(
         [tag("p", f"{report_headline(report)}."), tag("p", words, class_="note"), figures, table]
     )
@@ -353,7 +353,8 @@ def time_section(result: Rehearsal, costs: AvoidableCosts | None = None) -> Html
     )
     compiler = Html()
     if timing.compiler is not None:
-        words = f"The compiler's own estimate of its kernels: {duration(timing.compiler)}."
+        some = ", of some alone, since no code was generated" if timing.compiler_partial else ""
+        words = f"The compiler's own estimate of its kernels{some}: {duration(timing.compiler)}."
         compiler = tag("p", words, class_="note")
     custom = Html()
     if timing.custom:

@@ -101,7 +101,9 @@ class Memory(Shown):
         )
 
     def _sheet(self) -> Sheet:
-        sizes = [[name, amount(size)] for name, size in self.parts().items() if size]
+        sizes = [
+            [name, amount(size)] for name, size in self._at_once().values() if size or " " in name
+        ]
         sizes += [["peak", amount(self.peak)], ["limit", amount(self.limit)]]
         parts: list[str | Table | Html] = [
             self.drawing(),
@@ -122,10 +124,19 @@ class Memory(Shown):
         return Sheet(self.verdict(), parts)
 
     def lane(self, title: str) -> Lane:
-        """What is allocated at once, part by part; results that overwrite an argument are that."""
-        sizes = {**self.parts(), "outputs": self.outputs - self.aliased}
-        parts = tuple(Part(name, sizes[name], colour) for name, colour in MEMORY.items())
+        """What is allocated at once, part by part."""
+        shown = self._at_once()
+        parts = tuple(Part(*shown[name], colour) for name, colour in MEMORY.items())
         return Lane(f"{title}: {amount(self.peak)}", parts)
+
+    def _at_once(self) -> dict[str, tuple[str, int]]:
+        """Words and bytes of each part, for the table and the bar alike; they add up to the peak.
+
+        Outputs that take the memory of a donated argument are counted there, and named.
+        """
+        beside = f" beside {amount(self.aliased)} aliased" if self.aliased else ""
+        sizes = {**self.parts(), "outputs": self.outputs - self.aliased}
+        return {name: (f"{name}{beside * (name == 'outputs')}", sizes[name]) for name in MEMORY}
 
     def drawing(self) -> Html:
         """Draw the parts against the limit, with what their colours mean."""

@@ -40,14 +40,14 @@ def other_meshes(result: Rehearsal, estimate: PeakEstimate) -> Iterator[Remedy]:
             axes = {("fsdp" if name == data else name): size for name, size in sizes.items()}
         else:
             axes = {**sizes, fsdp: sizes[fsdp] * 2, data: sizes[data] // 2}
-        yield from _changed(result, estimate, "cut parameters further", axes, {})
+        yield from _changed(result, estimate, "shard parameters further", axes, {})
     source = data or (fsdp if fsdp is not None and sizes[fsdp] % 2 == 0 else None)
     gathered = estimate.bytes_of("gathered")
     if source is not None and gathered > _WORTH_TENSORS * result.memory.peak:
         axes = _grown({**sizes, source: sizes[source] // 2}, "tensor", 2)
         # Twice the rows on a device, and half the width of what the axis cuts.
         scales: Scales = {"gathered": 0.5}
-        yield from _changed(result, estimate, "cut tensors further", axes, scales)
+        yield from _changed(result, estimate, "shard tensors further", axes, scales)
 
 
 def _changed(

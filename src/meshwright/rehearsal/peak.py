@@ -51,7 +51,9 @@ def live_buffers(program: Program, chip: Chip | None = None, space: int = 0) -> 
     buffers = []
     for maker, shape, size in held:
         named = origin(program, maker) or maker
-        buffers.append(Buffer(maker.name, shape, size, named.op_name, program.source(named)))
+        # Variables of NNX hold their array in an attribute, `kernel.value`, which is no layer.
+        name = named.op_name.removesuffix(".value")
+        buffers.append(Buffer(maker.name, shape, size, name, program.source(named)))
     return tuple(sorted(buffers, key=lambda buffer: (-buffer.bytes, buffer.name)))
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import _compat_lowering
-from meshwright._checks import check_seconds
+from meshwright._checks import check_flag, check_seconds
 from meshwright._html import Html, block, tag
+from meshwright._progress import showing
 from meshwright._show import Table, short_repr
 from meshwright._text import amount, duration, plural, table
 from meshwright.errors import RehearsalError, short
@@ -52,7 +53,11 @@ from meshwright.trees.walk import bits
 
 
 def rehearse_pipeline(
-    step: PipelineStep, *args: Any, timeout: float = TIMEOUT, cache: bool | str | Path = True
+    step: PipelineStep,
+    *args: Any,
+    timeout: float = TIMEOUT,
+    cache: bool | str | Path = True,
+    progress: bool = True,
 ) -> PipelineRehearsal:
     """Compile every task of a pipeline for its groups' hardware, and model its timeline.
 
@@ -60,7 +65,8 @@ def rehearse_pipeline(
       step: what `pipeline(...)` returned, over live groups or groups on named hardware.
       *args: the step's arguments, as arrays or as `jax.ShapeDtypeStruct`s.
       timeout: seconds that the vendor's compiler has for each task of groups that are not here.
-      cache: folder that keeps its answers, as for `rehearse`.
+      cache: folder for its answers, as for `rehearse`.
+      progress: False to show none, as for `rehearse`.
 
     Raises `RehearsalError` with the task and its group where a compiler refuses one or crashes.
     Where it runs out of memory at a task, the result says which, and holds the group of that task
@@ -87,11 +93,13 @@ def rehearse_pipeline(
     compiler = TaskCompiler(
         step.groups, check_seconds("timeout", timeout, error=RehearsalError), choose_folder(cache)
     )
+    check_flag("progress", progress, error=RehearsalError)
     try:
-        if step.groups.compile_only:
-            plan = _plan_without_devices(step, args, compiler)
-        else:
-            plan = step.plan_of(*args)
+        with showing(progress):
+            if step.groups.compile_only:
+                plan = _plan_without_devices(step, args, compiler)
+            else:
+                plan = step.plan_of(*args)
     except Exhausted as refused:
         group = GroupRehearsal(refused.group, refused.memory, 0, ())
         return PipelineRehearsal((group,), None, None, refused.task, tuple(compiler.callbacks))
@@ -171,7 +179,7 @@ class PipelineRehearsal:
     def _advice(self) -> str:
         return (
             f"The compiler ran out of memory at {self.refused}; the other tasks were not compiled. "
-            "Use more groups, more microbatches, or cut the arrays further."
+            "Use more groups, more microbatches, or shard the arrays further."
         )
 
     def _memory_table(self) -> str:

@@ -133,28 +133,33 @@ class Remedies(Shown, Sequence[Remedy]):
         ]
         heading = ["what", "how", "peak", "saves", "tried"]
         parts: list[str | Table] = [Table(heading, rows, [False, False, True, True, False])]
-        parts += self._notes()
+        parts += self.notes()
         if commands := [remedy.command for remedy in self if remedy.command]:
             parts.append("\n".join(commands))
         return Sheet(f"{plural(len(self), 'way')} to need less memory: {memory.verdict()}", parts)
 
-    def _notes(self) -> list[str]:
+    def notes(self) -> list[str]:
+        """Return what the peaks are by, and how to be sure."""
+        if not len(self):
+            return []
         memory, mesh = self._result.memory, self._result.request.mesh
-        notes = ["Peaks are estimates by the live ranges of the program's buffers."]
-        if memory.estimated:
+        untried = [way for way in self if way.tried is None and not way.failed]
+        notes = ["Peaks and savings are estimates by the live ranges of the program's buffers."]
+        if not untried:
+            notes = ["Savings are those of the compiled programs."]
+        elif memory.estimated:
             notes = [
-                "The compiler refused and names a total alone: peaks are estimates by the buffers "
-                "of the same step on simulated CPU devices."
+                "The compiler refused and names a total alone: peaks and savings are estimates by "
+                "the buffers of the same step on simulated CPU devices."
             ]
         elif memory.refused:
             notes = [
                 "The compiler refused and names a total alone, and the step does not compile for "
-                "CPU devices: peaks are rough estimates by that total."
+                "CPU devices: peaks and savings are rough estimates by that total."
             ]
         peaks = [way.peak if way.tried is None else way.tried.memory.peak for way in self]
         if not memory.fits and min(peaks) > memory.limit:
             notes[0] += " None of these is enough alone."
-        untried = [way for way in self if way.tried is None and not way.failed]
         if any(way.request is not None and way.request.mesh != mesh for way in untried):
             notes[0] += " On another mesh the partitioner may gather more, or less."
         if any(way.request is not None for way in untried):

@@ -46,8 +46,6 @@ def as_text(
     if costs := costs or result.costs():
         parts.append(str(costs))
     parts += [str(each) for each in (result.host_transfers, result.host_memory) if each is not None]
-    if not result.memory.fits:
-        parts.append(str(remedies or result.remedies()))
     parts.append(str(find_advice(result, remedies, costs)))
     return "\n\n".join(parts)
 
@@ -55,7 +53,7 @@ def as_text(
 def headline(result: Rehearsal) -> str:
     """Say what was compiled, for what, by which compiler."""
     placed = result.placement
-    how = "kept from before" if result.from_cache else f"compiled in {result.compile_seconds:.1f} s"
+    how = "cached, compiled" if result.from_cache else f"compiled in {result.compile_seconds:.1f} s"
     devices = placed.topology.num_devices
     lines = [
         f"{result.name} as {placed.spec} on {placed.topology.name} "
@@ -213,12 +211,19 @@ def _version(library: str) -> str:
 
 
 def _started_by() -> str:
-    """The command of this process; of a notebook's kernel there is none to repeat."""
-    words = sys.orig_argv
-    if not words or any("ipykernel" in word for word in words):
+    """The command line, if it is ours, else the script's name alone.
+
+    Flags of a user's script may be secrets, and pages are passed on. Of a notebook's kernel there
+    is nothing to repeat.
+    """
+    if any("ipykernel" in word for word in sys.orig_argv) or sys.argv[:1] in ([], [""], ["-c"]):
         return ""
-    text = shlex.join([Path(words[0]).name, *words[1:]])
-    return text if len(text) <= 400 else f"{text[:396]} ..."
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    module = spec.name.removesuffix(".__main__") if spec is not None else ""
+    name = Path(sys.argv[0]).name
+    if "meshwright" in (name, module):
+        return shlex.join(["meshwright", *sys.argv[1:]])
+    return f"python -m {module}" if module else f"python {name}" if name.endswith(".py") else name
 
 
 def _revision(function: Callable[..., Any]) -> str:

@@ -7,7 +7,6 @@ own part of it twice. Nor is padding: a device that works on padding works on va
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from meshwright.rehearsal.collectives.types import AxisPart
 from meshwright.rehearsal.kernel_speeds import Speeds, speeds
 from meshwright.rehearsal.kernels import kernels, running
 from meshwright.rehearsal.replication import Replication
+from meshwright.rehearsal.step_arguments import argument_path
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -128,15 +128,6 @@ def _pieces(
 def _axes(spec: PartitionSpec) -> Iterator[str]:
     for entry in tuple(spec):
         yield from entry if isinstance(entry, tuple) else (entry,) if entry else ()
-
-
-def argument_path(name: str) -> str:
-    """The path of an argument in the table of shardings, by its name in a program.
-
-    >>> argument_path("state.params['mlp'][0]")
-    'state/params/mlp/0'
-    """
-    return "/".join(re.findall(r"[^\[\].'\"]+", name))
 
 
 @dataclasses.dataclass(frozen=True)

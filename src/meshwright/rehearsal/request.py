@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, PartitionSpec
 
 from meshwright import _compat
-from meshwright._checks import argument_numbers, check_seconds
+from meshwright._checks import argument_numbers, check_flag, check_seconds
 from meshwright._show import short_repr
 from meshwright.errors import (
     PartitionError,
@@ -62,6 +62,7 @@ class CompileOptions(TypedDict, total=False):
     timeout: float
     codegen: bool
     cache: bool | str | Path
+    progress: bool
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -90,6 +91,7 @@ class Request:
     options: Mapping[str, Any]
     name: str
     codegen: bool = True
+    progress: bool = True
     layout: Callable[[AbstractMesh], tuple[Sequence[Any], Any]] | None = None
     tells_device: bool = False
 
@@ -200,6 +202,7 @@ def make_request(
     timeout: float = TIMEOUT,
     codegen: bool = True,
     cache: bool | str | Path = True,
+    progress: bool = True,
     options: Mapping[str, Any] | None = None,
     caller: str = "rehearse",
 ) -> Request:
@@ -238,14 +241,17 @@ def make_request(
         options=options or {},
         name=str(name or getattr(function, "__name__", "step")),
         codegen=codegen,
+        progress=check_flag("progress", progress, error=RehearsalError),
         tells_device=isinstance(getattr(function, "__self__", None), Model),
     )
 
 
 def _check_compiler(compiler: object, codegen: object) -> None:
     if compiler not in ("vendor", "cpu"):
+        meant = compiler in ("tpu", "gpu", "cuda", "libtpu")
+        hint = " 'vendor' is meant: on= says whose." if meant else ""
         raise RehearsalError(
-            f"compiler: {short(compiler)} is not known. "
+            f"compiler: {short(compiler)} is not known.{hint} "
             "'vendor' is that of the hardware, 'cpu' partitions for simulated devices.",
             option="compiler",
         )
@@ -287,8 +293,8 @@ def _cut_unevenly(model: Model, error: PartitionError) -> RehearsalError:
     count, _, problems = str(error).removeprefix("partition: ").partition(".\n")
     first = problems.strip().splitlines()[0].partition(". ")[0] if problems else str(error)
     return RehearsalError(
-        f"{option_text('mesh')}: {model.name} cannot be cut over it, {count}, the first: {first}. "
-        "Choose sizes that divide the dims of its weights.",
+        f"{option_text('mesh')}: {model.name} cannot be sharded over it, {count}, the first: "
+        f"{first}. Choose sizes that divide the dims of its weights.",
         option="mesh",
     )
 
@@ -301,7 +307,7 @@ def _check_rows(batch: int, spec: PartitionSpec, mesh: AbstractMesh) -> None:
     shards = math.prod(sizes[axis] for axis in axes)
     if batch % shards:
         raise RehearsalError(
-            f"{option_text('batch')}: {batch} rows cannot be cut over {shards} devices "
+            f"{option_text('batch')}: {batch} rows cannot be sharded over {shards} devices "
             f"({', '.join(axes)}). Take a multiple of {shards}.",
             option="batch",
         )
@@ -315,7 +321,7 @@ def changed_model(
     if model is None:
         raise RehearsalError(f"{request.name} is no model of this package.")
     rows, length = batch_shape(request)
-    kept = ("on", "slices", "dcn", "compiler", "timeout", "codegen")
+    kept = ("on", "slices", "dcn", "compiler", "timeout", "codegen", "progress")
     own = {name: getattr(request, name) for name in kept}
     changed = dataclasses.replace(model, config=dataclasses.replace(model.config, **settings))
     return model_request(
@@ -356,14 +362,23 @@ def _check_option_names(caller: str, options: Mapping[str, Any]) -> None:
 
 
 def choose_folder(cache: bool | str | Path) -> Path | None:
-    """Return the folder that `cache` means, or `None` to keep nothing."""
+    """Return the folder that `cache` means, made if need be, or `None` to cache nothing."""
     if not isinstance(cache, (bool, str, Path)):
         raise RehearsalError(
             f"cache: {short(cache)} is not a folder, True or False.", option="cache"
         )
     if isinstance(cache, bool):
         return default_folder() if cache else None
-    return Path(cache).expanduser()
+    folder = Path(cache).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RehearsalError(
+            f"cache: {folder} cannot be made: {error.strerror}. Name a folder that can, or "
+            "cache=False to cache nothing.",
+            option="cache",
+        ) from error
+    return folder
 
 
 def platform_of(request: Request, hardware: Topology, devices: int) -> Platform:

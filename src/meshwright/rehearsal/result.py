@@ -185,7 +185,7 @@ class Rehearsal:
         >>> first.brings
         'up to 1.44 ms of a step of 1.92 ms (75%)'
         >>> first.change
-        'cut w over tp, too: P(None, "tp"), by a rule or in_shardings.'
+        'shard w over tp, too: P(None, "tp"), by a rule or in_shardings.'
         """
         if not check:
             return self._advice
@@ -257,7 +257,7 @@ class Rehearsal:
         >>> [(cost.kind, cost.what, cost.over) for cost in r.costs()]
         [('repeated work', '4 times', 'tp')]
         >>> r.costs()[0].write
-        'cut w over tp, too: P(None, "tp"), by a rule or in_shardings.'
+        'shard w over tp, too: P(None, "tp"), by a rule or in_shardings.'
         """
         return find_costs(self, check=True) if check else self._costs
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from meshwright.axes import role
 from meshwright.errors import PartitionError, RehearsalError, short
 from meshwright.partitioning.decide import partition, read_options, resolve_specs
 from meshwright.partitioning.optimizer_state import partition_like
-from meshwright.partitioning.report import PartitionReport, explain_tree
+from meshwright.partitioning.report import LeafRow, PartitionReport, explain_tree
 from meshwright.trees.specs import check_specs, make_spec, match_specs, spec_on_axes
 from meshwright.trees.split import is_number
 from meshwright.trees.walk import (
@@ -123,8 +124,9 @@ def _spec_on_device(given: PartitionSpec | NamedSharding, mesh: AbstractMesh) ->
     """The spec of a sharding in the device's memory; arrays on the host say so themselves."""
     if isinstance(given, NamedSharding) and given.memory_kind == ON_HOST:
         raise PartitionError(
-            f"a sharding in memory {ON_HOST!r}, but in_shardings only say how arrays are cut. Give "
-            "the argument itself that sharding: jax.ShapeDtypeStruct(shape, dtype, sharding=...)."
+            f"a sharding in memory {ON_HOST!r}, but in_shardings only say how arrays are sharded. "
+            "Give the argument itself that sharding: "
+            "jax.ShapeDtypeStruct(shape, dtype, sharding=...)."
         )
     return spec_on_axes(given, mesh)
 
@@ -141,8 +143,8 @@ def data_specs(arg: Any, mesh: AbstractMesh, name: str = "data") -> Any:
         if not whole and leaf.shape[0] % shards:
             where = name if leaf.where == "(the array)" else f"{name}, {leaf.where}"
             raise RehearsalError(
-                f"{where}: {leaf.shape[0]} rows cannot be cut over {shards} devices "
-                f"({', '.join(axes)}). Data are cut along their first dim: take a multiple of "
+                f"{where}: {leaf.shape[0]} rows cannot be sharded over {shards} devices "
+                f"({', '.join(axes)}). Data are sharded along their first dim: take a multiple of "
                 f"{shards}, or say how it is sharded: in_shardings=[..., PartitionSpec(), ...], an "
                 "entry for each argument, None where it shall be decided.",
                 option="in_shardings",
@@ -287,6 +289,55 @@ def sharding_table(
     return explain_tree(
         dict(zip(names, shapes, strict=True)), mesh, dict(zip(names, specs, strict=True))
     )
+
+
+_VARIABLE = re.compile(r'(?<=op_name=")([^"]+?)\.states\[(\d+)\]\[(\d+)\](?=")')
+_PARAMETER = re.compile(rf"= \w+\[([\d,]*)\]\S* parameter\(\d+\)[^\n]*{_VARIABLE.pattern}")
+
+
+# In: compiled HLO in which `nnx.jit` has numbered the variables of an argument,
+# `model.states[0][5]`. Out: the same text with their paths, `model.layers[0].up.kernel.value`.
+# Invariant: an argument is named only where every parameter that is numbered has the shape of the
+# array with that number, in the order of the table; others stay as they are.
+def name_variables(text: str, rows: Sequence[LeafRow]) -> str:
+    """Give variables of NNX modules the paths that the table of shardings has for them."""
+    if ".states[" not in text:
+        return text
+    numbered: dict[str, list[tuple[str, int, int]]] = {}
+    for dims, argument, state, number in _PARAMETER.findall(text):
+        numbered.setdefault(argument, []).append((dims, int(state), int(number)))
+    named: dict[str, list[LeafRow]] = {}
+    for argument, parameters in numbered.items():
+        own = [row for row in rows if row.path.startswith(f"{argument_path(argument)}/")]
+        if all(
+            state == 0 and number < len(own) and _has_dims(own[number], dims)
+            for dims, state, number in parameters
+        ):
+            named[argument] = own
+
+    def path(match: re.Match[str]) -> str:
+        argument, _, number = match.groups()
+        if argument not in named:
+            return match[0]
+        below = named[argument][int(number)].path.removeprefix(f"{argument_path(argument)}/")
+        words = (f"[{word}]" if word.isdecimal() else f".{word}" for word in below.split("/"))
+        return argument + "".join(words)
+
+    return _VARIABLE.sub(path, text) if named else text
+
+
+def _has_dims(row: LeafRow, dims: str) -> bool:
+    # A random key is an array of words in a program, with a dim more.
+    return ",".join(map(str, row.local)) == dims or "key<" in row.text
+
+
+def argument_path(name: str) -> str:
+    """The path of an argument in the table of shardings, by its name in a program.
+
+    >>> argument_path("state.params['mlp'][0]")
+    'state/params/mlp/0'
+    """
+    return "/".join(re.findall(r"[^\[\].'\"\\]+", name))
 
 
 def argument_names(function: Callable[..., Any], count: int) -> list[str]:

@@ -38,7 +38,8 @@ class StepTime(Shown):
     `compute` and `memory`: kernels that wait for the one or the other. `exposed`: communication
     that nothing hides; `hidden` runs beside kernels and is not in the total. `start`: the launches
     of kernels. `compiler` is the compiler's own estimate of its kernels, where it gives one; it
-    leaves custom kernels out, which are added as modelled here. `custom` lists those.
+    leaves custom kernels out, which are added as modelled here, and if `compiler_partial` others
+    too, since it was ended before it generated code. `custom` lists those.
     `host_exposed` and `host_hidden` are those of transfers to and from the host. `repeated` are
     products that several devices compute alike, `recomputed` the operations that rematerialisation
     does again; both are in `flops` and in the times. `recomputed_bytes` is what it writes of all
@@ -62,6 +63,7 @@ class StepTime(Shown):
     recomputed: float = 0.0
     recomputed_bytes: float = 0.0
     cpu_estimate: bool = False
+    compiler_partial: bool = False
 
     @property
     def total(self) -> float:
@@ -124,8 +126,12 @@ class StepTime(Shown):
             hidden = duration(self.host_hidden)
             rows.append(["hidden host transfers", hidden, "not in the total"])
         if self.compiler is not None:
-            rows.append(["kernels as the compiler sees it", duration(self.compiler), ""])
+            rows.append([f"kernels{self._by_compiler()}", duration(self.compiler), ""])
         return rows
+
+    def _by_compiler(self) -> str:
+        partial = ", some of them: no code was generated" if self.compiler_partial else ""
+        return f" as the compiler sees it{partial}"
 
     def _sheet(self) -> Sheet:
         mark = f" ({CPU_ESTIMATE})" if self.cpu_estimate else ""
@@ -193,6 +199,7 @@ class StepTime(Shown):
             "hardware_utilisation": self.hardware_utilisation,
             "repeated": [entry.to_json() for entry in self.repeated],
             "compiler": self.compiler,
+            "compiler_partial": self.compiler_partial,
             "custom_kernels": [kernel.to_json() for kernel in self.custom],
         }
 
@@ -293,6 +300,7 @@ def step_time(
         **parts,
         peak_flops=chip.tflops * 1e12 / chip.cores,
         compiler=_compilers_estimate(program, chip, custom),
+        compiler_partial=scheduled,
         custom=tuple(custom),
         repeated=repeated,
         recomputed=recomputed,

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from meshwright._progress import Pulse
+from meshwright._progress import Pulse, showing
 from meshwright._text import plural
 from meshwright.errors import RehearsalError, short
 from meshwright.meshes.build import abstract_mesh
@@ -47,6 +47,7 @@ def verify(
     gradients: bool | None = None,
     tolerance: float | None = None,
     timeout: float = TIMEOUT,
+    progress: bool = True,
     **options: Unpack[PartitionOptions],
 ) -> Verification:
     """Run a step on one device and sharded over a mesh, and compare what comes out.
@@ -64,6 +65,7 @@ def verify(
       tolerance: how far apart results may be, as part of the largest value of an array; by default
         1e-3 for float32, 5e-2 for bfloat16 and float16.
       timeout: seconds after which simulated devices are given up.
+      progress: False to show none, as for `rehearse`.
 
     Raises:
       RehearsalError: for a bad option, arguments without values, or devices of other processes.
@@ -84,6 +86,7 @@ def verify(
         name=None,
         in_shardings=in_shardings,
         timeout=timeout,
+        progress=progress,
         options=options,
         caller="verify",
     )
@@ -97,7 +100,7 @@ def verify(
         for spec in resolve_specs("verify", walked, arg, on, tree, {})
     ]
     devices = _enough_devices(mesh, on)
-    with Pulse(f"verifying {request.name}") as pulse:
+    with showing(progress), Pulse(f"verifying {request.name}") as pulse:
         if devices is None:
             where = f"{on.size} simulated CPU devices"
             pulse.now(where)

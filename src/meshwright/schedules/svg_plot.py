@@ -13,10 +13,10 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from meshwright._html import AMBER, BLUE, GREEN, RED, ink, rgb
+from meshwright._html import TASKS, ink, rgb
 from meshwright._text import plural, tidy
 from meshwright.schedules.text_plot import Crop, crop, headline, median_duration, round_up
-from meshwright.schedules.types import KIND_NAMES, TaskKind
+from meshwright.schedules.types import KIND_NAMES
 
 # Only for annotations: a `Timeline` draws itself with these functions.
 if TYPE_CHECKING:
@@ -278,15 +278,7 @@ def _count_boxes(timeline: Timeline, chosen: Crop) -> int:
     )
 
 
-# A hue per kind of task, a shade per stage of a group. The hues differ in lightness as well, so
-# that no two kinds differ only as red and green.
-_HUES: dict[str, str] = {
-    TaskKind.FORWARD: BLUE,
-    TaskKind.INPUT_GRADIENT: AMBER,
-    TaskKind.WEIGHT_GRADIENT: GREEN,
-    TaskKind.BACKWARD: RED,
-}
-_PALEST = 0.55  # how much white the last stage's shade has
+_PALEST = 0.55  # how much white the shade of a group's last stage has
 
 # A picture brings its own background, so it reads the same on any page.
 _STYLE = """\
@@ -312,7 +304,7 @@ def fill(kind: str, number: int = 0, stages: int = 1) -> str:
     """Return the colour of a task of the group's `number`-th stage: later stages are paler.
 
     >>> fill("F"), fill("F", 1, 2)
-    ('#3b6fc4', '#a7bee4')
+    ('#0d4f66', '#92b0ba')
     """
     share = _PALEST * number / max(1, stages - 1)
-    return "#" + "".join(f"{round(c + (255 - c) * share):02x}" for c in rgb(_HUES[kind]))
+    return "#" + "".join(f"{round(c + (255 - c) * share):02x}" for c in rgb(TASKS[kind]))

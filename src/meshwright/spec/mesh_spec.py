@@ -3,8 +3,8 @@
 A spec knows no hardware. Sizes may stay open (-1) until `resolve` fills them from a number of
 devices and slices.
 
-An axis can span two networks. Its `slow` factor counts the parts that are joined by the slow
-network (the DCN between TPU slices, NVLink domains or hosts), its `fast` factor the devices
+An axis can span two networks. Its `slow` factor counts the parts that are joined by DCN (the
+data-center network between TPU slices, NVLink domains or hosts), its `fast` factor the devices
 inside each of them; `2*8` is 2 parts of 8. Without a `slow` factor the placement chooses one.
 """
 
@@ -64,15 +64,16 @@ class MeshSpec:
         check_distinct(self.names)
         # One -1 per network: `dp:-1*1, fsdp:-1` is fine, the slices fill the first and the
         # devices inside a slice the second.
-        for level, parts in (
-            ("fast network", [(axis.name, axis.fast) for axis in self.axes]),
-            ("slow network", [(axis.name, axis.slow) for axis in self.axes]),
+        spans_dcn = any(axis.slow is not None for axis in self.axes)
+        for where, parts in (
+            (" inside a slice" if spans_dcn else "", [(a.name, a.fast) for a in self.axes]),
+            (" over DCN", [(a.name, a.slow) for a in self.axes]),
         ):
             open_axes = [name for name, size in parts if size == -1]
             if len(open_axes) > 1:
                 raise SpecError(
-                    f"-1 appears {len(open_axes)} times on the {level} (axes "
-                    f"{listing(open_axes)}); only one axis there can take what is left."
+                    f"-1 appears {len(open_axes)} times{where} (axes "
+                    f"{listing(open_axes)}); only one axis{where} can take what is left."
                 )
         if self.size is not None and self.size > LARGEST:
             raise SpecError(
@@ -176,7 +177,7 @@ class MeshSpec:
         )
 
     def with_dcn(self, dcn: Any, slices: int | None = None) -> MeshSpec:
-        """Return the spec with the part of each axis that crosses DCN, the slow network, fixed.
+        """Return the spec with the part of each axis that crosses DCN fixed.
 
         The sizes stay as they are. `dcn` is a dict (axes it does not name get 1), one number per
         axis, or a string such as `"dp:2"`. A -1 in it takes what is left of `slices`.
@@ -248,7 +249,7 @@ class MeshSpec:
             ]
             for axis in self.axes
         ]
-        heading = ["axis", "size", "what it splits", "slow network", "type"]
+        heading = ["axis", "size", "what it splits", "over DCN", "type"]
         table = Table(heading, rows, [False, True, False, False, False])
         return Sheet(f"{self} ({devices})", [table]).html()
 
@@ -311,8 +312,7 @@ def _split_over_dcn(axis: AxisSpec, slow: int) -> AxisSpec:
     """Take `slow` parts out of the size of an axis that has no slow factor of its own yet."""
     if axis.slow is not None and axis.slow != slow:
         raise SpecError(
-            f"axis {axis.name!r}: the spec says {axis.slow} over the slow network, "
-            f"dcn says {slow}.",
+            f"axis {axis.name!r}: the spec says {axis.slow} over DCN, dcn says {slow}.",
             option="dcn",
         )
     if axis.slow is not None:
@@ -342,22 +342,21 @@ def _fill_slow_factors(spec: MeshSpec, slices: int | None) -> tuple[AxisSpec, ..
     if open_axis is None:
         # A divisor is enough: axes without a slow factor can still take the remaining slices.
         if slices is not None and slices % known:
-            fix = f"make the slow parts multiply to a divisor of {slices}."
+            fix = f"make the DCN parts multiply to a divisor of {slices}."
             raise SpecError(
-                f"'{spec}' spans {known} parts of the slow network, but there "
-                f"{_are(slices)} (slices, hosts or domains): "
-                + ("leave dcn and slow parts out here." if slices == 1 else fix)
+                f"'{spec}' spans {known} parts over DCN, but there {_are(slices)} (slices, hosts "
+                "or domains): " + ("leave dcn and DCN parts out here." if slices == 1 else fix)
             )
         return spec.axes
     if slices is None:
         raise SpecError(
-            f"axis {open_axis.name!r} takes what is left of the slow network: say how many "
-            "parts it has, resolve(devices, slices=...).",
+            f"axis {open_axis.name!r} takes what is left over DCN: say how many parts "
+            "there are, resolve(devices, slices=...).",
             option="slices",
         )
     if slices % known:
         raise SpecError(
-            f"'{spec}': the slow parts given multiply to {known}, which does not divide "
+            f"'{spec}': the DCN parts given multiply to {known}, which does not divide "
             f"{slices} slices, so -1 for {open_axis.name!r} cannot be inferred there."
         )
     filled = dataclasses.replace(open_axis, slow=slices // known)

@@ -371,8 +371,7 @@ def target_spec_problems(
     yield from spec_problems(leaf.path, leaf.shape, spec, sizes)
     if is_reduction_free(spec) and PartitionSpec.UNCONSTRAINED in tuple(spec):
         yield (
-            f"{leaf.where}: {short(spec)} leaves a dim open. Say how to split it, or None for "
-            "whole."
+            f"{leaf.where}: {short(spec)} leaves a dim open. Say how to split it, or None not to."
         )
 
 

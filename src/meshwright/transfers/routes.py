@@ -259,7 +259,7 @@ def _split_problems(leaf: Leaf, where: str, sharding: Sharding) -> Iterator[str]
             yield f"{where}: {spec} asks for more than a split. Reduce the sum first."
             return
         if any(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
-            yield f"{where}: {spec} leaves a dim open. Say how to split it, or None for whole."
+            yield f"{where}: {spec} leaves a dim open. Say how to split it, or None not to."
         yield from spec_problems(where, leaf.shape, spec, mesh_axes(sharding.mesh))
         return
     try:

@@ -145,7 +145,7 @@ def write_as(value: Any) -> str:
     " Write P('dp', ('fsdp', 'tp'))."
     """
     if value is None:
-        return " Use PartitionSpec() for an array that stays whole."
+        return " Use PartitionSpec() for an array that is replicated."
     if not looks_like_spec(value):
         return ""
     entries = (value,) if isinstance(value, str) else value

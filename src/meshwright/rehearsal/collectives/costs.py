@@ -227,7 +227,7 @@ _DEFAULT = "h100"  # for GPUs that no table has
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """A group of GPUs: `inside` in each of `nodes` NVLink domains; nominal GB/s of their wires."""
+    """A group of GPUs: `inside` in each of `nodes` NVLink domains; nominal GB/s of their links."""
 
     chip: str
     inside: int
@@ -285,6 +285,6 @@ def _bandwidth(kind: str, group: Group) -> float:
 
 
 def copy_seconds(size: float, speed: float, network: bool) -> float:
-    """Model a copy from one GPU to another over a wire of this nominal speed."""
+    """Model a copy from one GPU to another over a link of this nominal speed."""
     start = 2 * _START + (_NETWORK_START if network else 0.0)
     return start + size / (speed * 1e9 * (_ADAPTER if network else _COPY))
