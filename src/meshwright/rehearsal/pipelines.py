@@ -7,27 +7,24 @@ compiles every task, in processes of its own; for live devices they are compiled
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright import _compat_lowering
 from meshwright._checks import check_flag, check_seconds
 from meshwright._html import Html, block, tag
 from meshwright._progress import showing
 from meshwright._show import Table, short_repr
 from meshwright._text import amount, duration, plural, table
 from meshwright.errors import RehearsalError, short
-from meshwright.hardware.chips import CHIPS, Chip
+from meshwright.hardware.chips import CHIPS
 from meshwright.hlo.instructions import Source
-from meshwright.hlo.program import Program, read_program
 from meshwright.meshes.build import explain_mesh
 from meshwright.pipelines.explanation import Explanation
 from meshwright.pipelines.explanation import explain as explain_plan
 from meshwright.pipelines.plan import Plan
 from meshwright.pipelines.step import PipelineStep
-from meshwright.pipelines.step_graph import Operation, StepBuilder, TaskFunction
+from meshwright.pipelines.step_graph import Operation
 from meshwright.placement.placement import Placement
 from meshwright.rehearsal.callbacks import Callback, callbacks_line
 from meshwright.rehearsal.collectives.analyze import analyze
@@ -39,17 +36,22 @@ from meshwright.rehearsal.host_transfers import (
     offload_lost_line,
 )
 from meshwright.rehearsal.lowering import cudnn_of_chip
-from meshwright.rehearsal.memory import Memory, available
-from meshwright.rehearsal.peak import workspace_at_peak
+from meshwright.rehearsal.memory import Memory
+from meshwright.rehearsal.pipeline_memory import (
+    bytes_on_device,
+    group_host_memory,
+    group_memory,
+    task_program,
+    task_temporaries,
+)
 from meshwright.rehearsal.repeated_work import find_repeated_work
 from meshwright.rehearsal.request import TIMEOUT, choose_folder
 from meshwright.rehearsal.step_time import StepTime, step_time
-from meshwright.rehearsal.task_compiler import CompiledTask, Exhausted, TaskCompiler
+from meshwright.rehearsal.task_compiler import Exhausted, TaskCompiler
 from meshwright.rehearsal.tpu_slices import stand_in_name
 from meshwright.schedules.timeline import Timeline, simulate
 from meshwright.schedules.types import Costs, TaskKind
 from meshwright.trees.split import split_arrays
-from meshwright.trees.walk import bits
 
 
 def rehearse_pipeline(
@@ -325,7 +327,7 @@ def _tasks(operations: Sequence[Operation], placed: Placement) -> tuple[TaskRehe
         if task is None or code is None or (task.stage, task.kind) in tasks:
             continue
         compiled = code.compiled
-        program = _program(compiled)
+        program = task_program(compiled)
         collectives = analyze(program, placed)
         repeated = find_repeated_work(program, placed)
         tasks[task.stage, task.kind] = TaskRehearsal(
@@ -334,24 +336,10 @@ def _tasks(operations: Sequence[Operation], placed: Placement) -> tuple[TaskRehe
             TaskKind(task.kind),
             collectives,
             step_time(program, collectives, placed.topology.chip, repeated),
-            _temporaries(compiled, program, placed.topology.chip),
+            task_temporaries(compiled, program, placed.topology.chip),
             find_host_transfers(program, placed.topology.chip),
         )
     return tuple(tasks.values())
-
-
-def _program(compiled: Any) -> Program:
-    """Read what a task was compiled to, here or in another process."""
-    tables = compiled.outcome.constants if isinstance(compiled, CompiledTask) else {}
-    return read_program(compiled.as_text(), tables)
-
-
-def _temporaries(compiled: Any, program: Program, chip: Chip) -> int:
-    """Bytes of a task's temporaries, with what libraries need for themselves on a GPU."""
-    sizes = compiled.memory_analysis()
-    allocated = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
-    allocated += sizes.temp_size_in_bytes - sizes.alias_size_in_bytes
-    return int(sizes.temp_size_in_bytes) + workspace_at_peak(program, chip, int(allocated))
 
 
 def _timeline(plan: Plan, groups: Sequence[GroupRehearsal]) -> Timeline:
@@ -382,88 +370,3 @@ def _latency(plan: Plan) -> float:
         default=0,
     )
     return 1e3 * largest / (chip.link * 1e9)
-
-
-# In: the operations of all groups in the order in which they run. Out: the most that one group
-# holds at once, and what of it lives between tasks then. Arguments stay unless a program is donated
-# them, for the caller holds them too; results live until their last use, and each program adds its
-# own temporaries. Example, 1F1B with two stages: group 0 holds the activations of two microbatches
-# when its first backward begins.
-def group_memory(
-    builder: StepBuilder, operations: Sequence[Operation], group: int, chip: Chip
-) -> tuple[Memory, int]:
-    """Follow a group's memory through its operations: its peak, and what is held between tasks.
-
-    `operations` are those of all groups: what is sent away is dropped by the group that takes it.
-    """
-    own = [operation for operation in operations if operation.group == group]
-    given = {argument.slot for argument in builder.placed if argument.group == group}
-    given |= {slot for slot in builder.constants if builder.group_of_slot[slot] == group}
-
-    def total(slots: Iterable[int]) -> int:
-        return sum(bytes_on_device(builder, slot) for slot in slots)
-
-    arguments = total(given)
-    alive = set(given)
-    peak, held = arguments, 0
-    functions = {id(each.function): each.function for each in own if each.function is not None}
-    needs = {number: _working(function, chip) for number, function in functions.items()}
-    for operation in operations:
-        if operation.group != group:
-            alive -= set(operation.drop) - given
-            continue
-        between = total(alive - given)
-        function = operation.function
-        working = total(operation.outs) if function is None else needs[id(function)]
-        if total(alive & given) + between + working > peak:
-            peak, held = total(alive & given) + between + working, between
-        alive |= set(operation.outs)
-        alive -= set(operation.drop) - given
-        alive -= set() if function is None else {operation.ins[n] for n in function.donate_argnums}
-    programs = sum(
-        each.compiled.memory_analysis().generated_code_size_in_bytes for each in functions.values()
-    )
-    rest = max(0, peak - arguments)
-    return Memory(arguments, 0, 0, rest, programs, available(chip), chip.name, chip.family), held
-
-
-def group_host_memory(
-    builder: StepBuilder, operations: Sequence[Operation], group: int
-) -> tuple[int, int]:
-    """Follow what a group has on its hosts: bytes of arguments, and at the peak, per device."""
-    given = {argument.slot for argument in builder.placed if argument.group == group}
-
-    def total(slots: Iterable[int]) -> int:
-        return sum(
-            _bytes(builder, n) for n in slots if _compat_lowering.is_on_host(builder.avals[n])
-        )
-
-    alive, peak = set(given), total(given)
-    for operation in operations:
-        if operation.group == group:
-            alive |= set(operation.outs)
-            code = operation.function
-            sizes = None if code is None else code.compiled.memory_analysis()
-            peak = max(peak, total(alive) + getattr(sizes, "host_temp_size_in_bytes", 0))
-        alive -= set(operation.drop) - given
-    return total(given), peak
-
-
-def _working(function: TaskFunction, chip: Chip) -> int:
-    """Bytes that a program needs besides its arguments."""
-    report = function.compiled.memory_analysis()
-    new = report.output_size_in_bytes - report.alias_size_in_bytes
-    if chip.family != "gpu":  # reading a program takes a while
-        return int(report.temp_size_in_bytes + new)
-    return int(new) + _temporaries(function.compiled, _program(function.compiled), chip)
-
-
-def bytes_on_device(builder: StepBuilder, slot: int) -> int:
-    """Bytes that a device holds of the value in a slot; those of its host's memory are no part."""
-    return 0 if _compat_lowering.is_on_host(builder.avals[slot]) else _bytes(builder, slot)
-
-
-def _bytes(builder: StepBuilder, slot: int) -> int:
-    aval, sharding = builder.avals[slot], builder.slot_shardings[slot]
-    shape = aval.shape if sharding is None else sharding.shard_shape(aval.shape)
-    return math.ceil(math.prod(shape) * bits(aval.dtype) / 8)
