@@ -1,11 +1,12 @@
 """Deciding and placing: ours, one bare `jax.device_put`, and eformer's helper when installed.
 
     python benchmarks/partitioning.py            # all parts
-    python benchmarks/partitioning.py working    # one: placing, deciding, sizes or working
+    python benchmarks/partitioning.py working    # one: placing, deciding, sizes, working or limits
+    python benchmarks/partitioning.py working gpt2 neox    # of some models alone
 
 `working` rehearses a forward and a backward pass of real models, sharded by shape and by rules that
 were written by hand, for 16 TPU chips: with libtpu where it is installed, else with the CPU as a
-stand-in.
+stand-in. `limits` does so for several values of `min_shard_bytes`.
 
 For the comparison with eformer run it where both are installed, from one environment of its own:
 `pip install eformer`, then `PYTHONPATH=src python benchmarks/partitioning.py`.
@@ -38,8 +39,8 @@ Shape = jax.ShapeDtypeStruct
 
 def main() -> None:
     jax.config.update("jax_num_cpu_devices", 256)
-    parts = {part.__name__: part for part in (placing, deciding, sizes, working)}
-    for name in sys.argv[1:] or parts:
+    parts = {part.__name__: part for part in (placing, deciding, sizes, working, limits)}
+    for name in [word for word in sys.argv[1:] if word in parts] or parts:
         parts[name]()
 
 
@@ -126,28 +127,12 @@ def sizes() -> None:
 
 def working() -> None:
     """FLOPs and modelled time of a forward and a backward pass: by shape against by hand."""
-    compiler = "vendor" if importlib.util.find_spec("libtpu") else "cpu"
-    print(f"value_and_grad on v5e:4x4 as fsdp:4, tp:4 ({compiler} compiler)")
+    print(f"value_and_grad on v5e:4x4 as fsdp:4, tp:4 ({_compiler()} compiler)")
     right = [False, *[True] * 7]
     rows = [["model", "FLOPs", "by hand", "time", "by hand", "ratio", "bytes / ideal", "by hand"]]
-    for name, (loss, params, batch, rules) in real_models().items():
-        ideal = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)) / 16
-        ours, hand = (
-            mw.rehearse(
-                jax.value_and_grad(loss),
-                params,
-                batch,
-                mesh="fsdp:4, tp:4",
-                on="v5e:4x4",
-                compiler=compiler,
-                **options,
-            )
-            for options in ({}, {"rules": rules})
-        )
-        mesh = mw.abstract_mesh("fsdp:4, tp:4")
-        sizes = [
-            mw.explain(params, mesh, **options).device_bytes for options in ({}, {"rules": rules})
-        ]
+    for name, model in real_models().items():
+        ours, hand = (_rehearsed(model, **how) for how in ({}, {"rules": model[3]}))
+        sizes = [_bytes_over_ideal(model[1], **how) for how in ({}, {"rules": model[3]})]
         print(f"  {name}: compiled", file=sys.stderr, flush=True)
         rows.append(
             [
@@ -155,10 +140,47 @@ def working() -> None:
                 *(f"{r.flops:.3g}" for r in (ours, hand)),
                 *(duration(r.time.total) for r in (ours, hand)),
                 f"{ours.time.total / hand.time.total:.2f}",
-                *(f"{size / ideal:.2f}" for size in sizes),
+                *(f"{size:.2f}" for size in sizes),
             ]
         )
     print(table(rows, right), "\n")
+
+
+LIMITS = {"0": 0, "16 KiB": 2**14, "64 KiB": 2**16, "256 KiB": 2**18, "1 MiB": 2**20}
+
+
+def limits() -> None:
+    """What `min_shard_bytes` changes: gathers of parameters, modelled time, bytes a device."""
+    print(f"gathers of parameters / modelled time / bytes against ideal ({_compiler()} compiler)")
+    rows = [["model", *LIMITS]]
+    for name, model in real_models().items():
+        cells = [name]
+        for limit in LIMITS.values():
+            r = _rehearsed(model, min_shard_bytes=limit)
+            gathers = r.collectives.by_cause().get("parameter gathers", ())
+            share = _bytes_over_ideal(model[1], min_shard_bytes=limit)
+            count = sum(each.times.count for each in gathers)
+            cells.append(f"{count} / {duration(r.time.total)} / {share:.2f}")
+        print(f"  {name}: compiled", file=sys.stderr, flush=True)
+        rows.append(cells)
+    print(table(rows, [False, *[True] * len(LIMITS)]), "\n")
+
+
+def _compiler() -> str:
+    return "vendor" if importlib.util.find_spec("libtpu") else "cpu"
+
+
+def _rehearsed(model: Any, **options: Any) -> Any:
+    loss, params, batch, _ = model
+    where = {"mesh": "fsdp:4, tp:4", "on": "v5e:4x4", "compiler": _compiler()}
+    # The time goes by the scheduled program, and its code takes libtpu minutes to generate.
+    where["codegen"] = _compiler() == "cpu"
+    return mw.rehearse(jax.value_and_grad(loss), params, batch, **where, **options)
+
+
+def _bytes_over_ideal(params: Any, **options: Any) -> float:
+    report = mw.explain(params, mw.abstract_mesh("fsdp:4, tp:4"), **options)
+    return report.device_bytes / (report.bytes / 16)
 
 
 def real_models() -> dict[str, tuple[Any, Any, Any, Any]]:
@@ -169,13 +191,14 @@ def real_models() -> dict[str, tuple[Any, Any, Any, Any]]:
     text = {"width": 512, "rows": 64, "length": 256, "vocab": 32000}
     image = {"width": 512, "rows": 64, "classes": 1000}
     sizes = {
-        **dict.fromkeys(("lm1b", "gemma", "bert", "gpt2", "llama"), text),
+        **dict.fromkeys(("lm1b", "gemma", "bert", "gpt2", "llama", "neox"), text),
         "ppo": {"width": 1024, "rows": 512, "length": 64, "observed": 256, "actions": 32},
         "resnet": {**image, "side": 32},
         "vit": {**image, "side": 64},
         "unet": {"width": 256, "rows": 64, "side": 32},
     }
-    return {name: tuple(model(name, abstract=True, **of)) for name, of in sizes.items()}
+    chosen = [name for name in sys.argv[1:] if name in sizes] or sizes
+    return {name: tuple(model(name, abstract=True, **sizes[name])) for name in chosen}
 
 
 def models() -> dict[str, Any]:

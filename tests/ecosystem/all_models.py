@@ -11,6 +11,7 @@ from models_brax import ppo_parts
 from models_equinox import bert_parts, unet_parts, vit_parts
 from models_linen import lm1b_parts, resnet_parts
 from models_nnx import gemma_parts
+from models_penzai import neox_parts
 from models_transformers import gpt2_parts, llama_parts
 
 
@@ -32,6 +33,7 @@ PARTS = {
     "bert": bert_parts,
     "gpt2": gpt2_parts,
     "llama": llama_parts,
+    "neox": neox_parts,
     "ppo": ppo_parts,
 }
 

@@ -1,7 +1,9 @@
 """Proximal policy optimisation as brax has it, small: plain functions around two Linen networks.
 
 `ppo_parts` returns the pieces (`init`, `loss`, `batch`, `rules`): a batch holds what a policy saw
-and did, rows of environments by steps of time, and the loss scans back through time.
+and did, rows of environments by steps of time, and the loss scans back through time. `ppo` is the
+training step around it, `(step, args)`: it normalises observations by running statistics, shuffles
+the rows and scans over minibatches.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
+from flax import struct
 
 
 class Network(nn.Module):
@@ -69,3 +73,47 @@ def ppo_parts(width=64, rows=8, length=16, observed=32, actions=8):
         ("**", None),
     ]
     return init, loss, batch, rules
+
+
+@struct.dataclass
+class TrainingState:
+    """What brax keeps between steps; the optimizer's state comes first."""
+
+    optimizer_state: optax.OptState
+    params: dict
+    normalizer: dict
+    env_steps: jax.Array
+
+
+def ppo(minibatches=4, **sizes):
+    """One round of updates, a minibatch after the other."""
+    init, loss, batch, _ = ppo_parts(**{"rows": 32, **sizes})
+    optimizer, params = optax.adam(3e-4), init()
+    zero = jnp.zeros(batch["observation"].shape[-1])
+    state = TrainingState(
+        optimizer.init(params), params, {"mean": zero, "square": zero}, jnp.zeros((), "int32")
+    )
+
+    def minibatch(carry, data):
+        optimizer_state, params = carry
+        value, grads = jax.value_and_grad(loss)(params, data)
+        updates, optimizer_state = optimizer.update(grads, optimizer_state)
+        return (optimizer_state, optax.apply_updates(params, updates)), value
+
+    @jax.jit
+    def step(state, batch, key):
+        seen = batch["observation"]
+        normalizer = {
+            "mean": 0.9 * state.normalizer["mean"] + 0.1 * seen.mean((0, 1)),
+            "square": 0.9 * state.normalizer["square"] + 0.1 * (seen**2).mean((0, 1)),
+        }
+        scale = jax.lax.rsqrt(normalizer["square"] + 1e-3)
+        data = {**batch, "observation": (seen - normalizer["mean"]) * scale}
+        order = jax.random.permutation(key, seen.shape[0])
+        data = jax.tree.map(lambda x: x[order].reshape(minibatches, -1, *x.shape[1:]), data)
+        first = (state.optimizer_state, state.params)
+        (optimizer_state, params), values = jax.lax.scan(minibatch, first, data)
+        steps = state.env_steps + seen.shape[0] * seen.shape[1]
+        return TrainingState(optimizer_state, params, normalizer, steps), values.mean()
+
+    return step, (state, batch, jax.random.PRNGKey(3))

@@ -2,7 +2,9 @@
 
 GPT-2 keeps kernels as (out, in) with queries, keys and values in one, and ties its logits to the
 table of words; Llama has fewer heads for keys and values, a gated feed-forward and a head of its
-own. The parameters of both are plain dicts without names.
+own. The parameters of both are plain dicts without names. `<model>_parts` returns the pieces
+(`init`, `loss`, `batch`, `rules`), `<model>` a train step as the library's examples write it,
+`(step, args)`: a `TrainState` that holds the key of dropout.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from flax.training import train_state
 
 
 class Conv1D(nn.Module):
@@ -40,13 +43,14 @@ class Gpt2Block(nn.Module):
     heads: int
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x, train):
+        drop = nn.Dropout(0.1, deterministic=not train)
         width = x.shape[-1]
         y = Conv1D(3 * width, name="c_attn")(nn.LayerNorm(name="ln_1")(x))
         q, k, v = (part.reshape(*x.shape[:2], self.heads, -1) for part in jnp.split(y, 3, -1))
-        x = x + Conv1D(width, name="c_proj")(attend(q, k, v).reshape(x.shape))
+        x = x + drop(Conv1D(width, name="c_proj")(attend(q, k, v).reshape(x.shape)))
         y = nn.gelu(Conv1D(4 * width, name="c_fc")(nn.LayerNorm(name="ln_2")(x)))
-        return x + Conv1D(width, name="mlp_c_proj")(y)
+        return x + drop(Conv1D(width, name="mlp_c_proj")(y))
 
 
 class Gpt2(nn.Module):
@@ -57,12 +61,12 @@ class Gpt2(nn.Module):
     layers: int = 2
 
     @nn.compact
-    def __call__(self, tokens):
+    def __call__(self, tokens, train=False):
         words = nn.Embed(self.vocab, self.width, name="wte")
         places = nn.Embed(tokens.shape[1], self.width, name="wpe")
         x = words(tokens) + places(jnp.arange(tokens.shape[1]))
         for number in range(self.layers):
-            x = Gpt2Block(self.width // 16, name=f"h_{number}")(x)
+            x = Gpt2Block(self.width // 16, name=f"h_{number}")(x, train)
         return words.attend(nn.LayerNorm(name="ln_f")(x))
 
 
@@ -101,7 +105,7 @@ class Llama(nn.Module):
     layers: int = 2
 
     @nn.compact
-    def __call__(self, tokens):
+    def __call__(self, tokens, train=False):
         x = nn.Embed(self.vocab, self.width, name="embed_tokens")(tokens)
         heads = self.width // 16
         for number in range(self.layers):
@@ -115,8 +119,8 @@ def _parts(model, rows, length, rules):
     def init():
         return model.init(jax.random.key(0), jnp.zeros(shape, "int32"))["params"]
 
-    def loss(params, tokens):
-        logits = model.apply({"params": params}, tokens)
+    def loss(params, tokens, **training):
+        logits = model.apply({"params": params}, tokens, **training)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
         return losses.mean()
 
@@ -141,3 +145,35 @@ def llama_parts(width=64, rows=8, length=16, vocab=128):
         ("**", None),
     ]
     return _parts(Llama(vocab, width), rows, length, rules)
+
+
+class DropoutState(train_state.TrainState):
+    """Parameters, optimizer and the key that each step splits."""
+
+    dropout_rng: jax.Array
+
+
+def _step(init, loss, tokens, _):
+    state = DropoutState.create(
+        apply_fn=None, params=init(), tx=optax.adamw(1e-3), dropout_rng=jax.random.PRNGKey(2)
+    )
+
+    @jax.jit
+    def step(state, batch):
+        key, next_key = jax.random.split(state.dropout_rng)
+        training = {"train": True, "rngs": {"dropout": key}}
+        grad = jax.value_and_grad(lambda params: loss(params, batch["input_ids"], **training))
+        value, grads = grad(state.params)
+        return state.apply_gradients(grads=grads, dropout_rng=next_key), {"loss": value}
+
+    return step, (state, {"input_ids": tokens})
+
+
+def gpt2(**sizes):
+    """The train step of GPT-2, with dropout."""
+    return _step(*gpt2_parts(**sizes))
+
+
+def llama(**sizes):
+    """The train step of Llama, which has no dropout to use its key."""
+    return _step(*llama_parts(**sizes))
