@@ -1,5 +1,7 @@
 """The modelled time of a step: kernels by their work and bytes, communication that is exposed."""
 
+import dataclasses
+
 import pytest
 
 import meshwright as mw
@@ -176,6 +178,9 @@ def test_hidden_communication_and_the_compilers_own_estimate_have_lines_of_their
     lines = str(time).splitlines()
     assert any(line.startswith("hidden communication") and "250 ms" in line for line in lines)
     assert any(line.startswith("kernels as the compiler sees it") for line in lines)
+    partial = str(dataclasses.replace(time, compiler_partial=True)).splitlines()[-1]
+    assert partial.split("  ")[0] == "some kernels as the compiler sees it"
+    assert partial.endswith("no code generated")
 
 
 def test_slices_outside_of_a_fusion_move_the_slice_too():

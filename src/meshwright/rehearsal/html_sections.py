@@ -353,8 +353,10 @@ def time_section(result: Rehearsal, costs: AvoidableCosts | None = None) -> Html
     )
     compiler = Html()
     if timing.compiler is not None:
-        some = ", of some alone, since no code was generated" if timing.compiler_partial else ""
-        words = f"The compiler's own estimate of its kernels{some}: {duration(timing.compiler)}."
+        some = (
+            "some of its kernels (no code generated)" if timing.compiler_partial else "its kernels"
+        )
+        words = f"The compiler's own estimate of {some}: {duration(timing.compiler)}."
         compiler = tag("p", words, class_="note")
     custom = Html()
     if timing.custom:

@@ -126,12 +126,10 @@ class StepTime(Shown):
             hidden = duration(self.host_hidden)
             rows.append(["hidden host transfers", hidden, "not in the total"])
         if self.compiler is not None:
-            rows.append([f"kernels{self._by_compiler()}", duration(self.compiler), ""])
+            some, why = ("some ", "no code generated") if self.compiler_partial else ("", "")
+            sees = f"{some}kernels as the compiler sees it"
+            rows.append([sees, duration(self.compiler), why])
         return rows
-
-    def _by_compiler(self) -> str:
-        partial = ", some of them: no code was generated" if self.compiler_partial else ""
-        return f" as the compiler sees it{partial}"
 
     def _sheet(self) -> Sheet:
         mark = f" ({CPU_ESTIMATE})" if self.cpu_estimate else ""
