@@ -144,7 +144,7 @@ def compile_long() -> None:
     """Have XLA compile for longer than the timeout."""
 
     def unrolled(v):
-        for _ in range(4000):
+        for _ in range(1500):
             v = jnp.sin(v) @ jnp.cos(v).T @ v
         return v
 

@@ -1,7 +1,9 @@
 """Who is at fault is judged from what is told; in a single process nothing is watched."""
 
+import contextlib
 import dataclasses
 import errno
+import functools
 import math
 import os
 import signal
@@ -11,6 +13,7 @@ import threading
 import time
 
 import jax
+import numpy as np
 import pytest
 
 from meshwright.errors import PipelineError
@@ -341,11 +344,16 @@ def test_the_system_tells_the_living_from_the_stopped_and_the_dead():
         "    while True: ctypes.PyDLL(None).pause()\n"  # it keeps the interpreter to itself
         "block()"
     )
-    with subprocess.Popen([sys.executable, "-c", tell], stdout=subprocess.PIPE, text=True) as child:
+    command = [sys.executable, "-c", tell]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child,
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(child.kill)
         identity, address, thread = child.stdout.readline().strip().split("|")
         assert os_process.status(identity) == os_process.ALIVE
-        stack = os_process.blocked_stack(identity, address, int(thread))
-        assert " in block\n" in stack
+        stack_of = functools.partial(os_process.blocked_stack, identity, address, int(thread))
+        assert until(lambda: " in block\n" in stack_of())  # it may not have come there yet
         child.send_signal(signal.SIGSTOP)
         assert until(lambda: os_process.status(identity) == os_process.STOPPED)
         child.kill()
@@ -441,8 +449,18 @@ def test_a_process_alone_saves_before_the_next_step():
             for x in range(9):
                 step(x)
     assert (saved, end.value.code) == ([4], 75)
+
+
+def test_what_a_loop_says_is_checked():
+    watch = Watchdog()
     with pytest.raises(PipelineError, match=r"Watchdog.wrap: 3 is not a function"):
         watch.wrap(3)
+    for number in ("one", 1.0, True, jax.numpy.int32(1)):
+        with pytest.raises(PipelineError, match=r"step .* is a .*\. Use an integer") as error:
+            watch.step = number
+        assert error.value.option == "step"
+    watch.step = np.int64(7)
+    assert type(watch.step) is int
 
 
 def test_the_repr_is_short_however_long_the_task():

@@ -345,20 +345,27 @@ def blocked_stack(of: str, address: str, thread: int) -> str:
     if not address or status(of) != ALIVE:
         return ""
     pid, (file, number) = int(of.split()[2]), map(int, address.split())
-    text, before = "", None
+    dumped = _PROC / str(pid) / "fd" / str(file)
+    text = ""
     with contextlib.suppress(OSError):
+        earlier = before = text = dumped.read_text()  # others may have asked too
         os.kill(pid, number)
         deadline = time.monotonic() + _DUMP_TIMEOUT
-        while (not text or text != before) and time.monotonic() < deadline:
+        while text in (earlier, "") or text != before:  # until it is there, and whole
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.03)
-            before, text = text, (_PROC / str(pid) / "fd" / str(file)).read_text()
-    # Each thread has a block that begins with its number; the blocks are parted by empty lines.
-    for block in text.split("\n\n"):
-        header, _, frames = block.partition("\n")
-        if f"{thread:x}" in header:
-            lines = [line for line in frames.split("\n") if line.startswith("  File ")]
-            return "\n".join(lines[:_MOST_FRAMES])
-    return ""
+            before, text = text, dumped.read_text()
+    # Each thread has a header with its number, then its frames; the last dump counts.
+    frames: list[str] = []
+    wanted = False
+    for line in text.splitlines():
+        if not line.startswith("  File "):
+            wanted = f"{thread:x}" in line
+            frames = [] if wanted else frames
+        elif wanted:
+            frames.append(line)
+    return "\n".join(frames[:_MOST_FRAMES])
 
 
 # The exit of a process that cannot go on. JAX's own exit waits up to 300 s for the other processes,

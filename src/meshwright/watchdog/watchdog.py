@@ -9,6 +9,7 @@ import functools
 import hashlib
 import itertools
 import math
+import numbers
 import signal
 import sys
 import threading
@@ -176,6 +177,15 @@ class Watchdog:
 
     @step.setter
     def step(self, number: int | None) -> None:
+        if type(number) is not int and number is not None:  # the usual case is quick
+            if isinstance(number, bool) or not isinstance(number, numbers.Integral):
+                # An array would have to be waited for, and the monitor compares numbers.
+                raise PipelineError(
+                    f"Watchdog: step {short(number)} is a {type(number).__name__}. Use an integer, "
+                    "e.g. the loop's counter, or None outside of the loop.",
+                    option="step",
+                )
+            number = int(number)
         self._numbered = self._in_loop = True
         self._begin_step(number)
 
@@ -308,9 +318,7 @@ class Watchdog:
         if count == 1:
             self._trap = trap = SignalTrap(signal.SIGTERM, "abs")
             return lambda: trap.triggered
-        from jax.experimental import multihost_utils
-
-        reached = multihost_utils.reached_preemption_sync_point
+        reached = _compat.reached_preemption_sync_point
         try:
             reached(next(_sync_points))
         except RuntimeError as error:
@@ -319,7 +327,7 @@ class Watchdog:
                 "jax_enable_preemption_service=True before jax.distributed.initialize().",
                 option="on_preemption",
             ) from error
-        return lambda: bool(reached(next(_sync_points)))
+        return lambda: reached(next(_sync_points))
 
     def close(self) -> None:
         """Wait until all other processes are done too, then stop watching."""
@@ -432,20 +440,21 @@ class StepCheck:
     """
 
     def __init__(self, watchdog: Watchdog, name: str, step: Callable[..., Any]) -> None:
-        self._watchdog, self._name, self._step = watchdog, name, step
+        self._watchdog, self._name, self._step = watchdog, name[:40], step
         self._plans: dict[Hashable, str] = {}
         self._last: Hashable = None
 
     def begin(self, args: Any, kwargs: Any) -> None:
         """Publish what this call runs; if it is new, return once all have come with the same."""
         leaves, tree = jax.tree.flatten((args, kwargs))
-        key = (tree, *map(_kind, leaves))
+        key = (tree, *[(getattr(x, "shape", None), getattr(x, "dtype", type(x))) for x in leaves])
         if key not in self._plans:
             names = list(_primitives(_traced(self._step, args, kwargs)))
-            checksum = hashlib.sha256(repr((str(tree), key[1:], names)).encode()).hexdigest()
+            kinds = [_kind(leaf) for leaf in leaves]
+            checksum = hashlib.sha256(repr((str(tree), kinds, names)).encode()).hexdigest()
             program = f", {len(names)} operations" if names else ""
-            kinds = listing(map(_kind, leaves), _MOST_KINDS)
-            self._plans[key] = f"{self._name}({kinds}){program}, checksum {checksum[:8]}"
+            listed = listing(kinds, _MOST_KINDS)
+            self._plans[key] = f"{self._name}({listed}){program}, checksum {checksum[:8]}"
         self._watchdog._agree(self._plans[key], wait=key != self._last)
         self._last = key
 
