@@ -52,6 +52,7 @@ TOGETHER = {
         "guide.md",
         "faq.md",
         "troubleshooting.md",
+        "watchdog.md",
     ),
 }
 SLOW = (

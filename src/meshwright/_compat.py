@@ -412,6 +412,16 @@ def coordination_place() -> tuple[int, int]:
     return distributed.global_state.process_id, distributed.global_state.num_processes
 
 
+def reached_preemption_sync_point(step: int) -> bool:
+    """Return whether all processes have agreed on this step after one of them got SIGTERM.
+
+    Experimental in jax 0.10 to 0.12. Raises `RuntimeError` without JAX's preemption service.
+    """
+    from jax.experimental import multihost_utils
+
+    return bool(multihost_utils.reached_preemption_sync_point(step))
+
+
 def equation_context(context: Any, mesh: Any) -> Any:
     """Return the context of an equation (what it was traced under) with another abstract mesh.
 

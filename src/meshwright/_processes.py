@@ -1,23 +1,28 @@
-"""Exchange a text between all processes of a job, through JAX's coordination service.
+"""Exchange texts between all processes of a job, through JAX's coordination service.
 
 The service is a key-value store that process 0 hosts, so nothing here touches a device, and a
 process that holds none of the data can take part. The n-th call of one process for a purpose
-meets the n-th call of every other one: all must call in the same order.
+meets the n-th call of every other one: all must call in the same order. `Exchange` instead
+goes on in the background: each process publishes its newest text and reads those of the others.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 
 from meshwright import _compat
 
+S = TypeVar("S")
+F = TypeVar("F")
 Combine = Callable[[Sequence[str]], str]
 
 # The store wants a number. A caller without a timeout has a watchdog that ends the process.
@@ -126,3 +131,126 @@ def _read(client: Any, key: str, deadline: float) -> str | None:
         return str(client.blocking_key_value_get(key, wait))
     except jax.errors.JaxRuntimeError:
         return None
+
+
+# A call to the store may block for as long as the service is silent, so an `Exchange` makes all
+# of its calls in a thread of its own.
+#
+# Process 0 reads the texts of all. With many processes the others read only what process 0
+# publishes, so that the traffic grows with their number, not with its square: process 0 publishes
+# under <prefix>/news, where the final text is too, the others under <prefix>/states.
+
+EXCHANGE_EVERY = 0.2
+_POLL_EVERY = 0.01
+_FEW_PROCESSES = 16  # up to here all read everything
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot(Generic[S, F]):
+    """What the store held at one time; `number` counts the snapshots."""
+
+    number: int
+    final: F | None
+    states: Mapping[int, S]
+
+
+class Exchange(Generic[S, F]):
+    """Publishes this process's state and takes a snapshot of the others', five times a second.
+
+    A state and the final value, of which there is one for all processes, are published as texts.
+    `failures` counts the calls to the store that failed in a row.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        prefix: str,
+        process: int,
+        count: int,
+        *,
+        next_state: Callable[[], S],
+        encode: Callable[[S | F], str],
+        decode_state: Callable[[str], S],
+        decode_final: Callable[[str], F],
+    ) -> None:
+        self._client, self._prefix, self._process = client, prefix, process
+        self._next_state, self._encode = next_state, encode
+        self._decode_state, self._decode_final = decode_state, decode_final
+        self.snapshot: Snapshot[S, F] = Snapshot(0, None, {})
+        self.failures = 0
+        self.read_all = process == 0 or count <= _FEW_PROCESSES
+        self._final: F | None = None
+        self._now, self._closing = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="meshwright store", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self, timeout: float) -> None:
+        self._closing = True
+        self._now.set()
+        self._thread.join(timeout)
+
+    def refresh(self, timeout: float) -> Snapshot[S, F]:
+        """Return a snapshot of all states that was begun after this call, or the last one if that
+        fails or takes too long."""
+        self.read_all = True
+        number = self.snapshot.number + 1  # one may be under way, begun earlier
+        deadline = time.monotonic() + timeout
+        while self.snapshot.number <= number and not self.failures and time.monotonic() < deadline:
+            self._now.set()
+            time.sleep(_POLL_EVERY)
+        return self.snapshot
+
+    def publish_final(self, value: F, timeout: float) -> F:
+        """Publish the final value; return the one that was published first, by any process."""
+        self._final = value
+        return self.refresh(timeout).final or value
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._now.clear()
+            try:
+                self._exchange()
+                self.failures = 0
+            except Exception:
+                self.failures += 1
+            self._now.wait(EXCHANGE_EVERY)
+
+    def _exchange(self) -> None:
+        folder = "news" if self._process == 0 else "states"
+        if self._final is not None:
+            # A key can be set once: the store keeps the first final value and refuses the others.
+            with contextlib.suppress(Exception):
+                self._client.key_value_set(f"{self._prefix}/news/final", self._encode(self._final))
+        self._client.key_value_set(
+            f"{self._prefix}/{folder}/{self._process}",
+            self._encode(self._next_state()),
+            allow_overwrite=True,
+        )
+        read_all = self.read_all  # another thread may set it meanwhile
+        entries = self._client.key_value_dir_get(
+            self._prefix if read_all else f"{self._prefix}/news"
+        )
+        texts = {key.rpartition("/")[2]: text for key, text in entries}
+        final = texts.pop("final", None)
+        states = {int(process): self._decode_state(text) for process, text in texts.items()}
+        self.snapshot = Snapshot(
+            self.snapshot.number + 1,
+            None if final is None else self._decode_final(final),
+            states if read_all else {**self.snapshot.states, **states},
+        )
+
+
+class LocalStore:
+    """The part of the service's client that `Exchange` uses, for a job of one process."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}
+
+    def key_value_set(self, key: str, text: str, *, allow_overwrite: bool = False) -> None:
+        if allow_overwrite or key not in self._texts:
+            self._texts[key] = text
+
+    def key_value_dir_get(self, prefix: str) -> list[tuple[str, str]]:
+        return [(key, text) for key, text in self._texts.items() if key.startswith(prefix)]

@@ -4,6 +4,7 @@ import dataclasses
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import signal
 import tempfile
 import time
@@ -15,7 +16,7 @@ from launching import in_time
 from ports import free_port
 
 COUNT, DEADLINE, TURN = 3, 60, watch_worker.TURN
-AT_FAULT, OTHERS = 81, 82
+OTHERS, MACHINE, USER = 81, 82, 83
 KILL, STOP, TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
 FAR_HOST = ("cannot be reached, though", "did not answer for ", "gave no sign of life, last seen")
 FOR_GOOD = "stays until the test ends it"
@@ -106,15 +107,15 @@ FAULTS = {
     # name: (what it does, who, signal, timeout, how it is said, the victim's exit status)
     "killed": ("sleeps", 1, KILL, 60.0, "died, last seen", -KILL),
     "process 0 killed": ("sleeps", 0, KILL, 60.0, "died, last seen", -KILL),
-    "raises": ("raises", 2, 0, 60.0, "raised ValueError: no luck, none at all", AT_FAULT),
-    "process 0 raises": ("raises", 0, 0, 60.0, "raised ValueError: no luck,", AT_FAULT),
-    "stopped": ("sleeps", 1, STOP, 60.0, "is stopped (SIGSTOP), last seen", AT_FAULT),
-    "process 0 stopped": ("sleeps", 0, STOP, 60.0, "is stopped (SIGSTOP), last seen", AT_FAULT),
+    "raises": ("raises", 2, 0, 60.0, "raised ValueError: no luck, none at all", USER),
+    "process 0 raises": ("raises", 0, 0, 60.0, "raised ValueError: no luck,", USER),
+    "stopped": ("sleeps", 1, STOP, 60.0, "is stopped (SIGSTOP), last seen", MACHINE),
+    "process 0 stopped": ("sleeps", 0, STOP, 60.0, "is stopped (SIGSTOP), last seen", MACHINE),
     "far, killed": ("far, sleeps", 1, KILL, 60.0, "gave no sign of life for 1.", -KILL),
     "far, process 0 killed": ("far, sleeps", 0, KILL, 60.0, FAR_HOST, -KILL),
-    "far, raises": ("far, raises", 2, 0, 60.0, "raised ConnectionError: of its own", AT_FAULT),
-    "hangs": ("sleeps", 1, 0, 3.0, "hangs, no progress for 3 s,", AT_FAULT),
-    "blocks": ("blocks", 1, 0, 3.0, "hangs, no progress for 3 s,", FOR_GOOD),
+    "far, raises": ("far, raises", 2, 0, 60.0, "raised ConnectionError: of its own", MACHINE),
+    "hangs": ("sleeps", 1, 0, 3.0, "hangs, no progress for 3 s,", MACHINE),
+    "blocks": ("blocks", 1, 0, 3.0, "hangs, its interpreter blocked for ", FOR_GOOD),
     "told": ("sleeps", 1, TERM, 60.0, "was told to stop (SIGTERM)", 128 + TERM),
     "aborts": ("aborts", 2, 0, 60.0, "aborted (SIGABRT)", 134),
     "aborts, blocked": ("aborts, blocked", 2, 0, 60.0, "died, last seen", -signal.SIGABRT),
@@ -140,6 +141,7 @@ def wrong(fault, ended) -> list[str]:
     """What the others got wrong. On a busy machine one may be late, or miss another, once."""
     _, victim, number, timeout, said, _ = FAULTS[fault]
     found = []
+    task = rf" in {victim}F{TURN} since \d\d:\d\d:\d\d \(step {TURN}\); process "
     for me, end in enumerate(ended):
         if me == victim:
             if number == STOP and end.after > 4:
@@ -149,11 +151,14 @@ def wrong(fault, ended) -> list[str]:
         waited = f"{before}F{TURN + (0 < me < victim)} of process {before}"
         # JAX speaks first where process 0 is gone at once.
         alone = end.errors == f"{end.line}\n" or (number == KILL and victim == 0)
+        if timeout != 60:  # a hang: the stack of the victim comes first
+            stands = f"Process {victim} stands here on "
+            alone = end.errors.startswith(stands) and " in happen\n" in end.errors
         right = {
             "status": end.code == OTHERS,
             "time": end.after < (2 if timeout == 60 else timeout + 5),
             "how": end.line.removeprefix(f"meshwright: process {victim} ").startswith(said),
-            "task": f" in {victim}F{TURN} (step {TURN}); process " in end.line,
+            "task": bool(re.search(task, end.line)),
             "wait": f"process {me} waited for {waited}" in end.line,
             "only line": alone,
         }

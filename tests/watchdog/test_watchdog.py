@@ -1,5 +1,9 @@
 """Who is at fault is judged from what is told; in a single process nothing is watched."""
 
+import contextlib
+import dataclasses
+import errno
+import functools
 import math
 import os
 import signal
@@ -8,14 +12,18 @@ import sys
 import threading
 import time
 
+import jax
+import numpy as np
 import pytest
 
 from meshwright.errors import PipelineError
 from meshwright.watchdog import failure_detector, monitor, os_process
 from meshwright.watchdog.failure_detector import DONE, GONE, FailureDetector, Fault, State
+from meshwright.watchdog.os_process import ExitStatus, Stands
 from meshwright.watchdog.watchdog import Watchdog
 
 POLL = 0.2
+_, OTHERS_FAULT, MACHINE_ERROR, USER_ERROR, _, ABORTED, _ = ExitStatus
 
 
 def make_detector(process=0, count=3):
@@ -116,6 +124,132 @@ def test_a_hang_is_the_fault_of_who_waits_for_nobody(about, at_fault):
     assert 3 <= after < 3.3
 
 
+STEP, MAIN = '  File "/me/step.py", line 7 in step', '  File "/me/main.py", line 3 in main'
+ELSEWHERE, UNKNOWN, IN_JAX = Stands
+HANGS = "hangs, no progress for 3 s,"
+SAME = (
+    "are in the same place (/me/step.py:7 in step): a device, the network, or a collective that "
+    "does not match; no progress for 3 s"
+)
+
+
+def inside(process, **changed):
+    """In the fifth step of a loop, waiting in a compiled function."""
+    usual = {"doing": "step", "step": 5, "calls": 1, "stack": STEP, "stands": IN_JAX}
+    return State(process, in_loop=True, timeout=3.0, **usual | changed)
+
+
+@pytest.mark.parametrize(
+    ("states", "at_fault", "what"),
+    [
+        # The least progress: a step less, or not yet in this one.
+        ([inside(0), inside(1), inside(2, step=4, calls=2)], 2, HANGS),
+        ([inside(0), inside(1, doing="", outside="step", calls=0), inside(2)], 1, HANGS),
+        ([inside(0, step=6, calls=0), inside(1), inside(2)], 1, HANGS),
+        # Code of the program's own, while others wait in JAX, or for something that is said.
+        ([inside(0), inside(1, stack=MAIN, stands=ELSEWHERE)], 1, HANGS),
+        ([inside(0, stands=UNKNOWN), inside(1)], 0, HANGS),
+        ([inside(0, waiting="1F5"), inside(1)], 1, HANGS),
+        ([inside(0), inside(1, step=4, doing="", outside="step", moving=True)], 1, HANGS),
+        ([inside(0, doing="", outside="step", calls=2), inside(1, stands=ELSEWHERE)], 1, HANGS),
+        # Where no other stands.
+        ([inside(0), inside(1, stack=MAIN), inside(2)], 1, HANGS),
+        ([inside(0), inside(1)], None, SAME),
+        ([inside(0), inside(1, stack=MAIN)], None, "hang, each in another place, no progress for"),
+        ([inside(0)], 0, HANGS),
+        # Nothing was ever said to the watchdogs: by stacks.
+        (
+            [
+                State(0, by_stacks=True, timeout=3.0, stack=STEP, stands=IN_JAX),
+                State(1, by_stacks=True, timeout=3.0, stack=MAIN, stands=ELSEWHERE),
+            ],
+            1,
+            HANGS,
+        ),
+        ([inside(0), None], 1, "did not start its watchdog, no progress"),
+    ],
+)
+def test_a_hang_in_a_loop_is_the_fault_of_who_keeps_the_others(states, at_fault, what):
+    def reading(turn):
+        return {
+            state.process: dataclasses.replace(state, heartbeat=turn) for state in states if state
+        }
+
+    fault, after = first_fault(make_detector(count=len(states)), reading)
+    assert (fault.process, 3 <= after < 3.5) == (at_fault, True)
+    assert fault.what.startswith(what)
+    if fault.process is not None and states[at_fault]:
+        assert fault.stack == states[at_fault].stack
+
+
+def test_a_silent_interpreter_comes_before_the_least_progress():
+    def reading(turn):
+        beats = {0: turn, 1: min(turn, 2), 2: turn}
+        states = inside(0), inside(1), inside(2, step=4)
+        return {s.process: dataclasses.replace(s, heartbeat=beats[s.process]) for s in states}
+
+    detector = FailureDetector(0, 3, 1.0, status=lambda identity: os_process.ALIVE)
+    fault, _ = first_fault(detector, reading)
+    assert fault.process == 1
+    assert fault.what.startswith("hangs, its interpreter blocked for ")
+
+
+def test_what_all_do_outside_of_the_step_and_the_compiler_are_no_hang():
+    outside = {"doing": "", "outside": "step", "calls": 2}
+    for healthy in (
+        {**outside, "stands": ELSEWHERE},
+        {**outside, "moving": True},
+        {"compiling": True},
+    ):
+        states = [inside(process, **healthy) for process in range(2)]
+
+        def reading(turn, states=states):
+            return {s.process: dataclasses.replace(s, heartbeat=turn) for s in states}
+
+        assert first_fault(make_detector(count=2), reading, 100)[0] is None
+
+
+def test_the_line_names_host_and_time_and_the_stack_comes_with_it():
+    states = {0: inside(0, host="a"), 1: inside(1, host="b", since=1.0, stack=MAIN)}
+    fault = failure_detector.fault_of(states[1], HANGS, stack=MAIN)
+    fault = failure_detector.with_others(fault, states)
+    again = failure_detector.decode_fault(failure_detector.encode(fault))
+    clock = time.strftime("%H:%M:%S", time.localtime(1.0))
+    assert failure_detector.message(again) == (
+        f"meshwright: process 1 on b hangs, no progress for 3 s, in step since {clock} (step 5); "
+        "process 0 in step. All end."
+    )
+    assert failure_detector.stack_text(again) == (
+        f"Process 1 stands here on b, most recent call first:\n{MAIN}\n"
+    )
+
+
+def test_a_thread_that_waits_in_a_compiled_function_is_told_from_one_of_the_program():
+    seen = {}
+
+    def host(x):
+        frame = sys._getframe()
+        seen["callback"] = os_process._in_callback(frame)
+        while frame.f_code is not caller.__code__:
+            frame = frame.f_back
+        seen["caller"] = os_process._stands(frame)
+        seen["kept"] = "x" in frame.f_locals
+        return x
+
+    compiled = jax.jit(lambda x: jax.pure_callback(host, jax.ShapeDtypeStruct((), "float32"), x))
+
+    def caller(x):
+        return compiled(x)
+
+    jax.block_until_ready(caller(jax.numpy.float32(1)))
+    assert seen == {"callback": True, "caller": IN_JAX, "kept": True}
+    held, released = threading.Lock(), threading.Thread(target=lambda: held.acquire())
+    with held:
+        released.start()
+        assert until(lambda: os_process.standing(released.ident).stands == ELSEWHERE)
+    released.join()
+
+
 def planned(process, step, plan="plan 0", phase="running"):
     return State(process, heartbeat=1, waiting="more", step=step, plan=plan, phase=phase)
 
@@ -131,6 +265,7 @@ def planned(process, step, plan="plan 0", phase="running"):
         ([(0, 5), (1, 5, "plan 0", DONE)], None),
         ([(0, 5), (1, 4, "plan 1")], None),
         ([(0, 5, ""), (1, 4, "", DONE)], None),
+        ([(0, 5), (1, 5, "plan 1"), (2, 5, "plan 1")], "came with plan 0 and process 1 with plan"),
     ],
 )
 def test_steps_with_a_plan_are_made_together(states, at_fault):
@@ -138,7 +273,15 @@ def test_steps_with_a_plan_are_made_together(states, at_fault):
     detector = make_detector(count=len(states))
     assert detector.update(snapshot, POLL) is None  # seen once, they may not have said all yet
     fault = detector.update(snapshot, POLL)
-    assert (fault and fault.what) == at_fault
+    assert (fault and fault.what) == at_fault or fault.what.startswith(at_fault)
+
+
+def test_who_leaves_a_loop_early_is_told_at_once():
+    left = inside(1, step=None, reached=4, phase=DONE)
+    done = inside(1, step=None, reached=5, phase=DONE)
+    for state, at_fault in ((left, 1), (done, None)):
+        fault = failure_detector.step_mismatch({0: inside(0), 1: state})
+        assert (fault and (fault.process, fault.status)) == (at_fault and (at_fault, USER_ERROR))
 
 
 def test_nobody_hangs_while_one_moves_or_all_are_outside_of_tasks():
@@ -183,9 +326,9 @@ def test_an_error_whose_text_fails_is_still_named():
         def __str__(self):
             raise RuntimeError
 
-    assert failure_detector.describe_error(ValueError("No luck.")) == "raised ValueError: No luck"
+    assert monitor.describe_error(ValueError("No luck.")) == "raised ValueError: No luck"
     assert (
-        failure_detector.describe_error(HostileError())
+        monitor.describe_error(HostileError())
         == "raised HostileError: <whose text raised RuntimeError>"
     )
 
@@ -193,15 +336,24 @@ def test_an_error_whose_text_fails_is_still_named():
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_the_system_tells_the_living_from_the_stopped_and_the_dead():
     tell = (
+        "import ctypes, threading\n"
         "from meshwright.watchdog import os_process\n"
-        "print(os_process.identity(), flush=True)\n"
-        "input()"
+        "dump = os_process.StackDump()\n"
+        "print(os_process.identity(), dump.address, threading.get_ident(), sep='|', flush=True)\n"
+        "def block():\n"
+        "    while True: ctypes.PyDLL(None).pause()\n"  # it keeps the interpreter to itself
+        "block()"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", tell], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as child:
-        identity = child.stdout.readline().strip()
+    command = [sys.executable, "-c", tell]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child,
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(child.kill)
+        identity, address, thread = child.stdout.readline().strip().split("|")
         assert os_process.status(identity) == os_process.ALIVE
+        stack_of = functools.partial(os_process.blocked_stack, identity, address, int(thread))
+        assert until(lambda: " in block\n" in stack_of())  # it may not have come there yet
         child.send_signal(signal.SIGSTOP)
         assert until(lambda: os_process.status(identity) == os_process.STOPPED)
         child.kill()
@@ -246,21 +398,69 @@ def noticed(number, frame):
     """A handler."""
 
 
-def test_a_single_process_is_not_watched():
-    threads = threading.active_count()
+def test_a_process_alone_keeps_its_signals_and_errors():
     action = os_process._get_action(signal.SIGABRT).handler if sys.platform == "linux" else None
-    with Watchdog(timeout=0.01) as watch:
+    with Watchdog() as watch:
         watch.step, watch.waiting = 1, "0F0"
         assert repr(watch) == "<Watchdog 'run': waiting for 0F0 (step 1)>"
         watch.doing = "1F0"
         assert (watch.doing, watch.waiting, watch.step) == ("1F0", "", 1)
-        assert threading.active_count() == threads
         if sys.platform == "linux":
             assert os_process._get_action(signal.SIGABRT).handler == action
     with pytest.raises(KeyError, match="as usual"), Watchdog():
         raise KeyError("as usual")
     with pytest.raises(PipelineError, match="started before"):
         watch.start()
+
+
+def test_a_checked_step_is_named_by_shapes_and_program():
+    watch = Watchdog(check_steps=True)
+
+    def plan(function, *args):
+        watch.wrap(jax.jit(function))(*args)
+        return watch._step_and_plan[1]
+
+    def step(x):
+        return jax.numpy.sin(x)
+
+    small, large = jax.numpy.ones(2), jax.numpy.ones(3)
+    named = [plan(step, small), plan(step, small), plan(step, large)]
+    assert named[0] == named[1] != named[2]
+    assert named[2].startswith("step(float32[3]), 1 operations, checksum ")
+
+    def step(x):
+        return jax.lax.cond(x[0] > 0, jax.numpy.tanh, jax.numpy.cos, x)
+
+    def other():
+        def step(x):
+            return jax.lax.cond(x[0] > 0, jax.numpy.tanh, jax.numpy.sinh, x)
+
+        return step
+
+    assert plan(step, small) != plan(other(), small)  # only inside of a branch
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs GNU's libc")
+def test_a_process_alone_saves_before_the_next_step():
+    saved = []
+    with Watchdog(on_preemption="save", save=lambda: saved.append(watch.step)) as watch:
+        step = watch.wrap(lambda x: os.kill(os.getpid(), signal.SIGTERM) if x == 3 else None)
+        with pytest.raises(SystemExit) as end:
+            for x in range(9):
+                step(x)
+    assert (saved, end.value.code) == ([4], 75)
+
+
+def test_what_a_loop_says_is_checked():
+    watch = Watchdog()
+    with pytest.raises(PipelineError, match=r"Watchdog.wrap: 3 is not a function"):
+        watch.wrap(3)
+    for number in ("one", 1.0, True, jax.numpy.int32(1)):
+        with pytest.raises(PipelineError, match=r"step .* is a .*\. Use an integer") as error:
+            watch.step = number
+        assert error.value.option == "step"
+    watch.step = np.int64(7)
+    assert type(watch.step) is int
 
 
 def test_the_repr_is_short_however_long_the_task():
@@ -277,6 +477,10 @@ def test_the_repr_is_short_however_long_the_task():
         ({"sigterm": "no"}, "sigterm: 'no' is not True or False"),
         ({"heartbeat_timeout": math.nan}, "heartbeat_timeout: nan is not a number"),
         ({"name": "a/b"}, "name 'a/b': use a word without '/'"),
+        ({"on_preemption": "stay"}, "on_preemption 'stay': use 'exit' or 'save'"),
+        ({"on_preemption": "save", "save": None}, "save None with on_preemption='save': give a"),
+        ({"save": print}, "save <built-in function print> with on_preemption='exit': give a"),
+        ({"check_steps": 1}, "check_steps: 1 is not True or False"),
     ],
 )
 def test_options_are_checked(options, text):
@@ -287,7 +491,13 @@ def test_options_are_checked(options, text):
 
 def test_the_exit_status_is_the_one_asked_for():
     errors = [ValueError(), KeyboardInterrupt(), SystemExit(3), SystemExit("why")]
-    assert [monitor.exit_status(error) for error in errors] == [81, 130, 3, 81]
+    assert [os_process.exit_status(error) for error in errors] == [83, 130, 3, 83]
+    # A machine's errors may go well when the job runs again; the program's do not.
+    lost = jax.errors.JaxRuntimeError("UNAVAILABLE: a peer")
+    wrong = jax.errors.JaxRuntimeError("INVALID_ARGUMENT: shapes")
+    errors = [lost, ConnectionResetError(), OSError(errno.EIO, "disk"), wrong, FileNotFoundError()]
+    assert [os_process.exit_status(error) for error in errors] == [82, 82, 82, 83, 83]
+    assert OTHERS_FAULT < MACHINE_ERROR < USER_ERROR < ABORTED  # schedulers report the greatest
 
 
 def test_a_timeout_that_is_set_later_is_checked_too():

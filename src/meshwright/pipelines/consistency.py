@@ -41,7 +41,9 @@ class ProcessContext:
     def __init__(self) -> None:
         self.link = connect()
         try:
-            self.watchdog = Watchdog(name="pipeline").start()
+            self.watchdog = Watchdog(name="pipeline")
+            self.watchdog.enter(None)  # between steps the program may stand still as it likes
+            self.watchdog.start()
         except BaseException:
             self.link.close()
             raise

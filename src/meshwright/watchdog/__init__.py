@@ -1,7 +1,8 @@
 """A watchdog over processes that work together: one fails, all end at once and say why.
 
 In: what each process is doing. Out: an exit of all of them, with one line that names the process
-at fault. `watchdog` is the context manager a process enters; it starts `monitor`, a thread that
-exchanges states through JAX's coordination service; `failure_detector` decides from those states
-who is at fault, and `os_process` asks the operating system whether a process lives.
+at fault. `watchdog` is the context manager a process enters, which wraps the step of its loop; it
+starts `monitor`, a thread that exchanges states through JAX's coordination service;
+`failure_detector` decides from those states who is at fault; `os_process` says whether a process
+lives and where its threads stand, and has the exit statuses.
 """

@@ -4,16 +4,26 @@ heartbeats. Pure: no clock, no threads; the states are small JSON texts.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from meshwright.errors import listing
 from meshwright.watchdog import os_process
+from meshwright.watchdog.os_process import ExitStatus, Stands
 
 # Seconds after which the operating system is asked about a process. Heartbeats come every 0.2 s, so
 # a healthy process never costs the half dozen reads of /proc that this takes.
 _STALE = 0.3
+# Seconds without a heartbeat that are no delay of a busy machine.
+_SURELY_SILENT = 1.0
+# How a fault begins of a process that lives but whose interpreter does not go on.
+BLOCKED = "hangs, its interpreter blocked"
+_MOST_STACKS = 3  # that a message shows, where each process stands elsewhere
+_NOT_THE_PROGRAM = ("/jax/_src/", "/meshwright/watchdog/")
 
 
 @dataclasses.dataclass
@@ -54,15 +64,14 @@ class FailureDetector:
         """
         for process, state in sorted(states.items()):
             if process != self.process and state.present and 0 in (process, self.process):
-                what = self._check_heartbeat(state, elapsed)
-                if what:
-                    return fault_of(state, what)
+                fault = self._check_heartbeat(state, elapsed)
+                if fault is not None:
+                    return fault
         if self.process:
             return None
         # Reported only when seen twice: by then all have published what they wait for, which the
         # message quotes.
-        before = self._mismatch
-        self._mismatch = _plan_mismatch([state for _, state in sorted(states.items())])
+        before, self._mismatch = self._mismatch, step_mismatch(states)
         if before and self._mismatch:
             return self._mismatch
         return self._check_progress(states, elapsed)
@@ -86,36 +95,44 @@ class FailureDetector:
         return {
             os_process.DEAD: "died, last seen",
             os_process.STOPPED: "is stopped (SIGSTOP), last seen",
-            os_process.ALIVE: f"hangs, its interpreter blocked{lasting},",
+            os_process.ALIVE: f"{BLOCKED}{lasting},",
             os_process.UNKNOWN: f"gave no sign of life{lasting}, last seen",
         }[status]
 
-    def _check_heartbeat(self, state: State, elapsed: float) -> str:
-        """Say what is wrong with a process whose heartbeat is overdue, or nothing."""
+    def _check_heartbeat(self, state: State, elapsed: float) -> Fault | None:
+        """Return what is wrong with a process whose heartbeat is overdue, or nothing."""
         heartbeat = self._heartbeats.setdefault(state.process, _Heartbeat())
         if heartbeat.count != state.heartbeat:
             heartbeat.count, heartbeat.silent, heartbeat.seen_dead = state.heartbeat, 0.0, False
-            return ""
+            return None
         heartbeat.silent += elapsed
         if heartbeat.silent < _STALE:
-            return ""
+            return None
         status = self.status(state.identity)
         # A process that just ended may have published why, or that it left in order; that text is
         # in the next snapshot at the latest. So it must be found dead twice.
         seen_dead, heartbeat.seen_dead = heartbeat.seen_dead, status == os_process.DEAD
         if status == os_process.DEAD:
-            return self.describe(status) if seen_dead else ""
+            return fault_of(state, self.describe(status)) if seen_dead else None
         # A live process whose interpreter is blocked (a long C call that keeps the GIL) cannot
         # publish; it has as long as any task.
         timeout = state.timeout if status == os_process.ALIVE else self.heartbeat_timeout
-        return self.describe(status, heartbeat.silent) if heartbeat.silent >= timeout else ""
+        if heartbeat.silent < timeout:
+            return None
+        return fault_of(state, self.describe(status, heartbeat.silent))
 
     def _check_progress(self, states: Mapping[int, State], elapsed: float) -> Fault | None:
         """Return a fault if processes are busy, but none has made progress within the timeout."""
         progress = {process: state.progress for process, state in states.items()}
-        self._stalled = self._stalled + elapsed if progress == self._progress else 0.0
-        self._progress = progress
         running = [state for state in states.values() if state.phase == RUNNING]
+        # XLA's compiler makes progress that nobody sees, and the others wait for it. What goes on
+        # outside of the step is progress too, but not of one for whom the others wait inside.
+        furthest = max((state.position for state in running), default=(0, 0))
+        moved = progress != self._progress or any(
+            state.compiling or (state.moving and state.position == furthest) for state in running
+        )
+        self._stalled = 0.0 if moved else self._stalled + elapsed
+        self._progress = progress
         if not any(state.busy for state in running):
             return None
         timeout = max(state.timeout for state in running)
@@ -124,42 +141,104 @@ class FailureDetector:
         return self._process_at_fault(running, states, timeout)
 
     def _process_at_fault(
-        self, running: Sequence[State], known: Collection[int], timeout: float
+        self, running: Sequence[State], known: Mapping[int, State], timeout: float
     ) -> Fault:
-        """Choose who caused a hang: a process that does not wait, while others do.
+        """Choose who caused a hang: one that is silent, or else one that does not wait.
 
-        In this order: one in a task, one outside of any, one that never started its watchdog, one
-        that already finished. If all wait, no single process is at fault.
+        Of those that do not wait in this order: one in a task, one outside of any, one that never
+        started its watchdog, one that already finished. If all wait, no single process is at
+        fault. In a loop whose steps are counted the rules of `_suspects` decide instead.
         """
         lasting = f"no progress for {timeout:g} s"
+        for state in running:
+            silent = self._heartbeats.get(state.process, _Heartbeat()).silent
+            if silent >= max(timeout / 2, _SURELY_SILENT):
+                return fault_of(state, self.describe(os_process.ALIVE, silent))
         not_waiting = [state for state in running if not state.waiting]
-        for state in sorted(not_waiting, key=lambda state: (not state.doing, state.process)):
-            return fault_of(state, f"hangs, {lasting},")
-        for process in range(self.count):
-            if process not in known:
-                return Fault(process, f"did not start its watchdog, {lasting},")
-        for process in sorted(set(known) - {state.process for state in running}):
-            return Fault(process, f"had finished, {lasting},")
+        no_tasks = not any(state.doing or state.waiting for state in running)
+        in_loop = bool(not_waiting) and (no_tasks or any(state.in_loop for state in running))
+        absent = [process for process in range(self.count) if process not in known]
+        finished = sorted(set(known) - {state.process for state in running})
+        if in_loop and not absent and not finished:
+            return _fault_of_suspects(_suspects(not_waiting), running, lasting)
+        if not in_loop:
+            for state in sorted(not_waiting, key=lambda state: (not state.doing, state.process)):
+                return fault_of(state, f"hangs, {lasting},", stack=state.stack)
+        for process in absent:
+            return Fault(process, f"did not start its watchdog, {lasting},")
+        for process in finished:
+            return fault_of(known[process], f"had finished, {lasting},")
         return Fault(None, f"wait for one another, {lasting}")
 
 
-def _plan_mismatch(states: Sequence[State]) -> Fault | None:
+def _suspects(states: Sequence[State]) -> list[State]:
+    """Return who may have caused a hang in a loop: one process, or all if none stands out.
+
+    In this order: those with the least progress, those outside of the step, those that stand in
+    other code than JAX's, the one whose thread stands where no other does.
+    """
+    suspects = _least(states, lambda state: state.position)
+    suspects = _least(suspects, lambda state: not state.outside)
+    suspects = _least(suspects, lambda state: state.stands)
+    stacks = collections.Counter(state.stack for state in states)
+    alone = [state for state in suspects if stacks[state.stack] == 1]
+    return alone if len(alone) == 1 else suspects
+
+
+def _least(states: Sequence[State], key: Callable[[State], Any]) -> list[State]:
+    least = min(map(key, states))
+    return [state for state in states if key(state) == least]
+
+
+def _fault_of_suspects(suspects: Sequence[State], running: Sequence[State], lasting: str) -> Fault:
+    first = suspects[0]
+    if len(suspects) < len(running) or len(running) == 1:
+        return fault_of(first, f"hangs, {lasting},", stack=first.stack)
+    places = list(dict.fromkeys(state.stack for state in suspects))
+    if len(places) == 1:
+        same = "a device, the network, or a collective that does not match"
+        what = f"are in the same place{_place(first.stack)}: {same}; {lasting}"
+        return Fault(None, what, stack=first.stack)
+    stacks = "\n".join(f"  Process {s.process}:\n{s.stack}" for s in suspects[:_MOST_STACKS])
+    return Fault(None, f"hang, each in another place, {lasting}", stack=stacks)
+
+
+def _place(stack: str) -> str:
+    """Return the innermost line of a stack that is not JAX's, in brackets.
+
+    >>> _place('  File "/x/jax/_src/api.py", line 7 in f\\n  File "/me/train.py", line 5 in main')
+    ' (/me/train.py:5 in main)'
+    """
+    for line in stack.splitlines():
+        if not any(part in line for part in _NOT_THE_PROGRAM):
+            file, _, rest = line.strip().removeprefix('File "').partition('", line ')
+            return f" ({file}:{rest})"
+    return ""
+
+
+def step_mismatch(states: Mapping[int, State]) -> Fault | None:
     """Return the process that left before a step that needs all, or is in it with another plan.
 
     Processes may be a step apart, since none waits for all others; so plans are compared between
-    processes in the same step only.
+    processes in the same step only, and the one is at fault whose plan fewer have.
     """
-    steps = [(state.step, state) for state in states if state.plan and state.phase == RUNNING]
-    latest = max((step for step, _ in steps if step is not None), default=-1)
-    for state in states:
-        if state.phase == DONE and (-1 if state.step is None else state.step) < latest:
-            return fault_of(state, "left before the others, last seen")
-    first_in_step: dict[int | None, State] = {}
-    for step, state in steps:
-        first = first_in_step.setdefault(step, state)
-        if first.plan != state.plan:
-            what = f"came with {state.plan} and process {first.process} with {first.plan},"
-            return fault_of(state, what)
+    ordered = [state for _, state in sorted(states.items())]
+    together = [state for state in ordered if state.phase == RUNNING and state.together]
+    latest = max((state.step for state in together if state.step is not None), default=-1)
+    for state in ordered:
+        if state.phase == DONE and state.reached_step < latest:
+            return fault_of(state, "left before the others, last seen", retry=False)
+    by_step: dict[int | None, list[State]] = {}
+    for state in together:
+        if state.plan:
+            by_step.setdefault(state.step, []).append(state)
+    for members in by_step.values():
+        plans = collections.Counter(state.plan for state in members)
+        usual = next(state for state in members if plans[state.plan] == max(plans.values()))
+        for state in members:
+            if state.plan != usual.plan:
+                what = f"came with {state.plan} and process {usual.process} with {usual.plan},"
+                return fault_of(state, what, retry=False)
     return None
 
 
@@ -170,18 +249,25 @@ RUNNING, DONE, OVER, GONE = "running", "done", "over", "gone"
 
 # Faults that a process reports of itself after a signal.
 ABORTED, TERMINATED = "aborted (SIGABRT)", "was told to stop (SIGTERM)"
+ALL_TERMINATED = "were told to stop (SIGTERM)"  # as a preemption does
 
 # Characters of any text that is published: the message that quotes it stays one line.
 _LONGEST_TEXT = 200
+_WHOLE = ("others", "stack")
 
 
 @dataclasses.dataclass(frozen=True)
 class State:
     """What a process is doing, as it publishes it.
 
-    `heartbeat` counts how often it was published, `progress` how often the main thread began
+    `heartbeat` counts how often it was published, `progress` how often the training thread began
     something. `plan` names the kind of step it is in, where all processes must run the same.
     `timeout` is in seconds; `identity` is that of `os_process.identity()`.
+
+    In a loop whose steps are counted (`in_loop`), `calls` counts how often it came into and out of
+    the wrapped step since `step` began, `outside` names that step while it is outside of it, and
+    `reached` is the last number that `step` had. Once there was no progress for a while, `stack`
+    says where the thread with the number `thread` stands.
     """
 
     process: int
@@ -194,6 +280,20 @@ class State:
     identity: str = ""
     phase: str = RUNNING
     plan: str = ""
+    by_stacks: bool = False  # nothing was said to its watchdog, which goes by the stack
+    in_loop: bool = False
+    calls: int = 0
+    outside: str = ""
+    reached: int = -1
+    since: float = 0.0  # Unix time of the last progress
+    host: str = ""
+    stack: str = ""
+    stands: int = Stands.UNKNOWN
+    compiling: bool = False
+    moving: bool = False  # it goes on, in what is not counted
+    told: bool = False  # to stop, by SIGTERM
+    thread: int = 0
+    dump: str = ""  # see `os_process.StackDump`
 
     @property
     def present(self) -> bool:
@@ -202,16 +302,37 @@ class State:
 
     @property
     def busy(self) -> bool:
-        """Whether it is in a task, or waits for one."""
-        return self.phase == RUNNING and bool(self.doing or self.waiting)
+        """Whether it is in a task or a step, or waits for one."""
+        if self.phase != RUNNING:
+            return False
+        in_step = self.in_loop and self.step is not None and not self.outside
+        # A call of the step may return before it is done: then it is waited for outside.
+        in_jax = (self.by_stacks or self.in_loop) and self.stands == Stands.IN_JAX
+        return bool(self.doing or self.waiting or in_step or in_jax)
+
+    @property
+    def together(self) -> bool:
+        """Whether its step needs all processes."""
+        return bool(self.plan or self.in_loop)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """How far it has come in the loop."""
+        return self.reached_step, self.calls
+
+    @property
+    def reached_step(self) -> int:
+        """The step it is in, or the last one it was in."""
+        return self.reached if self.step is None else self.step
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """Which process failed (`None` if all wait for one another), how, and what it was doing.
+    """Which process failed (`None` if no single one), how, and what it was doing.
 
     `others` says what the other processes waited for, as the one saw it that reported the fault:
-    they go on waiting and working until they end, and all print the same.
+    they go on waiting and working until they end, and all print the same. `hosts` counts the
+    machines. `retry` says whether the job may go well if it is run again.
     """
 
     process: int | None
@@ -220,20 +341,45 @@ class Fault:
     waiting: str = ""
     step: int | None = None
     others: str = ""
+    outside: str = ""
+    since: float = 0.0
+    host: str = ""
+    hosts: int = 1
+    stack: str = ""
+    retry: bool = True
+
+    @property
+    def status(self) -> int:
+        """What the process at fault exits with."""
+        signals = {ABORTED: ExitStatus.ABORTED, TERMINATED: ExitStatus.TERMINATED}
+        ours = ExitStatus.MACHINE_ERROR if self.retry else ExitStatus.USER_ERROR
+        return signals.get(self.what, ours)
 
 
-def fault_of(state: State, what: str) -> Fault:
-    return Fault(state.process, what, state.doing, state.waiting, state.step)
+def fault_of(state: State, what: str, *, stack: str = "", retry: bool = True) -> Fault:
+    since = state.since if state.in_loop else 0.0
+    return Fault(
+        state.process,
+        what,
+        state.doing,
+        state.waiting,
+        state.step,
+        outside=state.outside,
+        since=since,
+        host=state.host,
+        stack=stack,
+        retry=retry,
+    )
 
 
 def encode(value: State | Fault) -> str:
     """Write a state or a fault as JSON, each text in it cut to a length that fits on a line.
 
-    `others` quotes several such texts and is not cut again.
+    `others` quotes several such texts and is not cut again; a stack has lines of its own.
     """
     return json.dumps(
         {
-            name: short_line(field) if isinstance(field, str) and name != "others" else field
+            name: short_line(field) if isinstance(field, str) and name not in _WHOLE else field
             for name, field in dataclasses.asdict(value).items()
         }
     )
@@ -277,7 +423,17 @@ def with_others(fault: Fault, states: Mapping[int, State]) -> Fault:
         for process, state in sorted(states.items())
         if process != fault.process and state.waiting
     ]
-    return dataclasses.replace(fault, others=listing(waiting, _MOST_NAMED))
+    inside: dict[str, list[str]] = {}
+    for process, state in sorted(states.items()):
+        if process != fault.process and state.in_loop and state.doing and not state.waiting:
+            inside.setdefault(short_line(state.doing), []).append(str(process))
+    waiting += [
+        f"process{'es' * (len(who) > 1)} {listing(who, _MOST_NAMED)} in {doing}"
+        for doing, who in inside.items()
+        if fault.process is not None
+    ]
+    hosts = {state.host for state in states.values()}
+    return dataclasses.replace(fault, others=listing(waiting, _MOST_NAMED), hosts=len(hosts))
 
 
 def message(fault: Fault) -> str:
@@ -287,8 +443,20 @@ def message(fault: Fault) -> str:
     'meshwright: process 1 died in 1F6 (step 17); process 0 waited for 1B5 of process 1. All end.'
     """
     who = "all processes" if fault.process is None else f"process {fault.process}"
-    others = fault.others or "no other process waited"
-    return _one_line(f"meshwright: {who} {fault.what}{_where(fault)}; {others}. All end.")
+    if fault.hosts > 1 and fault.host:
+        who += f" on {fault.host}"
+    others = fault.others or ("" if fault.process is None else "no other process waited")
+    end = f"; {others}. All end." if others else ". All end."
+    return _one_line(f"meshwright: {who} {fault.what}{_where(fault)}{end}")
+
+
+def stack_text(fault: Fault) -> str:
+    """Show where the process at fault stands, or nothing."""
+    if not fault.stack:
+        return ""
+    who = "All processes stand" if fault.process is None else f"Process {fault.process} stands"
+    host = f" on {fault.host}" if fault.host else ""
+    return f"{who} here{host}, most recent call first:\n{fault.stack}\n"
 
 
 def _where(fault: Fault) -> str:
@@ -297,20 +465,7 @@ def _where(fault: Fault) -> str:
     task = f" in {fault.doing}" if fault.doing else ""
     if fault.waiting:
         task += f"{',' if task else ''} waiting for {fault.waiting}"
-    step = "" if fault.step is None else f" (step {fault.step})"
-    return (task or " outside of a task") + step
-
-
-def describe_error(error: BaseException) -> str:
-    """Say what a process did that raised.
-
-    >>> describe_error(ValueError("no\\nluck")), describe_error(KeyboardInterrupt())
-    ('raised ValueError: no luck', 'was interrupted')
-    """
-    if isinstance(error, KeyboardInterrupt):
-        return "was interrupted"
-    try:
-        text = str(error)
-    except Exception as worse:  # a hostile __str__ must not hide the fault
-        text = f"<whose text raised {type(worse).__name__}>"
-    return short_line(f"raised {type(error).__name__}{': ' if text else ''}{text.rstrip('.')}")
+    task = task or f" outside of {fault.outside or 'a task'}"
+    if fault.since:
+        task += time.strftime(" since %H:%M:%S", time.localtime(fault.since))
+    return task + ("" if fault.step is None else f" (step {fault.step})")

@@ -9,6 +9,7 @@ import dataclasses
 import faulthandler
 import math
 import signal
+import socket
 import sys
 import threading
 import time
@@ -18,9 +19,12 @@ from typing import Any
 import jax
 
 from meshwright import _compat
+from meshwright._processes import EXCHANGE_EVERY, Exchange, Snapshot
 from meshwright.watchdog import os_process
 from meshwright.watchdog.failure_detector import (
     ABORTED,
+    ALL_TERMINATED,
+    BLOCKED,
     DONE,
     GONE,
     OVER,
@@ -31,13 +35,23 @@ from meshwright.watchdog.failure_detector import (
     State,
     decode_fault,
     decode_state,
-    describe_error,
     encode,
     fault_of,
     message,
+    short_line,
+    stack_text,
+    step_mismatch,
     with_others,
 )
-from meshwright.watchdog.os_process import SignalTrap, exit_after, exit_now, unhandled
+from meshwright.watchdog.os_process import (
+    ExitStatus,
+    SignalTrap,
+    StackDump,
+    exit_after,
+    exit_now,
+    exit_status,
+    unhandled,
+)
 
 # All times are in seconds. Those between a fault and the exit are short because `Watchdog` promises
 # that all processes end within 2 s, half of which may pass before a silent one is given up.
@@ -48,10 +62,6 @@ _LAST_READ = 0.15  # and this much longer, for readers that are under way
 _ALL_NOTICE = 0.3  # for every process to notice that process 0 is stopped
 _CLOSE_TIMEOUT = 300.0  # as long as JAX's own shutdown barrier waits for the others
 _JOIN_TIMEOUT = 3.0
-
-# Exit statuses: ours, and after a signal those that a shell reports.
-AT_FAULT, OTHERS_FAULT = 81, 82
-SIGNAL_STATUS = {ABORTED: 134, TERMINATED: 143}
 
 
 class Monitor:
@@ -71,15 +81,24 @@ class Monitor:
         heartbeat_timeout: float,
         sigterm: bool,
     ) -> None:
-        self._client, self._process, self._count = client, process, count
+        self._client, self._process, self.count = client, process, count
         self.name, self._error_shown = name, False
         self._get_state, self._phase, self._heartbeat = get_state, RUNNING, 0
-        prefix = f"meshwright/watch/{name}"
-        self._exchange = StateExchange(client, prefix, process, count, self._next_state)
+        self._exchange: Exchange[State, Fault] = Exchange(
+            client,
+            f"meshwright/watch/{name}",
+            process,
+            count,
+            next_state=self._next_state,
+            encode=encode,
+            decode_state=decode_state,
+            decode_final=decode_fault,
+        )
         detector = FailureDetector(process, count, heartbeat_timeout)
         self._sources = FailureSources(self._exchange, detector, self._state, sigterm)
+        self._dump = StackDump()
         # After the signal traps are set: the identity says whether SIGABRT is caught.
-        self._identity = os_process.identity()
+        self._identity, self._host = os_process.identity(), socket.gethostname()
         self._heartbeat_timeout = heartbeat_timeout
         self._pause = (-math.inf, 0.0)  # the last one of this process: its end and its length
         self._closing = threading.Event()
@@ -103,6 +122,7 @@ class Monitor:
         self._exchange.close(_JOIN_TIMEOUT)
         self._thread.join(_JOIN_TIMEOUT)
         self._sources.restore_signals()
+        self._dump.close()
 
     def fail(self, error: BaseException, *, shown: bool = False) -> None:
         """Exit this process and all others because of an error here. Does not return.
@@ -121,7 +141,7 @@ class Monitor:
         if self._process:
             return 0 in states and states[0].phase == OVER
         return all(
-            other in states and states[other].phase in phases for other in range(1, self._count)
+            other in states and states[other].phase in phases for other in range(1, self.count)
         )
 
     def _wait_until(self, timeout: float, holds: Callable[[], bool]) -> None:
@@ -139,13 +159,17 @@ class Monitor:
             heartbeat=self._heartbeat,
             phase=self._phase,
             identity=self._identity,
+            host=self._host,
+            told=self._sources.told,
+            dump=self._dump.address,
         )
 
     def _run(self) -> None:
         before = time.monotonic()
         while not self._closing.wait(_CHECK_EVERY):
             # After jax.distributed.shutdown there is no store, and no peer to monitor.
-            if self._phase in (OVER, GONE) or _compat.coordination_client() is not self._client:
+            gone = self.count > 1 and _compat.coordination_client() is not self._client
+            if gone or self._phase in (OVER, GONE):
                 continue
             now = time.monotonic()
             elapsed, before = now - before, now
@@ -163,7 +187,7 @@ class Monitor:
         is seen here then is only their absence.
         """
         ended, lasting = self._pause
-        reported = self._exchange.snapshot.fault is not None or fault.process == self._process
+        reported = self._exchange.snapshot.final is not None or fault.process == self._process
         if reported or time.monotonic() - ended > _JOIN_TIMEOUT:
             return None
         return fault_of(
@@ -173,26 +197,38 @@ class Monitor:
     def _exit_all(self, fault: Fault) -> None:
         """Report a fault to all processes, print it, and exit this one."""
         self._phase = GONE
-        exit_after(_REPORT_TIMEOUT + _ACKNOWLEDGE_TIMEOUT + 0.5, OTHERS_FAULT)
+        exit_after(_REPORT_TIMEOUT + _ACKNOWLEDGE_TIMEOUT + 1.0, ExitStatus.OTHERS_FAULT)
         if self._process and self._sources.store_answers:
             self._exchange.refresh(EXCHANGE_EVERY)  # only process 0 reads all of them all the time
         states = {**self._exchange.snapshot.states, self._process: self._state()}
         fault = fault if fault.others else with_others(fault, states)
+        at_fault = states.get(-1 if fault.process is None else fault.process)
+        if at_fault is not None and fault.what.startswith(BLOCKED) and not fault.stack:
+            stack = os_process.blocked_stack(at_fault.identity, at_fault.dump, at_fault.thread)
+            fault = dataclasses.replace(fault, stack=stack)
         if self._sources.store_answers:
-            fault = self._exchange.report_fault(fault, _REPORT_TIMEOUT)
+            fault = self._exchange.publish_final(fault, _REPORT_TIMEOUT)
+        at_fault = states.get(-1 if fault.process is None else fault.process)
         own = fault.process == self._process
         if own and fault.what == ABORTED and faulthandler.is_enabled():
             # The trap for SIGABRT took the place of faulthandler's own handler.
             faulthandler.dump_traceback()
         error = self._sources.error
-        print_fault(message(fault), error if self._adds_to(fault, error) else None)
-        if not own and fault.process is not None:
-            self._resume(states.get(fault.process))
+        print_fault(fault, error if self._adds_to(fault, error) else None)
+        if not own:
+            self._resume(at_fault)
         if self._process == 0:
             self._wait_until(_ACKNOWLEDGE_TIMEOUT, lambda: self._acknowledged(fault))
             time.sleep(_LAST_READ)
-        status = SIGNAL_STATUS.get(fault.what) or exit_status(error)
-        exit_now(status if own else OTHERS_FAULT)
+        exit_now(self._exit_status(fault, error))
+
+    def _exit_status(self, fault: Fault, error: BaseException | None) -> int:
+        own = fault.process == self._process
+        if own and error is not None and fault.what == describe_error(error):
+            return exit_status(error)
+        if self._sources.told and fault.what in (TERMINATED, ALL_TERMINATED):
+            return ExitStatus.TERMINATED
+        return fault.status if own or fault.process is None else ExitStatus.OTHERS_FAULT
 
     def _resume(self, at_fault: State | None) -> None:
         """Let a stopped process of this machine go on, so that it ends like all others."""
@@ -233,7 +269,7 @@ class FailureSources:
 
     def __init__(
         self,
-        exchange: StateExchange,
+        exchange: Exchange[State, Fault],
         detector: FailureDetector,
         get_state: Callable[[], State],
         sigterm: bool,
@@ -242,8 +278,10 @@ class FailureSources:
         self.aborted = False
         self._exchange, self._detector, self._get_state = exchange, detector, get_state
         self._process, self._heartbeat_timeout = detector.process, detector.heartbeat_timeout
-        self._sigabrt = SignalTrap(signal.SIGABRT, "sleep")
-        trap_sigterm = sigterm and unhandled(signal.SIGTERM)
+        # A process alone has nobody to tell: an abort and SIGTERM end it as usual.
+        several = detector.count > 1
+        self._sigabrt = SignalTrap(signal.SIGABRT, "sleep") if several else None
+        trap_sigterm = several and sigterm and unhandled(signal.SIGTERM)
         self._sigterm = SignalTrap(signal.SIGTERM, "abs") if trap_sigterm else None
         self._number = 0  # of the last snapshot
         self._unread = 0.0  # seconds since
@@ -267,18 +305,22 @@ class FailureSources:
             status == os_process.UNKNOWN and peer.process != fault.process
         )
 
+    @property
+    def told(self) -> bool:
+        """Whether SIGTERM has arrived."""
+        return self._sigterm is not None and self._sigterm.triggered
+
     def check(self, elapsed: float) -> Fault | None:
         """Return the fault, once there is one. The order decides between several.
 
-        A fault that was reported comes first, so that all processes print the same; SIGTERM comes
-        before what it may have broken; a lost store before the peers whose states are in it.
+        A fault that was reported comes first, so that all processes print the same; a lost store
+        before the peers whose states are in it; these before an error or SIGTERM here, which a
+        lost peer may have caused.
         """
         snapshot = self._exchange.snapshot
-        if snapshot.fault is not None:
-            return snapshot.fault
-        self.aborted = self._sigabrt.triggered
-        if self._sigterm is not None and self._sigterm.triggered:
-            return fault_of(self._get_state(), TERMINATED)
+        if snapshot.final is not None:
+            return snapshot.final
+        self.aborted = self._sigabrt is not None and self._sigabrt.triggered
         lost = self._check_store(snapshot) if self._process else None
         if lost is not None:
             return lost
@@ -286,11 +328,11 @@ class FailureSources:
         is_new = snapshot.number != self._number
         if is_new:
             self._unread, self._number = 0.0, snapshot.number
-        if self.aborted or self.error is not None:
+        if self.aborted or self.told or self.error is not None:
             return self._find_cause(snapshot, elapsed)
         return self._detector.update(snapshot.states, since_last) if is_new else None
 
-    def _check_store(self, snapshot: Snapshot) -> Fault | None:
+    def _check_store(self, snapshot: Snapshot[State, Fault]) -> Fault | None:
         """Return a fault of process 0 if the store, which it hosts, does not answer."""
         # JAX's client aborts this process when it loses the service: then one failed call is
         # enough. Otherwise a single one may be a hiccup of the network.
@@ -306,12 +348,13 @@ class FailureSources:
         how = "cannot be reached" if broken else f"did not answer for {self._unread:.1f} s"
         return fault_of(host, f"{how}, though it hosts the coordination service, last seen")
 
-    def _find_cause(self, snapshot: Snapshot, elapsed: float) -> Fault | None:
+    def _find_cause(self, snapshot: Snapshot[State, Fault], elapsed: float) -> Fault | None:
         """After a local failure, wait briefly for peers to report, to find the original cause.
 
-        An error or abort here often only says that a peer is gone. So a snapshot of the peers is
-        taken, and each must be seen with a newer heartbeat; one that is dead, or stays silent, is
-        the cause. If all are well, the failure is this process's own.
+        An error or abort here often only says that a peer is gone, and so does the SIGTERM of an
+        engine that saw it go. So a snapshot of the peers is taken, and each must be seen with a
+        newer heartbeat; one that is dead, or stays silent, is the cause. If all are well, the
+        failure is this process's own.
         """
         if self._peers is None:
             peers = self._exchange.refresh(EXCHANGE_EVERY)
@@ -335,126 +378,39 @@ class FailureSources:
                 return fault_of(state, self._detector.describe(status))
         if silent and not late:
             return None
-        what = ABORTED if self.error is None else describe_error(self.error)
-        return fault_of(self._get_state(), what)
+        if self.told:
+            others = [s for s in snapshot.states.values() if s.process != self._process]
+            if others and all(state.told for state in others if state.present):
+                return Fault(None, ALL_TERMINATED)
+            return fault_of(self._get_state(), TERMINATED)
+        # Gloo and XLA may refuse what does not match before it hangs.
+        if (mismatch := step_mismatch(snapshot.states)) is not None:
+            return mismatch
+        if self.error is None:
+            return fault_of(self._get_state(), ABORTED)
+        retry = exit_status(self.error) != ExitStatus.USER_ERROR
+        return fault_of(self._get_state(), describe_error(self.error), retry=retry)
 
 
-# The key-value store of JAX's coordination service, which process 0 hosts. A call may block for
-# as long as the service is silent, so all are made in a thread of their own.
-#
-# Process 0 reads the states of all. With many processes the others read only what process 0
-# publishes, so that the traffic grows with their number, not with its square: process 0 publishes
-# under <prefix>/news, where faults are too, the others under <prefix>/states.
-
-EXCHANGE_EVERY = 0.2
-_POLL_EVERY = 0.01
-_FEW_PROCESSES = 16  # up to here all read everything
-
-
-@dataclasses.dataclass(frozen=True)
-class Snapshot:
-    """What the store held at one time; `number` counts the snapshots."""
-
-    number: int
-    fault: Fault | None
-    states: Mapping[int, State]
-
-
-class StateExchange:
-    """Publishes this process's state and takes a snapshot of the others', five times a second.
-
-    `failures` counts the calls to the store that failed in a row.
-    """
-
-    def __init__(
-        self,
-        client: Any,
-        prefix: str,
-        process: int,
-        count: int,
-        next_state: Callable[[], State],
-    ) -> None:
-        self._client, self._prefix, self._process = client, prefix, process
-        self._next_state = next_state
-        self.snapshot = Snapshot(0, None, {})
-        self.failures = 0
-        self.read_all = process == 0 or count <= _FEW_PROCESSES
-        self._fault: Fault | None = None
-        self._now, self._closing = threading.Event(), False
-        self._thread = threading.Thread(target=self._run, name="meshwright store", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self, timeout: float) -> None:
-        self._closing = True
-        self._now.set()
-        self._thread.join(timeout)
-
-    def refresh(self, timeout: float) -> Snapshot:
-        """Return a snapshot of all states that was begun after this call, or the last one if that
-        fails or takes too long."""
-        self.read_all = True
-        number = self.snapshot.number + 1  # one may be under way, begun earlier
-        deadline = time.monotonic() + timeout
-        while self.snapshot.number <= number and not self.failures and time.monotonic() < deadline:
-            self._now.set()
-            time.sleep(_POLL_EVERY)
-        return self.snapshot
-
-    def report_fault(self, fault: Fault, timeout: float) -> Fault:
-        """Report a fault to all processes; return the one that was reported first."""
-        self._fault = fault
-        return self.refresh(timeout).fault or fault
-
-    def _run(self) -> None:
-        while not self._closing:
-            self._now.clear()
-            try:
-                self._exchange()
-                self.failures = 0
-            except Exception:
-                self.failures += 1
-            self._now.wait(EXCHANGE_EVERY)
-
-    def _exchange(self) -> None:
-        folder = "news" if self._process == 0 else "states"
-        if self._fault is not None:
-            # A key can be set once: the store keeps the first fault and refuses the others.
-            with contextlib.suppress(Exception):
-                self._client.key_value_set(f"{self._prefix}/news/fault", encode(self._fault))
-        self._client.key_value_set(
-            f"{self._prefix}/{folder}/{self._process}",
-            encode(self._next_state()),
-            allow_overwrite=True,
-        )
-        read_all = self.read_all  # another thread may set it meanwhile
-        entries = self._client.key_value_dir_get(
-            self._prefix if read_all else f"{self._prefix}/news"
-        )
-        texts = {key.rpartition("/")[2]: text for key, text in entries}
-        fault = texts.pop("fault", None)
-        states = {int(process): decode_state(text) for process, text in texts.items()}
-        self.snapshot = Snapshot(
-            self.snapshot.number + 1,
-            None if fault is None else decode_fault(fault),
-            states if read_all else {**self.snapshot.states, **states},
-        )
-
-
-def exit_status(error: BaseException | None) -> int:
-    """Return the exit status of a process that raised: its own where it asked for one."""
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return error.code
-    return AT_FAULT
-
-
-def print_fault(line: str, error: BaseException | None) -> None:
-    """Print an error as Python does, if there is one, then the line, on stderr."""
+def print_fault(fault: Fault, error: BaseException | None) -> None:
+    """Print an error as Python does, if there is one, then stack and line of a fault, on stderr."""
     if error is not None:
         with contextlib.suppress(Exception):
             sys.excepthook(type(error), error, error.__traceback__)
     with contextlib.suppress(Exception):  # stderr may be closed
-        sys.stderr.write(line + "\n")
+        sys.stderr.write(f"{stack_text(fault)}{message(fault)}\n")
+
+
+def describe_error(error: BaseException) -> str:
+    """Say what a process did that raised.
+
+    >>> describe_error(ValueError("no\\nluck")), describe_error(KeyboardInterrupt())
+    ('raised ValueError: no luck', 'was interrupted')
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return "was interrupted"
+    try:
+        text = str(error)
+    except Exception as worse:  # a hostile __str__ must not hide the fault
+        text = f"<whose text raised {type(worse).__name__}>"
+    return short_line(f"raised {type(error).__name__}{': ' if text else ''}{text.rstrip('.')}")

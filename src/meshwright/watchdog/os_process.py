@@ -1,16 +1,29 @@
-"""Ask the operating system whether a process lives, is stopped or is dead (`status`) and whether a
-signal has arrived here (`SignalTrap`); and exit this process at once (`exit_now`).
+"""How a process is, and how it ends: whether it lives, is stopped or dead (`status`), whether a
+signal has arrived here (`SignalTrap`), where a thread stands (`standing`, and from other processes
+`blocked_stack`), and what it exits with (`ExitStatus`, `exit_now`).
 """
 
 from __future__ import annotations
 
+import ast
+import builtins
 import contextlib
 import ctypes
+import dataclasses
+import enum
+import errno
+import faulthandler
+import functools
+import inspect
+import itertools
+import linecache
 import os
 import signal
 import sys
 import threading
 import time
+import types
+from collections.abc import Iterator
 from pathlib import Path
 
 # A process whose interpreter is blocked for seconds publishes nothing, but is neither dead nor
@@ -148,7 +161,7 @@ class _Action(ctypes.Structure):
     )
 
 
-def _get_action(number: signal.Signals) -> _Action:
+def _get_action(number: int) -> _Action:
     """Return the action for a signal as libc has it, whoever set it."""
     action = _Action()
     ctypes.CDLL(None).sigaction(int(number), None, ctypes.byref(action))
@@ -164,10 +177,240 @@ def _restore_after_fork() -> None:
 os.register_at_fork(after_in_child=_restore_after_fork)
 
 
+# Where a thread stands. A process that waits for the others stands in JAX: the innermost Python
+# frame is JAX's own, or it calls a compiled function, whose fast path has no Python frame. That
+# call is read from the source, since the interpreter does not show what C function a frame is in.
+
+_MOST_FRAMES = 20
+_TRACERS = ("jax/_src/interpreters/partial_eval.py", "jax/_src/interpreters/mlir.py")
+
+
+class Stands(enum.IntEnum):
+    """Where a thread stands; the lowest is the first to be suspected of a hang."""
+
+    ELSEWHERE, UNKNOWN, IN_JAX = range(3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """A thread's stack, innermost frame first, where it stands, and whether XLA compiles there.
+
+    `tracing` says that JAX traces or lowers a program.
+    """
+
+    stack: str = ""
+    stands: Stands = Stands.UNKNOWN
+    compiling: bool = False
+    tracing: bool = False
+
+
+def standing(thread: int) -> Standing:
+    """Return where a thread of this process stands, or a callback of the program that JAX runs."""
+    frames = sys._current_frames()
+    callbacks = [
+        frame
+        for ident, frame in frames.items()
+        if ident not in (thread, threading.get_ident()) and _in_callback(frame)
+    ]
+    frame = callbacks[0] if callbacks else frames.get(thread)
+    if frame is None:
+        return Standing()
+    files = [code.co_filename for code, _ in _walk(frame)]
+    callback = _in_callback(frame)
+    return Standing(
+        "\n".join(
+            f'  File "{code.co_filename}", line {line} in {code.co_name}'
+            for code, line in itertools.islice(_walk(frame), _MOST_FRAMES)
+        ),
+        Stands.IN_JAX if _is_jax(files[0]) else Stands.ELSEWHERE if callback else _stands(frame),
+        not callback and any(file.endswith("jax/_src/compiler.py") for file in files),
+        not callback and any(file.endswith(_TRACERS) for file in files),
+    )
+
+
+def context_switches(thread: int) -> str:
+    """Return how often a thread of this process has gone to sleep, as text; empty if unknown."""
+    native = [each.native_id for each in threading.enumerate() if each.ident == thread]
+    with contextlib.suppress(OSError, IndexError):
+        text = (_PROC / f"self/task/{native[0]}/status").read_text()
+        return text.partition("\nvoluntary_ctxt_switches:")[2].split("\n")[0].strip()
+    return ""
+
+
+def _walk(frame: types.FrameType | None) -> Iterator[tuple[types.CodeType, int]]:
+    while frame is not None:
+        yield frame.f_code, frame.f_lineno
+        frame = frame.f_back
+
+
+def _is_jax(file: str) -> bool:
+    return any(
+        file.startswith(str(Path(module.__file__).parent) + os.sep)
+        for module in map(sys.modules.get, ("jax", "jaxlib"))
+        if module is not None and module.__file__
+    )
+
+
+def _in_callback(frame: types.FrameType) -> bool:
+    """Whether JAX called the program here, from a compiled function, and the program goes on."""
+    files = [code.co_filename for code, _ in _walk(frame)]
+    return not _is_jax(files[0]) and any(file.endswith("jax/_src/callback.py") for file in files)
+
+
+def _stands(frame: types.FrameType) -> Stands:
+    """Say whether the call that a frame is in is one of a compiled function or of an array."""
+    try:
+        call = _current_expression(frame)
+        if not isinstance(call, ast.Call):
+            return Stands.ELSEWHERE
+        function, owner = _function_and_owner(frame, call.func)
+    except Exception:  # no source, or a name that the frame does not have
+        return Stands.UNKNOWN
+    while isinstance(function, functools.partial):
+        function = function.func
+    modules = {type(value).__module__.partition(".")[0] for value in (function, owner)}
+    return Stands.IN_JAX if modules & {"jax", "jaxlib"} else Stands.ELSEWHERE
+
+
+def _current_expression(frame: types.FrameType) -> ast.expr:
+    code = frame.f_code
+    position = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None))
+    first, last, begin, end = (0 if number is None else number for number in position)
+    lines = [linecache.getline(code.co_filename, n).encode() for n in range(first, last + 1)]
+    if not all(lines):
+        raise LookupError(code.co_filename)
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][begin:]
+    return ast.parse(f"({b''.join(lines).decode()})", mode="eval").body
+
+
+def _function_and_owner(frame: types.FrameType, name: ast.expr) -> tuple[object, object]:
+    """Return what a dotted name means in a frame, and what it is an attribute of, if it is.
+
+    No code of the program runs for that: a property gives the property.
+    """
+    if isinstance(name, ast.Attribute):
+        owner, _ = _function_and_owner(frame, name.value)
+        return inspect.getattr_static(owner, name.attr), owner
+    # A debugger in that frame writes its copy of the locals back.
+    if not isinstance(name, ast.Name) or frame.f_trace is not None:
+        raise LookupError(ast.dump(name))
+    local = frame.f_locals
+    try:
+        if name.id in local:
+            return local[name.id], None
+    finally:
+        # Before Python 3.13 that is a copy which the frame keeps, and with it arrays that the
+        # program has let go of.
+        if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+            local.clear()
+    names = frame.f_globals if name.id in frame.f_globals else vars(builtins)
+    return names[name.id], None
+
+
+# The stack of a process whose interpreter is blocked, so that it cannot tell it itself: a signal
+# makes faulthandler's C code write it into a file in memory, which others read through /proc.
+
+_DUMP_TIMEOUT = 0.4
+
+
+class StackDump:
+    """Lets other processes of this machine have the stacks of this one. Linux only.
+
+    `address` is what `blocked_stack` needs: a file descriptor, a signal and the thread's number.
+    """
+
+    def __init__(self) -> None:
+        self.address, self._file, self._signal = "", -1, 0
+        if not hasattr(os, "memfd_create"):
+            return
+        free = (
+            n for n in range(signal.SIGRTMAX, signal.SIGRTMIN, -1) if not _get_action(n).handler
+        )
+        self._signal = next(free, 0)
+        if self._signal:
+            self._file = os.memfd_create("meshwright stacks")
+            faulthandler.register(self._signal, self._file, all_threads=True)
+            self.address = f"{self._file} {self._signal}"
+
+    def close(self) -> None:
+        if self.address:
+            faulthandler.unregister(self._signal)
+            os.close(self._file)
+            self.address = ""
+
+
+def blocked_stack(of: str, address: str, thread: int) -> str:
+    """Return the stack of a thread in a live process of this machine, or nothing."""
+    if not address or status(of) != ALIVE:
+        return ""
+    pid, (file, number) = int(of.split()[2]), map(int, address.split())
+    dumped = _PROC / str(pid) / "fd" / str(file)
+    text = ""
+    with contextlib.suppress(OSError):
+        earlier = before = text = dumped.read_text()  # others may have asked too
+        os.kill(pid, number)
+        deadline = time.monotonic() + _DUMP_TIMEOUT
+        while text in (earlier, "") or text != before:  # until it is there, and whole
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.03)
+            before, text = text, dumped.read_text()
+    # Each thread has a header with its number, then its frames; the last dump counts.
+    frames: list[str] = []
+    wanted = False
+    for line in text.splitlines():
+        if not line.startswith("  File "):
+            wanted = f"{thread:x}" in line
+            frames = [] if wanted else frames
+        elif wanted:
+            frames.append(line)
+    return "\n".join(frames[:_MOST_FRAMES])
+
+
 # The exit of a process that cannot go on. JAX's own exit waits up to 300 s for the other processes,
 # so these do not pass through it, nor through Python's `atexit`.
 
 _FLUSH_TIMEOUT = 1.0
+
+
+class ExitStatus(enum.IntEnum):
+    """What a process exits with. Schedulers report the greatest of a job: it is the cause's.
+
+    Above these are those of the system after a signal: 137 killed, 139 a segmentation fault.
+    """
+
+    SAVED = 75  # preempted; all have saved: run the job again
+    OTHERS_FAULT = 81  # another process is at fault
+    MACHINE_ERROR = 82  # at fault: it hung, was stopped, lost the network or a device
+    USER_ERROR = 83  # at fault: its program raised, left early, or ran another step than the others
+    INTERRUPTED = 128 + signal.SIGINT
+    ABORTED = 128 + signal.SIGABRT
+    TERMINATED = 128 + signal.SIGTERM
+
+
+# How XLA's errors begin that the program causes, and would cause again.
+_OF_THE_PROGRAM = ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED", "FAILED_PRECONDITION")
+_OF_THE_SYSTEM = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.ENODEV, errno.EROFS)
+
+
+def exit_status(error: BaseException) -> int:
+    """Return the exit status of a process that raised: its own where it asked for one.
+
+    >>> exit_status(KeyError("x")), exit_status(TimeoutError()), exit_status(SystemExit(3))
+    (<ExitStatus.USER_ERROR: 83>, <ExitStatus.MACHINE_ERROR: 82>, 3)
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return ExitStatus.INTERRUPTED
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
+    of_xla = type(error).__name__ == "JaxRuntimeError"
+    if of_xla and not str(error).startswith(_OF_THE_PROGRAM):
+        return ExitStatus.MACHINE_ERROR
+    of_system = isinstance(error, OSError) and error.errno in _OF_THE_SYSTEM
+    if of_system or isinstance(error, ConnectionError | TimeoutError):
+        return ExitStatus.MACHINE_ERROR
+    return ExitStatus.USER_ERROR
 
 
 def exit_after(seconds: float, status: int) -> None:
