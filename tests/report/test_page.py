@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from meshwright._html import style
 from meshwright.hlo.instructions import Source
 from meshwright.rehearsal.collectives.types import Collectives, ShardingConflict
 from meshwright.rehearsal.memory import Buffer
+from meshwright.rehearsal.rendering import provenance
 from meshwright.report import page
 
 HOSTILE = "</style></title><script>alert('x')</script><img src=x onerror=\"alert(1)\">&amp;"
@@ -135,6 +137,23 @@ def test_the_numbers_and_how_to_repeat_them_are_in_the_page(result, tmp_path):
     (tmp_path / "taken.html").mkdir()
     with pytest.raises(mw.errors.RehearsalError, match=r"taken\.html: Is a directory"):
         result.save(tmp_path / "taken.html")
+
+
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [
+        (["/home/me/train.py", "--token", "secret"], "python train.py"),
+        (["/bin/meshwright", "rehearse", "my:job"], "meshwright rehearse my:job"),
+        (["-c"], ""),
+    ],
+)
+def test_a_page_shows_our_command_or_the_scripts_name_and_none_of_its_flags(
+    result, monkeypatch, argv, command
+):
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    own = dataclasses.replace(result, request=dataclasses.replace(result.request, layout=None))
+    assert provenance(own)["command"] == command
 
 
 def test_a_colour_has_one_meaning_on_a_page(larger, everything):

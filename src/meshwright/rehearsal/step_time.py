@@ -106,9 +106,9 @@ class StepTime(Shown):
 
     def __str__(self) -> str:
         mark = f" ({CPU_ESTIMATE})" if self.cpu_estimate else ""
-        rows = [[f"modelled time of a step{mark}", "", ""]]
-        rows += self._rows()
-        lines = [table(rows, [False, True, True])]
+        # The heading is no row of the table: a narrow screen would cut off its mark.
+        parts = table(self._rows(), [False, True, True])
+        lines = [f"modelled time of a step{mark}\n{parts}"]
         if self.custom:
             lines.append(table([list(CUSTOM_HEADING), *custom_rows(self.custom)], CUSTOM_RIGHT))
         return "\n\n".join(lines + self.repeated_lines() + self.doubts())
