@@ -48,6 +48,8 @@ def test_a_model_on_simulated_devices(capsys):
     assert "fits: " in out
     assert "parameter gathers" in out
     assert "\n\nWhat to do next\n1. " in out
+    # Commands are whole lines, to be copied.
+    assert any(line.startswith("   meshwright rehearse tiny --mesh") for line in out.splitlines())
 
 
 def test_json_and_a_page(tmp_path, capsys):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import triton as plt
 from jax.experimental.pallas.ops.tpu import all_gather
 from jax.sharding import PartitionSpec as P
 from kernel_programs import ATTENTION, PROGRAMS, causal_splash, gradients
@@ -146,6 +147,23 @@ def test_a_kernel_too_large_for_the_chip_is_no_step_that_does_not_fit():
     assert "test_kernel_rehearsals.py:" in message
     assert "vmem_limit_bytes" in message
     assert len(message) < 1000
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+def test_a_triton_kernel_too_large_for_the_chip_is_none_either():
+    def whole(x):
+        return pl.pallas_call(
+            lambda a, out: out.__setitem__(..., jnp.dot(a[...], a[...]).astype(out.dtype)),
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            compiler_params=plt.CompilerParams(num_warps=4),
+        )(x)
+
+    shape = jax.ShapeDtypeStruct((512, 512), jnp.float16)
+    words = (
+        r"^whole: RESOURCE_EXHAUSTED: Shared memory(.|\n)*test_kernel_rehearsals.py:\d+. Make its"
+    )
+    with pytest.raises(RehearsalError, match=words):
+        rehearsed(whole, "h100:1", name="whole")(shape)
 
 
 def test_a_kernel_that_pallas_rejects_is_told_in_its_words_with_the_line():

@@ -122,6 +122,13 @@ def test_flash_that_is_asked_for_says_why_not(platform, spec, query, message):
         chosen_on(platform, spec, query, "flash")
 
 
+def test_kernels_of_another_platform_are_named_as_such():
+    with pytest.raises(ModelError, match="'cudnn': it is a kernel for gpu, and this is for tpu"):
+        chosen_on("tpu", "fsdp:8", queries(), "cudnn")
+    with pytest.raises(ModelError, match="'splash': it is a kernel for tpu, and this is for gpu"):
+        chosen_on("gpu", "fsdp:8", queries(), "splash")
+
+
 def test_tuned_blocks_fit_the_sequence():
     sizes = [128, 384, 640, 2048, 4096, 6144, 8192]
     tuned = {size: tuned_blocks(size, size) for size in sizes}

@@ -188,6 +188,20 @@ def test_constraints_by_name_hold_inside(cache):
     assert {entry.kind for entry in found.collectives} == {"all-to-all"}
 
 
+def test_what_hangs_on_values_is_told_and_rows_are_those_of_the_largest_data(cache):
+    def chosen(w, x, sizes):
+        y = jax.lax.switch(sizes[0], [lambda: x @ w, lambda: jnp.tanh(x @ w) @ w])
+        return jax.lax.while_loop(lambda y: jnp.sum(y) < sizes[1], lambda y: y @ w, y)
+
+    shapes = [
+        jax.ShapeDtypeStruct(s, d) for s, d in (((8, 8), "f4"), ((64, 8), "f4"), ((4,), "i4"))
+    ]
+    found = mw.rehearse(chosen, *shapes, mesh="dp:2", on="cpu:2", cache=cache)
+    assert "upper bounds: every branch" in str(found)
+    assert "lower bounds: a loop of unknown trip count" in str(found)
+    assert found.examples_per_second == pytest.approx(64 / found.time.total)
+
+
 def test_hardware_that_is_not_here_by_a_cpu_in_its_place(cache):
     found = mw.rehearse(
         step, PARAMS, BATCH, mesh="fsdp:8, tp:2", on="v5e:4x4", compiler="cpu", cache=cache

@@ -26,6 +26,7 @@ from meshwright.trees.specs import make_spec
 # splash and the older flash kernel that come with JAX, and cuDNN's.
 ATTENTION = ("auto", "flash", "dot", "splash", "pallas", "cudnn")
 _FLASH = {"tpu": "splash", "gpu": "cudnn"}  # by platform
+_MADE_FOR = {"splash": "tpu", "pallas": "tpu", "cudnn": "gpu"}
 _LANES = 128  # TPU kernels work on blocks of a multiple of this many positions
 _CUDNN_HEAD = 128  # the widest head that cuDNN takes on every GPU it supports
 
@@ -173,7 +174,12 @@ def choose_kernel(attention: str, query: jax.Array) -> str:
             "one where there is one, or 'dot'.",
             option="attention",
         )
-    problem = _kernel_problem(kernel, query)
+    other = platform in _FLASH and _MADE_FOR[kernel] != platform
+    problem = (
+        f"it is a kernel for {_MADE_FOR[kernel]}, and this is for {platform}."
+        if other
+        else _kernel_problem(kernel, query)
+    )
     if not problem:
         return kernel
     if attention == "auto":

@@ -61,6 +61,16 @@ class Advice:
     def __repr__(self) -> str:
         return short_repr(self, f"{self.what}: {self.brings}")
 
+    def text(self, mark: str) -> str:
+        """Lines of the screen's width behind a mark; a command is a line of its own, to copy."""
+        prose, command = str(self), ""
+        if self.change.startswith("meshwright "):
+            prose, command = prose.removesuffix(self.change).rstrip(), f"\n   {self.change}"
+        prose = textwrap.fill(
+            mark + prose, text_width(), subsequent_indent="   ", break_on_hyphens=False
+        )
+        return prose + command
+
     def drawing(self) -> Html:
         """An item of a list."""
         change = tag("code", self.change) if self.change else Html()
@@ -97,10 +107,7 @@ class AdviceList(Shown, Sequence[Advice]):
 
     def _sheet(self) -> Sheet:
         mark = f" ({CPU_ESTIMATE})" if self.cpu_estimate else ""
-        lines = (
-            textwrap.fill(f"{number}. {each}", text_width(), subsequent_indent="   ")
-            for number, each in enumerate(self, 1)
-        )
+        lines = (each.text(f"{number}. ") for number, each in enumerate(self, 1))
         notes = (textwrap.fill(note, text_width()) for note in self._notes)
         return Sheet(f"What to do next{mark}", [*lines, *notes])
 

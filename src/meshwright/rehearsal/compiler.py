@@ -131,9 +131,12 @@ class Outcome:
         return dataclasses.asdict(self)
 
 
-# How libtpu names the memories of a chip's cores when a kernel does not fit them.
-ON_CHIP = re.compile(r"space[= ](?:vmem|smem|cmem)|scoped vmem")
+# How the compilers name the memories of a chip's cores when a kernel does not fit them.
+ON_CHIP = re.compile(r"space[= ](?:vmem|smem|cmem)|scoped vmem|Shared memory size limit")
+# Custom calls that are kernels of Pallas: for TPUs, by Triton (with XLA's own call, or JAX's).
+_KERNEL_CALLS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call")
 SCHEDULED = "scheduled"  # folder for programs that the compiler writes before it generates code
+_ATTRIBUTES = re.compile(r"(%[\w.-]+) = .*?metadata=\{[^}]*\}\.")  # of an instruction
 _TICK = 0.1  # seconds between two looks at the compiling process
 _MOST_LINES = 12  # of a compiler's own words in a message
 _FATAL = re.compile(r"^F\d{4} |Check failed|[Uu]nknown (command line )?flag")  # glog and absl
@@ -201,7 +204,8 @@ def _refusal(job: Job, reason: str) -> str:
         )
     stacks = [
         [Source(*frame) for frame in stack]
-        for stack in _compat.custom_call_stacks(job.code, "tpu_custom_call")
+        for call in _KERNEL_CALLS
+        for stack in _compat.custom_call_stacks(job.code, call)
     ]
     if not any(stacks) or not (ON_CHIP.search(reason) or "Mosaic" in reason):
         return "\n  ".join(
@@ -211,13 +215,17 @@ def _refusal(job: Job, reason: str) -> str:
         next((s for s in stack if not s.in_library), stack[0]) for stack in stacks if stack
     )
     named = dict.fromkeys(map(str, users_own))
-    fix = (
-        "Make its blocks smaller, or raise vmem_limit_bytes of pltpu.CompilerParams."
-        if ON_CHIP.search(reason)
-        else "Change the operation that it names, or the shapes of its blocks."
-    )
+    if not ON_CHIP.search(reason):
+        fix = "Change the operation that it names, or the shapes of its blocks."
+    elif job.site.platform == "tpu":
+        fix = "Make its blocks smaller, or raise vmem_limit_bytes of pltpu.CompilerParams."
+    else:
+        fix = "Make its blocks smaller, or have fewer stages (num_stages)."
+    # libtpu's first line may be a mere heading.
+    words = " ".join(lines[:2] if lines[0].rstrip().endswith(":") else lines[:1])
+    words = _ATTRIBUTES.sub(r"\1.", words)
     return (
-        f"{job.name}: {lines[0][:500]}\n  The compiler refused a kernel; this program's are called "
+        f"{job.name}: {words[:500]}\n  The compiler refused a kernel; this program's are called "
         f"at {listing(named)}. {fix}"
     )
 

@@ -203,9 +203,13 @@ def data_shards(spec: MeshSpec) -> int:
 
 
 def data_rows(args: Sequence[Any], data: Sequence[int]) -> int:
-    """The fewest rows of an array among the data; 0 where none has any."""
+    """The rows of the largest array among the data; 0 where none has any.
+
+    Beside it there may be small ones of another length, such as the sizes of groups.
+    """
     leaves = (leaf for i in data for leaf in jax.tree.leaves(args[i]))
-    return min((leaf.shape[0] for leaf in filter(has_rows, leaves)), default=0)
+    shapes = [leaf.shape for leaf in filter(has_rows, leaves)]
+    return int(max(shapes, key=math.prod)[0]) if shapes else 0
 
 
 def argument_bytes_of(request: Request) -> int | None:

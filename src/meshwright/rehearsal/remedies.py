@@ -250,7 +250,7 @@ def _offload(result: Rehearsal, estimate: PeakEstimate) -> Iterator[Remedy]:
     request, saved = result.request, estimate.saved
     if result.placement.topology.chip.family == "cpu" or result.host_transfers is not None:
         return
-    if saved is None:
+    if saved is None or result.offloads:  # it does already; a refused program shows no transfers
         return
     # Two layers at a time: one in use, one on its way.
     at_once = 2 * saved.inputs // saved.layers + _recomputed(saved, result)
