@@ -344,6 +344,58 @@ def test_the_origin_of_a_value_is_what_made_it():
     assert dataflow.origin(entry.by_name["one"]).instruction.name == "r"
 
 
+FETCHED = """HloModule fetched
+
+%inner_body (i: (s32[], s8[4], s8[4])) -> (s32[], s8[4], s8[4]) {
+  %i = (s32[], s8[4]{0}, s8[4]{0}) parameter(0)
+  %n = s32[] get-tuple-element(%i), index=0
+  %table = s8[4]{0} get-tuple-element(%i), index=1
+  %near = s8[4]{0} get-tuple-element(%i), index=2
+  %used = s8[4]{0} negate(%near)
+  %next = s8[4]{0} copy(%table)
+  ROOT %t = (s32[], s8[4]{0}, s8[4]{0}) tuple(%n, %table, %next)
+}
+
+%outer_body (o: (s32[], s8[4], s8[4])) -> (s32[], s8[4], s8[4]) {
+  %o = (s32[], s8[4]{0}, s8[4]{0}) parameter(0)
+  %loop = (s32[], s8[4]{0}, s8[4]{0}) while(%o), condition=%inner_end, body=%inner_body
+  %m = s32[] get-tuple-element(%loop), index=0
+  %far = s8[4]{0} get-tuple-element(%loop), index=1
+  ROOT %u = (s32[], s8[4]{0}, s8[4]{0}) tuple(%m, %far, %far)
+}
+
+%inner_end (a: (s32[], s8[4], s8[4])) -> pred[] {
+  %a = (s32[], s8[4]{0}, s8[4]{0}) parameter(0)
+  ROOT %ae = pred[] constant(false)
+}
+
+%outer_end (b: (s32[], s8[4], s8[4])) -> pred[] {
+  %b = (s32[], s8[4]{0}, s8[4]{0}) parameter(0)
+  ROOT %be = pred[] constant(false)
+}
+
+ENTRY %main (x: s8[4]) -> (s32[], s8[4], s8[4]) {
+  %x = s8[4]{0} parameter(0)
+  %zero = s32[] constant(0)
+  %mask = s8[4]{0} constant({1, 2, 3, 4})
+  %fetched = s8[4]{0} copy(%mask)
+  %start = (s32[], s8[4]{0}, s8[4]{0}) tuple(%zero, %mask, %FIRST)
+  ROOT %all = (s32[], s8[4]{0}, s8[4]{0}) while(%start), condition=%outer_end, body=%outer_body
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "origin"),
+    [("fetched", "mask"), ("x", "i")],  # the latter is something else in the first trip
+)
+def test_a_table_that_every_trip_fetches_anew_is_that_table(first, origin):
+    program = read_program(FETCHED.replace("%FIRST", f"%{first}"))
+    used = program.dataflow.computations["inner_body"].by_name["used"]
+    near = program.dataflow.computations["inner_body"].by_name[used.operands[0]]
+    assert program.dataflow.origin(near).instruction.name == origin
+
+
 def test_an_element_of_a_tuple_may_be_written_by_its_number():
     program = read_program("""HloModule pair
 

@@ -20,6 +20,7 @@ _FORWARDS = frozenset(
     "slice slice-done slice-start transpose all-gather all-gather-start all-gather-done "
     "fusion-done async-done async-update call-done".split()
 )
+_COPIES = frozenset("bitcast copy copy-done copy-start optimization-barrier".split())
 # Opcodes whose result is the root of the computation they call.
 _CALLS = frozenset("fusion fusion-start call call-start async-start".split())
 # No chain in a real program is as long; a text whose instructions form a cycle must not hang us.
@@ -112,23 +113,44 @@ class Dataflow:
         return None
 
     def _through_loop(self, loop: Instruction, path: tuple[int, ...]) -> Origin | None:
-        """Go to the loop's operand, if no trip changes this element of what it carries."""
-        if path and self._carried_unchanged(dict(loop.called)["body"], path[0]):
-            return Origin(self._operand(loop, 0), path)
-        return None
+        """Go to the loop's operand, if no trip changes this element of what it carries.
 
-    def _carried_unchanged(self, body: str, index: int) -> bool:
-        root = self.computations[body].root
-        if root.opcode != "tuple":
-            return False
-        value = self._operand(root, index)
-        while value.opcode in ("copy", "copy-done", "copy-start", "bitcast"):
-            value = self._operand(value, 0)
-        return (
-            value.opcode == "get-tuple-element"
-            and integers(value.attribute("index")) == (index,)
-            and self._operand(value, 0).opcode == "parameter"
-        )
+        Nor does a trip that copies it from another such element which it equals from the start: a
+        table in HBM, say, fetched to VMEM for the next trip.
+        """
+        key = (loop.computation, loop.name, path)
+        if key not in self._through:
+            self._through[key] = None  # for loops in loops that ask for one another
+            if path and self._is_unchanged(loop, path):
+                self._through[key] = Origin(self._operand(loop, 0), path)
+        return self._through[key]
+
+    @functools.cached_property
+    def _through(self) -> dict[tuple[str, str, tuple[int, ...]], Origin | None]:
+        return {}
+
+    def _is_unchanged(self, loop: Instruction, path: tuple[int, ...]) -> bool:
+        body, operand = dict(loop.called)["body"], self._operand(loop, 0)
+        source = self._copied_from(body, path[0])
+        if source is None or source == path[0]:
+            return source is not None
+        first, other = self.origin(operand, path), self.origin(operand, (source, *path[1:]))
+        same = first.instruction is other.instruction and first.path == other.path
+        return same and self._copied_from(body, source) == source
+
+    def _copied_from(self, body: str, index: int) -> int | None:
+        """Return which element of its parameter a body copies to an element; `None` for others."""
+        origin = Origin(self.computations[body].root, (index,))
+        for _ in range(_MOST_STEPS):
+            here = origin.instruction
+            if here.opcode == "parameter" and here.computation == body:
+                return origin.path[0] if len(origin.path) == 1 else None
+            moves = here.opcode in _FORWARDS and here.opcode not in _COPIES
+            before = None if moves else self._before(here, origin.path)
+            if before is None:
+                return None
+            origin = before
+        return None
 
 
 # Trip counts.
