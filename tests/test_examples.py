@@ -1,5 +1,6 @@
 """Every example runs to its end, shows what it is there to show, and complains about nothing."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +48,8 @@ def run(*words, cwd=None):
 def test_example_runs_and_shows_what_it_should(path, tmp_path):
     done = run(path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    # What takes long on a busy machine says how far it is.
+    assert [line for line in done.stderr.splitlines() if not re.search(r", \d+ s$", line)] == []
     assert done.stdout.strip()
     assert [words for words in SHOWS.get(path.name, ()) if words not in done.stdout] == []
 

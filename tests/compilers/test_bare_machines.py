@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -41,10 +42,15 @@ def run(names, *, first="", prefix=(), **changes):
     )
 
 
+def unasked(printed):
+    """Lines but those of progress, which a busy machine has."""
+    return [line for line in printed.splitlines() if not re.search(r", \d+ s$", line)]
+
+
 @pytest.mark.parametrize("platforms", ["", "cpu", "cuda", "tpu"])
 def test_named_hardware_works_whatever_jax_platforms_is_and_prints_nothing(platforms):
     done = run(["h100:8", "v5e:4x4"], JAX_PLATFORMS=platforms)
-    assert done.stderr == ""
+    assert unasked(done.stderr) == []
     assert done.stdout == f"{REHEARSED}v5e:4x4 16\nTrue libtpu\n"
 
 
@@ -96,7 +102,7 @@ def run_without_toolkit(*hidden):
 def test_a_gpu_is_rehearsed_without_a_cuda_toolkit():
     done = run_without_toolkit()
     assert done.stdout == REHEARSED
-    assert done.stderr == ""
+    assert unasked(done.stderr) == []
 
 
 @pytest.mark.parametrize(("folder", "missing"), [("nvvm", "libdevice"), ("bin", "ptxas")])

@@ -413,8 +413,8 @@ def test_specs_in_another_tree_name_the_first_difference(specs, message):
         (
             {"a": P(), "b": [None]},
             [
-                "b/0: None is not a PartitionSpec. Use PartitionSpec() for an array that stays "
-                "whole."
+                "b/0: None is not a PartitionSpec. Use PartitionSpec() for an array that is "
+                "replicated."
             ],
         ),
         ({"a": 2, "b": [3]}, ["a: 2 is not a PartitionSpec.", "b/0: 3 is not a PartitionSpec."]),
