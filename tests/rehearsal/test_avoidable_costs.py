@@ -136,10 +136,10 @@ def test_constraints_are_put_into_loops_and_both_passes():
     jax.clear_caches()
     r = rehearse(step, w, X, mesh="fsdp:8", in_shardings=[P(None, "fsdp"), P("fsdp")])
     costs = r.costs(check=True)
-    best = min((c.tried.time.total for c in costs if c.tried), default=None)
-    assert best is not None and [cost.failed for cost in costs if cost.failed] == []
+    tried = [cost.tried for cost in costs if cost.tried]
+    assert tried, [cost.failed for cost in costs]
     # What is computed stays the same.
-    assert [s.shape for s in r.results] == [s.shape for s in costs[0].tried.results]
+    assert [s.shape for s in r.results] == [s.shape for s in tried[0].results]
 
 
 def test_a_step_without_avoidable_costs_says_nothing():
