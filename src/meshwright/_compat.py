@@ -10,7 +10,7 @@ import importlib.util
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -448,8 +448,8 @@ def source_line(eqn: Any) -> str:
     return str(source_info_util.summarize(eqn.source_info))
 
 
-def custom_call_stacks(code: bytes, target: str) -> list[list[tuple[str, int]]]:
-    """Return file and line of the frames above each custom call of StableHLO, innermost first.
+def custom_call_stacks(code: bytes, targets: Collection[str]) -> list[list[tuple[str, int]]]:
+    """Return file and line of the frames above each such custom call of StableHLO, innermost first.
 
     The parser of bytecode is private (jax 0.10 to 0.12).
     """
@@ -464,7 +464,7 @@ def custom_call_stacks(code: bytes, target: str) -> list[list[tuple[str, int]]]:
             operation = pending.pop()
             attributes = operation.attributes
             called = str(attributes["call_target_name"]) if "call_target_name" in attributes else ""
-            if called.strip('"') == target:
+            if called.strip('"') in targets:
                 frames = re.findall(r'"([^"]+)":(\d+):\d+', str(operation.location))
                 stacks.append([(file, int(line)) for file, line in frames])
             for region in operation.regions:

@@ -142,7 +142,7 @@ def test_the_numbers_and_how_to_repeat_them_are_in_the_page(result, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "command"),
     [
-        (["/home/me/train.py", "--token", "secret"], "python train.py"),
+        (["jobs/train.py", "--token", "secret"], "python train.py"),
         (["/bin/meshwright", "rehearse", "my:job"], "meshwright rehearse my:job"),
         (["-c"], ""),
     ],

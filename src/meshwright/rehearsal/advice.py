@@ -56,20 +56,20 @@ class Advice:
     bytes: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.what[:1].upper()}{self.what[1:]}: {self.brings}. {self.change}"
+        return f"{self._sentence()} {self.change}"
+
+    def _sentence(self) -> str:
+        return f"{self.what[:1].upper()}{self.what[1:]}: {self.brings}."
 
     def __repr__(self) -> str:
         return short_repr(self, f"{self.what}: {self.brings}")
 
     def text(self, mark: str) -> str:
         """Lines of the screen's width behind a mark; a command is a line of its own, to copy."""
-        prose, command = str(self), ""
-        if self.change.startswith("meshwright "):
-            prose, command = prose.removesuffix(self.change).rstrip(), f"\n   {self.change}"
-        prose = textwrap.fill(
-            mark + prose, text_width(), subsequent_indent="   ", break_on_hyphens=False
-        )
-        return prose + command
+        apart = self.change.startswith("meshwright ")
+        prose = f"{mark}{self._sentence() if apart else self}"
+        lines = textwrap.fill(prose, text_width(), subsequent_indent="   ", break_on_hyphens=False)
+        return f"{lines}\n   {self.change}" if apart else lines
 
     def drawing(self) -> Html:
         """An item of a list."""
@@ -154,15 +154,15 @@ def _command(result: Rehearsal) -> str:
 
 
 def _remedy(remedy: Remedy, limit: int) -> Advice:
-    brings = f"saves {amount(remedy.saves)} of {amount(remedy.before)} on a device"
-    if remedy.tried is not None or remedy.failed:
-        brings = (
-            f"{brings}; tried, {remedy.outcome()}" if remedy.tried else f"tried, {remedy.failed}"
-        )
+    saved = f"{amount(remedy.saves)} of {amount(remedy.before)} on a device"
+    if remedy.tried is not None:
+        brings = f"saves {saved}; tried, {remedy.outcome()}"
+    elif remedy.failed:
+        brings = f"tried, {remedy.failed}"
     else:
         fits = ", enough to fit" if remedy.peak <= limit else ""
         yours = "; yours to try" if remedy.request is None else ""
-        brings = f"saves about {brings.removeprefix('saves ')}{fits}{yours}"
+        brings = f"saves about {saved}{fits}{yours}"
     return Advice(remedy.what, brings, remedy.command or remedy.how, bytes=remedy.saves)
 
 

@@ -45,7 +45,7 @@ from meshwright.rehearsal.request import (
     platform_of,
     without_kernels,
 )
-from meshwright.rehearsal.result import Rehearsal, read_outcome
+from meshwright.rehearsal.result import Rehearsal
 from meshwright.rehearsal.step_arguments import (
     as_shapes,
     name_variables,
@@ -290,9 +290,9 @@ def _judge(
     outcome: Outcome, placed: Placement, hardware: Topology, arguments: Sequence[LeafRow]
 ) -> tuple[Memory, HostMemory | None]:
     chip = placed.topology.chip
-    if outcome.verdict == "exhausted":
+    program = outcome.program
+    if program is None:
         return as_refused(outcome.reason, arguments, chip), None
-    program = read_outcome(outcome)
     sizes = scheduled_sizes(program, outcome.memory) if outcome.scheduled else outcome.memory
     memory = as_compiled(sizes, chip, live_buffers(program, chip))
     workspace = workspace_at_peak(program, chip, memory.peak)

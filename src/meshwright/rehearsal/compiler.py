@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -23,13 +24,16 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from meshwright.errors import RehearsalError, listing, on_command_line
 from meshwright.hardware.topology import Topology
 from meshwright.hlo.instructions import Source
+
+if TYPE_CHECKING:
+    from meshwright.hlo.program import Program
 
 # What changes the result besides the job itself, and so is in the cache's key: versions of packages
 # and variables that reach the compiler.
@@ -127,6 +131,14 @@ class Outcome:
         """Whether the compiler was ended when it had scheduled the program, before it had code."""
         return "assigned" in self.memory
 
+    @functools.cached_property
+    def program(self) -> Program | None:
+        """The optimised HLO as data, read once; `None` where the compiler left none."""
+        # In the function: the compiling process reads no programs, and must start fast.
+        from meshwright.hlo.program import read_program
+
+        return None if self.verdict != "compiled" else read_program(self.text, self.constants)
+
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
@@ -204,8 +216,7 @@ def _refusal(job: Job, reason: str) -> str:
         )
     stacks = [
         [Source(*frame) for frame in stack]
-        for call in _KERNEL_CALLS
-        for stack in _compat.custom_call_stacks(job.code, call)
+        for stack in _compat.custom_call_stacks(job.code, _KERNEL_CALLS)
     ]
     if not any(stacks) or not (ON_CHIP.search(reason) or "Mosaic" in reason):
         return "\n  ".join(

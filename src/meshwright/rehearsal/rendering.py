@@ -42,8 +42,7 @@ def as_text(
     """Print everything for a terminal; `remedies` and `costs` are those that were tried, if any."""
     parts = [headline(result), str(result.memory)]
     if result.time is not None:
-        time = [str(result.time), throughput_line(result), *_run_notes(result)]
-        parts += [str(result.collectives), "\n".join(time)]
+        parts += [str(result.collectives), f"{result.time}\n{throughput_line(result)}"]
     if costs := costs or result.costs():
         parts.append(str(costs))
     parts += [str(each) for each in (result.host_transfers, result.host_memory) if each is not None]
@@ -82,17 +81,6 @@ def throughput_line(result: Rehearsal) -> str:
     elif result.examples_per_second is not None:
         words.insert(0, f"{result.examples_per_second:,.4g} examples a second")
     return ", ".join(words)
-
-
-def _run_notes(result: Rehearsal) -> list[str]:
-    """Say why time and FLOPs are no certain numbers, if they are not."""
-    runs = () if result.program is None else result.program.runs.values()
-    notes = []
-    if any(run.at_most for run in runs):
-        notes.append("These are upper bounds: every branch of a condition counts.")
-    if any(run.at_least for run in runs):
-        notes.append("These are lower bounds: a loop of unknown trip count counts as one trip.")
-    return notes
 
 
 def as_json(result: Rehearsal) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from meshwright._show import Sheet, Shown, Table, short_repr
 from meshwright._text import amount, duration, write_text
 from meshwright.errors import RehearsalError, short
 from meshwright.hlo.instructions import Source
-from meshwright.hlo.program import Program, read_program
+from meshwright.hlo.program import Program
 from meshwright.partitioning.report import PartitionReport
 from meshwright.placement.placement import Placement
 from meshwright.rehearsal.advice import AdviceList, find_advice
@@ -85,10 +85,10 @@ class Rehearsal:
 
     # Not in `rehearse`: a trial of a remedy asks for the verdict alone, and reading a large program
     # for the rest takes as long again as reading its memory.
-    @functools.cached_property
+    @property
     def program(self) -> Program | None:
         """The optimised HLO as data; `None` where the compiler ran out of memory."""
-        return None if self.outcome.verdict == "exhausted" else read_outcome(self.outcome)
+        return self.outcome.program
 
     @functools.cached_property
     def collectives(self) -> Collectives:
@@ -286,11 +286,6 @@ class Rehearsal:
     def to_json(self) -> dict[str, Any]:
         """Return everything but the HLO text as plain data."""
         return as_json(self)
-
-
-def read_outcome(outcome: Outcome) -> Program:
-    """Read what a compiler left into a program."""
-    return read_program(outcome.text, outcome.constants)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

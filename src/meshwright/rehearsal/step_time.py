@@ -44,7 +44,8 @@ class StepTime(Shown):
     products that several devices compute alike, `recomputed` the operations that rematerialisation
     does again; both are in `flops` and in the times. `recomputed_bytes` is what it writes of all
     layers, which a step without it would keep. `cpu_estimate`: of the program for simulated CPU
-    devices, in place of the hardware's.
+    devices, in place of the hardware's. `at_most`: every branch of a condition is in it;
+    `at_least`: of a loop of unknown trip count one trip is.
     """
 
     compute: float
@@ -64,6 +65,8 @@ class StepTime(Shown):
     recomputed_bytes: float = 0.0
     cpu_estimate: bool = False
     compiler_partial: bool = False
+    at_most: bool = False
+    at_least: bool = False
 
     @property
     def total(self) -> float:
@@ -166,7 +169,7 @@ class StepTime(Shown):
         return ["\n".join(lines)] if lines else []
 
     def doubts(self) -> list[str]:
-        """Say of which kernels the operations are unknown or may be too many; empty if of none."""
+        """Say of what the operations are unknown, or may be more or fewer; empty if of nothing."""
         unknown = [kernel for kernel in self.custom if kernel.trust == "unknown"]
         at_most = [kernel for kernel in self.custom if kernel.trust == "at most"]
         lines = []
@@ -177,6 +180,10 @@ class StepTime(Shown):
             )
         if at_most:
             lines.append(f"FLOPs are an upper bound of {_names(at_most)}: they may skip blocks.")
+        if self.at_most:
+            lines.append("These are upper bounds: every branch of a condition counts.")
+        if self.at_least:
+            lines.append("These are lower bounds: a loop of unknown trip count counts as one trip.")
         return lines
 
     def to_json(self) -> dict[str, Any]:
@@ -198,6 +205,8 @@ class StepTime(Shown):
             "repeated": [entry.to_json() for entry in self.repeated],
             "compiler": self.compiler,
             "compiler_partial": self.compiler_partial,
+            "at_most": self.at_most,
+            "at_least": self.at_least,
             "custom_kernels": [kernel.to_json() for kernel in self.custom],
         }
 
@@ -299,6 +308,8 @@ def step_time(
         peak_flops=chip.tflops * 1e12 / chip.cores,
         compiler=_compilers_estimate(program, chip, custom),
         compiler_partial=scheduled,
+        at_most=any(run.at_most for run in program.runs.values()),
+        at_least=any(run.at_least for run in program.runs.values()),
         custom=tuple(custom),
         repeated=repeated,
         recomputed=recomputed,

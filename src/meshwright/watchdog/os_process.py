@@ -317,7 +317,7 @@ _DUMP_TIMEOUT = 0.4
 class StackDump:
     """Lets other processes of this machine have the stacks of this one. Linux only.
 
-    `address` is what `blocked_stack` needs: a file descriptor, a signal and the thread's number.
+    `address` is what `blocked_stack` needs: a file descriptor and a signal.
     """
 
     def __init__(self) -> None:
