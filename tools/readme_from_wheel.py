@@ -4,7 +4,8 @@
 
 Makes the wheel and the environment VENV, then pastes: the Python of the page into one interpreter,
 as doctests; commands with the output that is shown; other commands, which must succeed. What is
-of a checkout (`make`) or installs more is not run.
+of a checkout (`make`) or installs more is not run. Then looks at the links of a wheel that is built
+from a clone with an address.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import venv
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -41,6 +43,30 @@ def install(where: Path, constraints: Path) -> None:
         subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", built, str(ROOT)], check=True)
         (wheel,) = map(str, Path(built).glob("*.whl"))
         subprocess.run([*pip, "install", "--constraint", str(constraints), wheel], check=True)
+
+
+def links_lead_home(where: Path) -> bool:
+    """Whether a wheel of a clone of a published project has links, and no picture without one."""
+    pip = [str(where / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    with tempfile.TemporaryDirectory() as folder:
+        clone, remote = (
+            Path(folder) / "clone",
+            "https://name:secret@example.org/team/meshwright.git",
+        )
+        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+        subprocess.run(["git", "-C", str(clone), "remote", "set-url", "origin", remote], check=True)
+        subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", folder, str(clone)], check=True)
+        (wheel,) = Path(folder).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+            text = archive.read(name).decode()
+    home = "https://example.org/team/meshwright"
+    pictures = re.findall(r'<img src="([^"]*)"', text)
+    good = f"Project-URL: Homepage, {home}\n" in text and "secret" not in text
+    good = good and bool(pictures) and all(each.startswith(f"{home}/raw/") for each in pictures)
+    good = good and not re.search(r"\]\((?!https?:|#)", text)
+    print(f"{'ok' if good else 'FAILED'}: the links of a wheel lead to where it was cloned from")
+    return good
 
 
 def paste(where: Path) -> int:
@@ -77,10 +103,8 @@ def _runs(line: str, programs: Path, folder: str, shown: str | None) -> bool:
 
 def main(where: Path, constraints: Path) -> int:
     install(where, constraints)
-    failed = paste(where)
-    print(
-        f"the README from the wheel: {f'{failed} blocks failed' if failed else 'every block runs'}"
-    )
+    failed = paste(where) + (not links_lead_home(where))
+    print(f"the README from the wheel: {f'{failed} failed' if failed else 'every block runs'}")
     return bool(failed)
 
 
