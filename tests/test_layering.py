@@ -1,6 +1,7 @@
 """Data flows one way: a room imports only rooms above it, and private JAX has one door."""
 
 import ast
+import collections
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 import meshwright as mw
 
-# Top to bottom; `calibration` and `planning` are still to come.
+# Top to bottom; `planning` is still to come.
 ROOMS = (
     "axes",
     "spec",
@@ -129,7 +130,8 @@ def test_private_jax_stays_behind_compat(path):
 
 # Names that tell what a file is in its room, whichever that is.
 SHARED_BASENAMES = ("__init__", "__main__", "api", "types", "named", "report")
-MOST_FILES = 180
+MOST_FILES = 180  # of all rooms but these, which have a limit of their own
+MOST_FILES_OF = {"calibration": 12, "planning": 20}
 MOST_INNER_IMPORTS = 20  # of our own modules, inside of functions
 SHORT_FILE = 60
 
@@ -175,7 +177,9 @@ def short_file_faults(sources: Mapping[str, str]) -> list[str]:
 
 
 def test_there_are_few_files():
-    assert len(FILES) <= MOST_FILES
+    rooms = collections.Counter(map(room_of, FILES))
+    assert all(rooms[room] <= most for room, most in MOST_FILES_OF.items())
+    assert len(FILES) - sum(rooms[room] for room in MOST_FILES_OF) <= MOST_FILES
 
 
 def test_no_two_files_share_a_basename():

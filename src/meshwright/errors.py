@@ -79,6 +79,10 @@ class RehearsalError(MeshwrightError):
     """A step that cannot be rehearsed, or a compile that failed."""
 
 
+class CalibrationError(MeshwrightError):
+    """A step or a machine that cannot be measured, or a file of speeds that is not one."""
+
+
 class ModelError(MeshwrightError):
     """A model, its settings or its batch are unknown or do not fit together."""
 

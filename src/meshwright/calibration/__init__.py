@@ -1,0 +1,6 @@
+"""Measured on this machine: how long a step really takes, laid beside its rehearsal.
+
+- `trace`: run something under JAX's profiler, and read which instruction ran where, and when;
+- `measure`: run a step under it and join what ran with the program and the model of time;
+- `measurement`: what comes out, which prints itself, draws itself and compares.
+"""
