@@ -5,6 +5,8 @@ from meshwright import rehearsal as rehearsal
 from meshwright import report as report
 from meshwright import schedules as schedules
 from meshwright import transfers as transfers
+from meshwright.calibration.measure import measure as measure
+from meshwright.calibration.measurement import Measurement as Measurement
 from meshwright.checkpoints.checkpoint import restore_checkpoint as restore_checkpoint
 from meshwright.checkpoints.checkpoint import save_checkpoint as save_checkpoint
 from meshwright.hardware.topology import Topology as Topology

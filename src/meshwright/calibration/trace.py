@@ -99,10 +99,10 @@ def record(keep: Path | None = None) -> Iterator[Recording]:
             yield recording
         except BaseException:
             with contextlib.suppress(Exception):  # what the block raised is the news
-                jax.profiler.stop_trace()
+                jax.profiler.stop_trace()  # type: ignore[no-untyped-call]
             raise
         try:
-            jax.profiler.stop_trace()
+            jax.profiler.stop_trace()  # type: ignore[no-untyped-call]
             profile = _read(folder)
         except (OSError, RuntimeError) as error:
             raise CalibrationError(
