@@ -152,7 +152,8 @@ class _Run:
         self.notes: list[str] = []
         self.platform = next(iter(mesh.devices.flat)).platform
         self.results: Any = None
-        self.taken: dict[int, int | None] = {}  # donated arguments, and the result for each
+        # Donated arguments, and the result that takes the place of each; unknown until it has run.
+        self.taken: dict[int, int] | None = None
         for compiles in range(_MOST_COMPILES):
             pulse.now("compiling")
             self.compiled = self._compile({})
@@ -184,6 +185,7 @@ class _Run:
         if not is_jitted(function):
             function = jax.jit(function)
         lowered = function.lower(*bound, *self.args, **named)
+        self.donated = _donated(lowered, len(bound))
         compiled = lowered.compile(options) if options else lowered.compile()
         return functools.partial(compiled, *bound, **named) if bound or named else compiled
 
@@ -191,22 +193,24 @@ class _Run:
         """Run a step; what it returns takes the place of what it has used up."""
         compiled = self.traced if hasattr(self, "traced") else self.compiled
         self.results = compiled(*self.args)
-        if not self.taken:
+        elements = _elements(self.results)
+        if self.taken is None:
             _wait(self.results)
-            self.taken = {number: None for number, arg in enumerate(self.args) if _is_gone(arg)}
-            self._match()
-        elements = _elements(self.results)
+            self.taken = self._match(elements)
         for number, result in self.taken.items():
-            if result is not None:
-                self.args[number] = elements[result]
+            self.args[number] = elements[result]
 
-    def _match(self) -> None:
-        """Find the result that takes the place of each donated argument."""
-        elements = _elements(self.results)
-        free = list(range(len(elements)))
-        for number in self.taken:
-            wanted = _structure(self.args[number])
+    def _match(self, elements: Sequence[Any]) -> dict[int, int]:
+        """Find the result that takes the place of each argument that is used up."""
+        free, taken = list(range(len(elements))), {}
+        for number, arg in enumerate(self.args):
+            gone = _is_gone(arg)
+            if not gone and number not in self.donated:
+                continue
+            wanted = _structure(arg)
             match = next((n for n in free if _structure(elements[n]) == wanted), None)
+            if match is None and not gone:  # a donation that the compiler has no use for
+                continue
             if match is None:
                 raise CalibrationError(
                     f"{self.names[number]} is donated, and no result of the step has its structure "
@@ -215,7 +219,8 @@ class _Run:
                     option="step",
                 )
             free.remove(match)
-            self.taken[number] = match
+            taken[number] = match
+        return taken
 
     def round(self, steps: int) -> float:
         """Seconds of a step, the mean of some in a row."""
@@ -257,6 +262,16 @@ def _wait(values: Any) -> None:
 
 def _elements(results: Any) -> list[Any]:
     return list(results) if isinstance(results, (tuple, list)) else [results]
+
+
+def _donated(lowered: Any, bound: int) -> set[int]:
+    """Which arguments a step donates, as far as its `jit` says; the first ones are bound."""
+    positional, _ = getattr(lowered, "args_info", ((), {}))
+    return {
+        number - bound
+        for number, entry in enumerate(positional)
+        if any(getattr(leaf, "donated", False) for leaf in jax.tree.leaves(entry))
+    }
 
 
 def _is_gone(arg: Any) -> bool:
@@ -323,6 +338,11 @@ def _measurement(
     joined = join(records, instructions, collectives, placement, speeds(chip), steps)
     modelled = step_time(program, collectives, chip, find_repeated_work(program, placement, ()))
     notes = list(run.notes)
+    if run.platform == "cpu":
+        notes.append(
+            "Simulated devices share this machine's cores: counts, waiting and order are real, "
+            "speeds are not those of any accelerator."
+        )
     if run.traced is not run.compiled:
         notes.append(
             "Traced without CUDA graphs (command buffers), which hide the names of kernels; the "

@@ -33,6 +33,7 @@ class Part:
     measured: float
 
     def to_json(self) -> dict[str, Any]:
+        """Return all of it as plain data."""
         return dataclasses.asdict(self)
 
 
@@ -54,6 +55,7 @@ class MeasuredKernel:
     in_condition: bool = False
 
     def to_json(self) -> dict[str, Any]:
+        """Return all of it as plain data."""
         return dataclasses.asdict(self)
 
 
@@ -80,6 +82,7 @@ class MeasuredCollective:
         return self.collective.total_seconds
 
     def to_json(self) -> dict[str, Any]:
+        """Return the collective and what was measured of it as plain data."""
         own = ("runs", "measured", "moving", "waiting", "exposed", "late")
         measured = {name: getattr(self, name) for name in own}
         return {**self.collective.to_json(), "modelled": self.modelled, **measured}
@@ -105,6 +108,7 @@ class MeasuredDevice:
     peak: int | None
 
     def to_json(self) -> dict[str, Any]:
+        """Return all of it as plain data."""
         return dataclasses.asdict(self)
 
 
@@ -184,16 +188,18 @@ class Measurement(Shown):
             raise CalibrationError(
                 f"save: {short(path.name)} ends in neither .html nor .json.", option="path"
             )
-        if path.suffix == ".html":
-            body = self._sheet().inside()
-            text = page(repr(self), body, css=style() + _PAGE, body_class="mw")
-        else:
-            text = json.dumps(self.to_json(), indent=2)
+        html = path.suffix == ".html"
+        text = self.page() if html else json.dumps(self.to_json(), indent=2)
         try:
             write_text(path, text)
         except OSError as error:
             raise CalibrationError(f"save: {path}: {error.strerror}.", option="path") from error
         return path
+
+    def page(self) -> str:
+        """All of it as one page of HTML that works offline."""
+        title = f"{self.name} on {self.on}, measured"
+        return page(title, self._sheet().inside(), css=style() + _PAGE, body_class="mw")
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but the results as plain data; times in seconds, sizes in bytes."""
@@ -286,10 +292,7 @@ class Measurement(Shown):
     def _collectives_table(self) -> Table:
         heading = ["collective", "array", "over", "times", "modelled", "measured", "waiting"]
         heading += ["exposed", "late", "source", "cause"]
-        order = {cause: number for number, cause in enumerate(CAUSES)}
-        entries = sorted(
-            self.collectives, key=lambda e: (order.get(e.collective.cause, 9), -e.measured)
-        )
+        entries = _alike(self.collectives)
         rows = []
         for entry in entries[:_MOST_COLLECTIVES]:
             what = entry.collective
@@ -378,6 +381,31 @@ class Measurement(Shown):
 
 _WAITED, _LAST = 0.05, 0.6  # of a step that others wait; of its collectives that it is last in
 _PAGE = ":root{color-scheme:light dark}body{margin:0}.mw{padding:20px;min-height:100vh}"
+
+
+def _alike(entries: Sequence[MeasuredCollective]) -> list[MeasuredCollective]:
+    """One entry for all that look alike in a table, by cause, the longest first."""
+    groups: dict[tuple[str, ...], list[MeasuredCollective]] = {}
+    for entry in entries:
+        what = entry.collective
+        looks = (what.kind, what.shape, what.over, what.cause, str(what.source), entry.late or "")
+        groups.setdefault(looks, []).append(entry)
+    merged = [
+        dataclasses.replace(
+            group[0],
+            collective=dataclasses.replace(
+                group[0].collective,
+                times=sum((each.collective.times for each in group[1:]), group[0].collective.times),
+            ),
+            **{
+                name: sum(getattr(each, name) for each in group)
+                for name in ("runs", "measured", "moving", "waiting", "exposed")
+            },
+        )
+        for group in groups.values()
+    ]
+    order = {cause: number for number, cause in enumerate(CAUSES)}
+    return sorted(merged, key=lambda entry: (order[entry.collective.cause], -entry.measured))
 
 
 def _class_seconds(rehearsal: Rehearsal) -> dict[str, float]:
