@@ -327,7 +327,9 @@ def _measurement(
     positions = {device.id: number for number, device in enumerate(run.mesh.devices.flat)}
     records = []
     for device in here:
-        own = [event for event in events if event.device == device.local_hardware_id]
+        # Simulated devices are noted by their number in the job, others by that on their host.
+        noted = device.id if run.platform == "cpu" else device.local_hardware_id
+        own = [event for event in events if event.device == noted]
         name = f"{device.platform}:{device.id}"
         place = positions[device.id]
         records.append(

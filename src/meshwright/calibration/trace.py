@@ -34,7 +34,10 @@ _TPU_LINES = ("XLA Ops", "Async XLA Ops")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
-    """One run of an instruction: `device` by its number on this host, times in seconds."""
+    """One run of an instruction, times in seconds.
+
+    `device` is its number on this host; of a simulated one its `id`.
+    """
 
     device: int
     instruction: str
