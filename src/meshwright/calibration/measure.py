@@ -93,6 +93,12 @@ def measure(
         )
     if not callable(step):
         raise CalibrationError(f"step: {short(step)} cannot be called.", option="step")
+    if hasattr(step, "call_compiled"):  # a pipeline's: many programs, on groups of devices
+        raise CalibrationError(
+            "step: a pipeline runs many programs at once. step.timeline(*args) measures when each "
+            "of its tasks ran.",
+            option="step",
+        )
     check_flag("progress", progress)
     called = name or str(getattr(unbound(step), "__name__", "step"))
     folder = None if trace is None else _trace_folder(trace)

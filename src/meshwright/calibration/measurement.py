@@ -239,12 +239,14 @@ class Measurement(Shown):
         return Sheet(headline, [*parts, *self._remarks()])
 
     def _drawing(self) -> Html:
-        lanes = [self.time.lane(), Lane(f"measured: {duration(self.seconds)}", self._segments())]
-        lines = legend(lanes[1].parts, duration, self.seconds)
-        return join([bars(lanes, duration), lines])
+        model = dataclasses.replace(
+            self.time.lane(), title=f"modelled: {duration(self.time.total)}"
+        )
+        real = Lane(f"measured, under the profiler: {duration(self.traced)}", self._segments())
+        return join([bars([model, real], duration), legend(real.parts, duration, self.traced)])
 
     def _segments(self) -> tuple[Segment, ...]:
-        rest = max(0.0, self.seconds - self.kernel_seconds - self.exposed)
+        rest = max(0.0, self.traced - self.kernel_seconds - self.exposed)
         return (
             Segment("kernels", self.kernel_seconds, TIME["compute"]),
             Segment("exposed communication", self.exposed, TIME["exposed communication"]),
