@@ -288,6 +288,7 @@ class FailureSources:
         self._sigterm = SignalTrap(signal.SIGTERM, "abs") if trap_sigterm else None
         self._number = 0  # of the last snapshot
         self._unread = 0.0  # seconds since
+        self._store_stopped = False
         self._failed = 0.0  # seconds since this process failed
         self._peers: Mapping[int, State] | None = None  # as they were then,
         self._peers_number = 0  # in this snapshot
@@ -299,7 +300,8 @@ class FailureSources:
 
     @property
     def store_answers(self) -> bool:
-        return not self._exchange.failures and self._unread < self._heartbeat_timeout
+        answers = self._unread < self._heartbeat_timeout and not self._store_stopped
+        return answers and not self._exchange.failures
 
     def can_read(self, peer: State, fault: Fault) -> bool:
         """Whether a peer may still read the store, as far as is known."""
@@ -331,6 +333,7 @@ class FailureSources:
         is_new = snapshot.number != self._number
         if is_new:
             self._unread, self._number = 0.0, snapshot.number
+            self._store_stopped = False
         if self.aborted or self.told or self.error is not None:
             return self._find_cause(snapshot, elapsed)
         return self._detector.update(snapshot.states, since_last) if is_new else None
@@ -344,7 +347,8 @@ class FailureSources:
             return None
         host = snapshot.states.get(0, State(0))
         status = self._detector.status(host.identity)
-        if not (broken or status == os_process.STOPPED or self._unread >= self._heartbeat_timeout):
+        self._store_stopped = status == os_process.STOPPED
+        if not (broken or self._store_stopped or self._unread >= self._heartbeat_timeout):
             return None
         if status == os_process.ALIVE and self._unread < host.timeout and not broken:
             return None
