@@ -34,32 +34,28 @@ def main() -> None:
 
 def train(folder: Path, steps: int, every: int, pause: float) -> None:
     """Run to `steps` from the newest checkpoint in `folder`; every process calls it."""
-    mesh = mw.mesh("fsdp:-1")  # all devices there are, this time
+    first, state, mesh = mw.resume(folder, make_state, jax.random.key(0), mesh="fsdp:-1")
     rows = mw.data_shard(mesh).rows(BATCH)
-    path = folder / "latest"
-    first, state = 0, mw.init(make_state, jax.random.key(0), mesh=mesh)
-    if path.exists():
-        first, state = mw.restore_checkpoint(path, (0, state))
+    checkpoints = mw.Checkpoints(folder, every=every)
     say(f"on {mesh.size} devices from step {first}")
 
-    def save() -> None:
-        mw.save_checkpoint(path, (watch.step, state), overwrite=True)
-        say(f"saved step {watch.step}")
+    def save() -> None:  # told to stop, all processes come here before the same step
+        checkpoints.save(watch.step, state, force=True)
+        checkpoints.wait()
 
-    with mw.Watchdog(timeout=120, on_preemption="save", save=save) as watch:
+    with mw.Watchdog(timeout=120, on_preemption="save", save=save) as watch, checkpoints:
         step = watch.wrap(train_step)
         for i in range(first, steps):
-            watch.step = i  # told to stop, all save here and leave with status 75
-            if i % every == 0 and i > first:
-                save()
+            watch.step = i
             batch = mw.shard(read(i, rows), mesh, P("fsdp"), local=True)
             state, loss = step(state, batch)
+            checkpoints.save(i + 1, state)  # every so many steps, written beside the next ones
             if i % 10 == 0:
                 say(f"step {i} loss {loss:.6f}")
             time.sleep(pause)
-        watch.step = steps
-        save()
         watch.step = None
+        checkpoints.save(steps, state, force=True)
+    say(f"done after step {steps}")
 
 
 def make_state(key: jax.Array) -> dict:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import jax
+from ports import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 MARK = "MESHWRIGHT_TEST_JOB"  # inherited by all that a test starts
@@ -43,6 +44,9 @@ def environment(mark: str, **more: str) -> dict[str, str]:
         "PYTHONPATH": str(ROOT / "src"),
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "1",
+        # Bare, JAX's coordinator listens on every address of the machine.
+        "JAX_COORDINATOR_PORT": (port := str(free_port())),
+        "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}",
         # Four compilers and four pools of threads on two cores are in each other's way.
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "OMP_NUM_THREADS": "1",
@@ -85,18 +89,19 @@ def marked(mark: str) -> list[Process]:
     return processes
 
 
-def workers(mark: str, rank: str) -> dict[int, Process]:
+def workers(mark: str, rank: str, count: int = 4) -> dict[int, Process]:
     """The Python processes of a job by their number, which the engine has put into `rank`."""
-    return {
+    group = {
         int(process.environ[rank]): process
         for process in sorted(marked(mark), key=lambda process: -process.pid)
         if rank in process.environ and process.name.startswith("python")
     }
+    assert sorted(group) == list(range(count)), group
+    return group
 
 
-def kill_one(mark: str, rank: str, victim: int) -> float:
+def kill(group: dict[int, Process], victim: int) -> float:
     """Kill a worker; the seconds until all are gone. Without a watchdog JAX takes 100."""
-    group = workers(mark, rank)
     os.kill(group[victim].pid, signal.SIGKILL)
     killed = time.monotonic()
     until(
@@ -134,14 +139,14 @@ def listening_addresses(mark: str) -> dict[str, set[str]]:
 def assert_loopback_alone(mark: str, *programs: str) -> None:
     """Each of the programs listens, and none of all on another address than loopback's."""
     addresses = listening_addresses(mark)
-    assert set(programs) <= {name for name in addresses}, addresses
+    assert set(programs) <= set(addresses), addresses
     outside = {
         f"{name} on {address}"
         for name, places in addresses.items()
         for address in places
         if not address.startswith("127.") and address not in ("[::1]", "[::ffff:127.0.0.1]")
     }
-    assert not outside
+    assert not outside, outside
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,8 @@
-"""A Slurm of our own on loopback: munged, slurmctld and slurmd with ports and state of their own."""
+"""A Slurm of our own on loopback: daemons with ports, keys and state of their own."""
 
 import contextlib
 import getpass
 import json
-import os
 import secrets
 import shutil
 import socket
@@ -72,14 +71,7 @@ class Slurm:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.mark = folder, folder.name
-        port = str(free_port())
-        self.env = environment(
-            self.mark,
-            SLURM_CONF=str(folder / "slurm.conf"),
-            # Bare, JAX's coordinator listens on every address of the machine.
-            JAX_COORDINATOR_PORT=port,
-            JAX_COORDINATOR_BIND_ADDRESS=f"127.0.0.1:{port}",
-        )
+        self.env = environment(self.mark, SLURM_CONF=str(folder / "slurm.conf"))
 
     def call(self, *command: str) -> str:
         done = subprocess.run(

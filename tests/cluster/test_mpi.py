@@ -15,7 +15,8 @@ from engine_processes import (
     assert_loopback_alone,
     end_all,
     environment,
-    kill_one,
+    kill,
+    workers,
 )
 
 pytestmark = [
@@ -58,7 +59,7 @@ def test_a_killed_process_ends_all_and_fewer_go_on(env, show, tmp_path):
     job = start(env, 4, output, *folder, "--steps", "20000", "--pause", "0.02")
     output.wait_for("step 50 loss")
     assert_loopback_alone(mark, "mpirun", "python")
-    seconds = kill_one(mark, "OMPI_COMM_WORLD_RANK", 3)
+    seconds = kill(workers(mark, "OMPI_COMM_WORLD_RANK"), 3)
     assert job.wait(SOON) == 137, output.text()[-6000:]
     show(f"Open MPI: all out {seconds:.2f} s after the kill")
     # mpirun may be quicker than the others' output is.
@@ -69,5 +70,5 @@ def test_a_killed_process_ends_all_and_fewer_go_on(env, show, tmp_path):
     again = start(env, 2, rest, *folder, "--steps", str(last))
     assert again.wait(START) == 0, rest.text()[-6000:]
     rest.wait_for(r"on 2 devices from step [1-9]\d*\n")
-    rest.wait_for(f"saved step {last}\n")
+    rest.wait_for(f"done after step {last}\n")
     assert_as_uninterrupted(rest)

@@ -8,9 +8,10 @@ from engine_processes import (
     ROOT,
     SOON,
     Output,
-    assert_loopback_alone,
     assert_as_uninterrupted,
-    kill_one,
+    assert_loopback_alone,
+    kill,
+    workers,
 )
 from private_slurm import missing, private_slurm
 
@@ -20,6 +21,7 @@ pytestmark = [
 ]
 
 TRAIN = "examples/cluster/train.py"
+SRUN = ("srun", "--ntasks=4", "--unbuffered")
 RANK = "SLURM_PROCID"
 LONG = ("--steps", "20000", "--pause", "0.02")
 
@@ -35,8 +37,7 @@ def test_a_killed_task_is_named_though_srun_stops_all_others(slurm, show, tmp_pa
     output = Output(tmp_path / "output")
     with output.path.open("w") as file:
         step = subprocess.Popen(
-            ["srun", "-n", "4", "-u", "--kill-on-bad-exit=1"]
-            + ["python", TRAIN, "--folder", str(tmp_path), *LONG],
+            [*SRUN, "--kill-on-bad-exit=1", "python", TRAIN, "--folder", str(tmp_path), *LONG],
             env=slurm.env,
             cwd=ROOT,
             stdout=file,
@@ -45,7 +46,7 @@ def test_a_killed_task_is_named_though_srun_stops_all_others(slurm, show, tmp_pa
     output.wait_for("on 4 devices from step 0")
     output.wait_for("step 50 loss")
     assert_loopback_alone(slurm.mark, "slurmctld", "slurmd", "srun", "python")
-    seconds = kill_one(slurm.mark, RANK, 2)
+    seconds = kill(workers(slurm.mark, RANK), 2)
     assert step.wait(SOON) == 137, output.text()[-6000:]
     show(f"Slurm, --kill-on-bad-exit=1: all out {seconds:.2f} s after the kill")
     assert set(output.named()) == {"process 2 died"}, output.text()[-6000:]
@@ -58,7 +59,7 @@ def test_a_job_is_requeued_preempted_and_goes_on_with_fewer_tasks(slurm, show, t
 
     # A task is killed: requeued by its exit status, restored onto four tasks.
     output.wait_for("step 50 loss")
-    seconds = kill_one(slurm.mark, RANK, 1)
+    seconds = kill(workers(slurm.mark, RANK), 1)
     show(f"Slurm, --kill-on-bad-exit=0: all out {seconds:.2f} s after the kill")
     slurm.wait_for_requeue(number, 1)
     # It would wait for two minutes, Slurm's time for the nodes to be clean.
@@ -69,14 +70,16 @@ def test_a_job_is_requeued_preempted_and_goes_on_with_fewer_tasks(slurm, show, t
 
     # Told to stop: saves, leaves with 75, is requeued. Two tasks go on from that very step.
     slurm.call("scancel", "--signal=TERM", number)
-    saved = output.wait_for(r"have saved before step (\d+)\. Run the job again\.", start.end(), SOON)
+    saved = output.wait_for(
+        r"have saved before step (\d+)\. Run the job again\.", start.end(), SOON
+    )
     slurm.wait_for_requeue(number, 2)
     slurm.call("scancel", number)
     assert_as_uninterrupted(output)
     last = int(saved[1]) + 20
     number, rest = slurm.submit("--ntasks=2", *words, *folder, "--steps", str(last))
     rest.wait_for(f"on 2 devices from step {saved[1]}\n")
-    rest.wait_for(f"saved step {last}\n")
+    rest.wait_for(f"done after step {last}\n")
     slurm.wait_for_job(number, JobState="COMPLETED", ExitCode="0:0")
     assert_as_uninterrupted(rest)
 
