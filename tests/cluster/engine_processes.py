@@ -149,6 +149,32 @@ def assert_loopback_alone(mark: str, *programs: str) -> None:
     assert not outside, outside
 
 
+# A network that has loopback alone, for engines that listen on every address there is. And no logs
+# of libtpu, which Ray would print as its own whoever has written them.
+_ALONE = """\
+ip link set lo up || exit 1
+if [ -d /tmp/tpu_logs ]; then mount -t tmpfs none /tmp/tpu_logs || exit 1; fi
+exec "$0" "$@"
+"""
+ISOLATED = ("unshare", "--net", "--mount", "sh", "-c", _ALONE)
+
+
+def cannot_isolate() -> str:
+    """Why a job cannot have a network of its own here, or nothing."""
+    try:
+        done = subprocess.run([*ISOLATED, "true"], capture_output=True, text=True)
+    except FileNotFoundError:
+        return "there is no unshare"
+    return done.stderr.strip()
+
+
+def assert_isolated(pid: int) -> None:
+    """The network of a process has loopback's addresses alone."""
+    inside = ("nsenter", f"--target={pid}", "--net", "ip", "-oneline", "address")
+    addresses = subprocess.run(inside, capture_output=True, text=True, check=True).stdout
+    assert {line.split()[1] for line in addresses.splitlines()} == {"lo"}, addresses
+
+
 @dataclasses.dataclass(frozen=True)
 class Output:
     """What a job has written so far, of all processes and restarts together."""

@@ -1,37 +1,41 @@
 """A real Open MPI runs examples/cluster: a process killed, and restored onto fewer."""
 
-import getpass
 import shutil
 import subprocess
-import sys
 
 import pytest
 from engine_processes import (
+    ISOLATED,
+    MARK,
     ROOT,
     SOON,
     START,
     Output,
     assert_as_uninterrupted,
-    assert_loopback_alone,
+    assert_isolated,
+    cannot_isolate,
     end_all,
     environment,
     kill,
     workers,
 )
 
+
+def missing():
+    return "no mpirun" if shutil.which("mpirun") is None else cannot_isolate()
+
+
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.skipif(shutil.which("mpirun") is None, reason="no Open MPI here"),
+    pytest.mark.skipif(bool(missing()), reason=f"no Open MPI here, {missing()}"),
 ]
 
 
 @pytest.fixture
 def env(tmp_path):
-    mark = f"mpi-{tmp_path.name}-{getpass.getuser()}"
+    mark = f"mpi-{tmp_path}"
     yield environment(
         mark,
-        OMPI_MCA_oob_tcp_if_include="lo",
-        OMPI_MCA_btl_tcp_if_include="lo",
         OMPI_MCA_rmaps_base_oversubscribe="1",
         OMPI_ALLOW_RUN_AS_ROOT="1",
         OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
@@ -40,11 +44,9 @@ def env(tmp_path):
 
 
 def start(env, processes, output, *options):
-    """Start examples/cluster/train.py as mpirun.sh does, but once."""
-    command = ["mpirun", "-n", str(processes), "--tag-output", sys.executable]
     with output.path.open("w") as file:
         return subprocess.Popen(
-            [*command, "examples/cluster/train.py", *options],
+            [*ISOLATED, "examples/cluster/mpirun.sh", str(processes), *options],
             env=env,
             cwd=ROOT,
             stdout=file,
@@ -53,16 +55,18 @@ def start(env, processes, output, *options):
 
 
 def test_a_killed_process_ends_all_and_fewer_go_on(env, show, tmp_path):
-    mark = env["MESHWRIGHT_TEST_JOB"]
+    mark = env[MARK]
     output, rest = Output(tmp_path / "first"), Output(tmp_path / "second")
-    folder = ("--folder", str(tmp_path))
+    folder = ("--folder", str(tmp_path / "checkpoints"))
     job = start(env, 4, output, *folder, "--steps", "20000", "--pause", "0.02")
     output.wait_for("step 50 loss")
-    assert_loopback_alone(mark, "mpirun", "python")
+    assert_isolated(job.pid)
     seconds = kill(workers(mark, "OMPI_COMM_WORLD_RANK"), 3)
-    assert job.wait(SOON) == 137, output.text()[-6000:]
     show(f"Open MPI: all out {seconds:.2f} s after the kill")
-    # mpirun may be quicker than the others' output is.
+    output.wait_for("mpirun ended with 137, again", deadline=SOON)
+    end_all(mark)
+    job.wait(SOON)
+    # mpirun may end the others before they have said who it was.
     assert set(output.named()) <= {"process 3 died"}, output.text()[-6000:]
     assert_as_uninterrupted(output)
 

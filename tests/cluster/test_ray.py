@@ -1,7 +1,6 @@
 """A real Ray runs examples/cluster: a worker is killed, the group starts again and goes on."""
 
 import importlib.util
-import os
 import re
 import shutil
 import subprocess
@@ -11,33 +10,25 @@ from pathlib import Path
 
 import pytest
 from engine_processes import (
+    ISOLATED,
     ROOT,
     SOON,
     START,
     Output,
     assert_as_uninterrupted,
+    assert_isolated,
+    cannot_isolate,
     end_all,
     environment,
     kill,
     marked,
 )
 
-# A network of its own, which has loopback alone: Ray listens on every address there is. And no
-# logs of libtpu, which Ray would print as its own whoever has written them.
-ALONE = """\
-ip link set lo up || exit 1
-if [ -d /tmp/tpu_logs ]; then mount -t tmpfs none /tmp/tpu_logs || exit 1; fi
-exec "$0" "$@"
-"""
-ISOLATED = ("unshare", "--net", "--mount", "sh", "-c", ALONE)
-
 
 def missing():
     if importlib.util.find_spec("ray") is None:
         return "Ray is not installed"
-    if shutil.which("unshare") is None or os.geteuid() != 0:
-        return "a network of its own needs root and unshare"
-    return ""
+    return cannot_isolate()
 
 
 pytestmark = [pytest.mark.ray, pytest.mark.skipif(bool(missing()), reason=missing())]
@@ -80,10 +71,7 @@ def test_a_killed_worker_is_replaced_with_its_group_which_goes_on(job, show):
     launcher, output, mark = job
     first = output.wait_for(r"on 4 devices from step 0\n")
     output.wait_for("step 50 loss")
-    inside = ("nsenter", f"--target={launcher.pid}", "--net", "ip", "-oneline", "address")
-    addresses = subprocess.run(inside, capture_output=True, text=True, check=True).stdout
-    assert {line.split()[1] for line in addresses.splitlines()} == {"lo"}
-
+    assert_isolated(launcher.pid)
     ranks = dict(re.findall(r"pid=(\d+)\) world_rank=(\d)", output.text()))
     group = {int(ranks[str(p.pid)]): p for p in marked(mark) if str(p.pid) in ranks}
     assert sorted(group) == [0, 1, 2, 3]
