@@ -5,8 +5,11 @@ from meshwright import rehearsal as rehearsal
 from meshwright import report as report
 from meshwright import schedules as schedules
 from meshwright import transfers as transfers
+from meshwright.calibration.calibrate import calibrate as calibrate
+from meshwright.calibration.comparison import compare_calibrations as compare_calibrations
 from meshwright.checkpoints.checkpoint import restore_checkpoint as restore_checkpoint
 from meshwright.checkpoints.checkpoint import save_checkpoint as save_checkpoint
+from meshwright.hardware.calibration_file import Calibration as Calibration
 from meshwright.hardware.topology import Topology as Topology
 from meshwright.hardware.topology import topology as topology
 from meshwright.interfaces.mesh_creation import DeviceMeshManager as DeviceMeshManager

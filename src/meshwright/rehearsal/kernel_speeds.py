@@ -1,23 +1,119 @@
 """`Speeds`: what one device does in a second, by kind of work, and how long a kernel takes with it.
 
 A kernel takes the longest of what its parts take: products, bytes of main memory, and, where they
-were measured, transcendental functions, sorts, gathers and scatters. Every figure has its source.
+were measured, transcendental functions, sorts, gathers and scatters. Every figure has its source;
+those that `calibrate` has measured on the reader's own devices go before them (`_as_measured`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import numpy as np
+
+from meshwright.hardware.calibration_file import Calibration
 from meshwright.hardware.chips import Chip
 from meshwright.hlo.instructions import Instruction, integers
 from meshwright.rehearsal.kernels import Kernel
-from meshwright.rehearsal.tpu_speeds import MEMORY, NOMINAL, TpuSpeeds, tpu_speeds
+
+# How long the kernels of a TPU take:
+#
+# - Products take what their compiler expects of them, in cycles (`estimated_cycles` of a fusion):
+#   it knows the windows in which it moves operands to the multipliers. Steps reach a part of that.
+# - Other kernels move their bytes. The compiler's cycles of these are too many: copies and
+#   broadcasts on v5p 2.5 to 10 times the bytes' time, most of a published step's rest.
+# - Attention (Pallas kernels with exponentials) keeps multipliers and vector units busy in turn.
+# - Copies that start and end apart run beside kernels, between main memory and the memory on chip.
+#
+# Figures that are a fit are that of `benchmarks/_fit_speeds.py` to the dense rows of
+# `benchmarks/data/tpu_recipes.json`.
+
+# GHz: the peak of each chip divided by what its multipliers do in a cycle.
+CLOCK = {"v4": 1.05, "v5e": 1.5, "v5p": 1.75, "v6e": 1.75, "tpu7x": 2.2}
+
+# The part of the compiler's expectation that products reach, by the side of the chip's multipliers:
+# the fit, to six rows on v5e and v5p and four on v6e (none of v4 and TPU7x).
+MULTIPLIER = {"v4": 128, "v5e": 128, "v5p": 128, "v6e": 256, "tpu7x": 256}
+PRODUCTS = {128: 1.07, 256: 0.84}
+
+# The part of nominal that products reach where no compiler says what it expects (programs that the
+# CPU's compiler stands in for): v6e, 8,192^3 in bf16, 827 of 918 TFLOP/s (tpu-recipes,
+# microbenchmarks/README); TPU7x 0.83 (microbenchmarks/ironwood).
+NOMINAL = 0.90
+
+# Cycles that the compiler expects of large products against nominal, where it was ended before it
+# says: 1.07 forward and 1.09 for the weights' gradients in products of 70B's size on v6e.
+EXPECTED = 1.08
+# A fusion with products may carry a collective, whose buffers are then counted among its bytes: up
+# to 6.6 times the time of its products (MaxText's rows), where the compiler expects no waiting. A
+# product that waits longer than this is a thin one.
+_THIN = 8.0
+
+# The part of nominal that kernels without products reach: a copy of 33.5 MB on v6e 1,360 of 1,600
+# GB/s, TPU7x 0.87 (tpu-recipes, as above).
+MEMORY = 0.85
+
+# Vector units: 8 x 128 lanes with 4 operations each in a cycle (scaling book, tpus.md).
+# How many operations attention needs for each of its exponentials (maximum, difference, sum, mask,
+# scaling, conversions), beside its products: the fit.
+_LANES = 8 * 128 * 4
+_CORES = {"v4": 2, "v5p": 2}  # of one JAX device, with a vector unit each
+OPERATIONS = 11.3
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuSpeeds:
+    """What one TPU device does in a second: cycles of products, vector operations, bytes.
+
+    `scheduled` is the part of nominal that products reach in a program that the TPU's own compiler
+    has scheduled, and not estimated; 0 for other programs.
+    """
+
+    cycles: float
+    vectors: float
+    bytes: float
+    scheduled: float = 0.0
+
+    def kernel(self, kernel: Kernel, multiplying: float) -> tuple[float, float]:
+        """Seconds that a kernel computes, and that it waits for memory: the longer one counts.
+
+        `multiplying` is how long its products take where the compiler does not say.
+        """
+        if kernel.beside:
+            return 0.0, 0.0
+        memory = kernel.bytes / self.bytes
+        if kernel.custom is not None:
+            exponentials = kernel.custom.transcendentals.get("exponential", 0.0)
+            return multiplying + exponentials * OPERATIONS / self.vectors, memory
+        if kernel.flops and kernel.cycles:
+            return kernel.cycles / self.cycles, 0.0
+        if not self.scheduled or not kernel.flops:
+            return multiplying, memory
+        multiplying *= NOMINAL / self.scheduled
+        return multiplying, memory if memory > _THIN * multiplying else 0.0
+
+
+def tpu_speeds(chip: Chip, scheduled: bool = False) -> TpuSpeeds | None:
+    """Return the speeds of one device of a TPU; `None` for other chips.
+
+    `scheduled` is for programs that the TPU's own compiler has scheduled, and not estimated.
+    """
+    if chip.family != "tpu":
+        return None
+    clock = CLOCK[chip.name] * 1e9
+    return TpuSpeeds(
+        clock * PRODUCTS[MULTIPLIER[chip.name]],
+        clock * _LANES * _CORES.get(chip.name, 1),
+        chip.memory_tbps * 1e12 / chip.cores * MEMORY,
+        PRODUCTS[MULTIPLIER[chip.name]] / EXPECTED if scheduled else 0.0,
+    )
+
 
 # The part of the nominal speed that large products and plain kernels reach. GPU: products of 4,096
 # to 16,384 in bf16 and copies, reductions and updates on one H200 (770 to 837 of 990 TFLOP/s, 4.0
-# to 4.6 of 4.8 TB/s). TPU: `tpu_speeds`. CPU: no measurement of our own; what came closest to whole
+# to 4.6 of 4.8 TB/s). TPU: above. CPU: no measurement of our own; what came closest to whole
 # steps on a GPU when these two figures were the whole model.
 _PRODUCTS = {"gpu": 0.85, "tpu": NOMINAL, "cpu": 0.7}
 # Where it is held down by power: 11 products of 8,192 in a row 685 to 731 TFLOP/s, layers of
@@ -123,7 +219,10 @@ class Speeds:
     `functions` and `irregular`: elements a second of transcendental functions, and of sorts,
     gathers and scatters, where they are known; `rows` operations on rows that are reduced, `apart`
     elements of kernels that products bring along. `bus`: bytes to or from the host, or 0.
-    `tpu` has what is different on TPUs.
+    `tpu` has what is different on TPUs. `access`: bytes by how a fusion goes over memory;
+    `kernels`: operations of whole kernels, by their kind; `iteration`: seconds from one round of a
+    loop to the next, if its kernels take no longer. `products`: measured operations by dtype, at
+    sides of a square product; without it they are modelled.
     """
 
     flops: float
@@ -138,21 +237,31 @@ class Speeds:
     apart: Mapping[str, float] = dataclasses.field(default_factory=dict)
     bus: float = 0.0
     tpu: TpuSpeeds | None = None
+    access: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    kernels: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    iteration: float = 0.0
+    products: Mapping[str, Sequence[tuple[float, float]]] = dataclasses.field(default_factory=dict)
+    bus_to_host: float = 0.0
 
     def compute(self, flops: float, dtype: str, kind: str = "", keys: float = 0.0) -> float:
         """Seconds for this many operations on values of this dtype, in a kernel of a kind.
 
         `keys`: how many a query meets, in a kernel of attention.
         """
-        products = _PRODUCTS[self.family]
+        factor = _DTYPE_SPEED[self.family].get(dtype, 1.0)
+        if kind in self.kernels:
+            return flops / (self.kernels[kind] * factor * (with_keys(keys) if keys else 1.0))
         side = (flops / 2) ** (1 / 3)
+        if self.products and flops:
+            # A dtype that was not measured keeps its ratio to one that was.
+            near = next((each for each in (dtype, *_ALIKE) if each in self.products), "")
+            if near:
+                ratio = factor / _DTYPE_SPEED[self.family].get(near, 1.0)
+                return flops / (_at_side(self.products[near], side) * ratio)
         relative = side / (side + _HALF_SIDE[self.family]) if flops else 1.0
         if self.family == "gpu":
-            relative = min(relative, _SUSTAINED.get(dtype, 1.0) / products)
-        if kind in _KERNEL_SPEED:
-            relative = _KERNEL_SPEED[kind] / products
-            relative *= _KEYS * (keys / 1024) ** _MORE_KEYS if keys else 1.0
-        return flops / (self.flops * relative * _DTYPE_SPEED[self.family].get(dtype, 1.0))
+            relative = min(relative, _SUSTAINED.get(dtype, 1.0) / _PRODUCTS["gpu"])
+        return flops / (self.flops * relative * factor)
 
     def kernel(self, kernel: Kernel) -> tuple[float, float]:
         """Seconds that a kernel computes, and that it waits for memory: the longer one counts."""
@@ -162,13 +271,14 @@ class Speeds:
         if self.tpu is not None:
             return self.tpu.kernel(kernel, compute)
         if self.family != "gpu":
-            return compute, kernel.bytes / self.bytes
+            slow = _seconds(kernel.slow, {**self.functions, **self.irregular})
+            return max(compute, slow), kernel.bytes / self.bytes
         if kernel.instruction.opcode == "fft":
             return 0.0, self._fft(kernel)
-        slower = _ACCESS.get(kernel.access, _MEMORY["gpu"]) / _MEMORY["gpu"]
-        memory = max(kernel.bytes / (self.bytes * slower), kernel.looped / self.loop)
+        speed = self.access.get(kernel.access, self.bytes)
+        memory = max(kernel.bytes / speed, kernel.looped / self.loop)
         memory += kernel.row_operations / self.rows
-        if kind not in _KERNEL_SPEED:  # else they are in its efficiency
+        if kind not in self.kernels:  # else they are in its efficiency
             compute = max(compute, _seconds(kernel.slow, self.functions))
         if kernel.flops:
             compute += _seconds(kernel.slow, self.apart)
@@ -191,9 +301,14 @@ class Speeds:
             seconds += 2 * (kernel.bytes - written) / (nominal * _FFT_COPY)
         return seconds
 
-    def host(self, size: float) -> float:
+    def host(self, size: float, direction: str = "to device") -> float:
         """Seconds of the bus for this many bytes one way; 0 where its speed is not known."""
-        return size / self.bus if self.bus else 0.0
+        bus = self.bus_to_host or self.bus if direction == "to host" else self.bus
+        return size / bus if bus else 0.0
+
+    def next_round(self, seconds: float) -> float:
+        """Seconds that starting a round of a loop adds whose kernels take this long."""
+        return max(0.0, self.iteration - seconds)
 
     def launch(self, seconds: float) -> float:
         """Seconds that starting a kernel adds: while a long one runs, the next is prepared."""
@@ -217,7 +332,9 @@ def speeds(chip: Chip, scheduled: bool = False) -> Speeds:
     `scheduled` is for programs of a TPU's compiler that it has not estimated.
     """
     hopper = chip.name in _HOPPER
-    return Speeds(
+    nominal = chip.tflops * 1e12 / chip.cores
+    memory = chip.memory_tbps * 1e12 / chip.cores
+    table = Speeds(
         chip.tflops * 1e12 / chip.cores * _PRODUCTS[chip.family],
         chip.memory_tbps * 1e12 / chip.cores * _MEMORY[chip.family],
         _LAUNCH[chip.family],
@@ -230,4 +347,50 @@ def speeds(chip: Chip, scheduled: bool = False) -> Speeds:
         _HOPPER_APART if hopper else {},
         chip.bus * 1e9 / chip.cores * _BUS[chip.family],
         tpu_speeds(chip, scheduled),
+        {access: part * memory for access, part in _ACCESS.items()},
+        {kind: part * nominal for kind, part in _KERNEL_SPEED.items()},
     )
+    return table if chip.measured is None else _as_measured(table, chip.measured)
+
+
+# In: the table's speeds and a calibration. Out: the measured ones, and the table's where nothing
+# was measured. Names of figures are those that `calibration.probes` gives them.
+def _as_measured(table: Speeds, measured: Calibration) -> Speeds:
+    products: dict[str, list[tuple[float, float]]] = {}
+    for name, value in measured.values("product").items():
+        dtype, side = name.split()
+        products.setdefault(dtype, []).append((float(side), value))
+    copied = measured.value("memory copy") or table.bytes
+    to_device = measured.value("bus to device") or table.bus
+    return dataclasses.replace(
+        table,
+        bytes=copied,
+        start=measured.value("start kernel") or table.start,
+        gap=min(table.gap, measured.value("start kernel") or table.gap),
+        functions={**table.functions, **measured.values("function")},
+        irregular={**table.irregular, **measured.values("irregular")},
+        loop=measured.value("loop fusion") or table.loop,
+        access={name: copied * value / table.bytes for name, value in table.access.items()},
+        kernels={**table.kernels, **measured.values("kernel")},
+        iteration=measured.value("start iteration") or table.iteration,
+        products={dtype: sorted(rates) for dtype, rates in products.items()},
+        bus=to_device,
+        bus_to_host=measured.value("bus to host") or 0.0,
+        tpu=table.tpu and dataclasses.replace(table.tpu, bytes=copied),
+    )
+
+
+_ALIKE = ("bf16", "f16", "f32")  # dtypes whose products others are compared with
+
+
+def _at_side(rates: Sequence[tuple[float, float]], side: float) -> float:
+    """Operations a second at a side: between two that were measured, along the line."""
+    sides, values = zip(*rates, strict=True)
+    smaller: float = min(1.0, side / sides[0])  # below the smallest, speed falls with the side
+    rate = np.interp(math.log(side), [math.log(each) for each in sides], values)
+    return smaller * float(rate)
+
+
+def with_keys(keys: float) -> float:
+    """How much of its speed cuDNN's attention reaches with so many keys for a query."""
+    return float(_KEYS * math.pow(keys / 1024, _MORE_KEYS))
