@@ -7,8 +7,8 @@ its parts take at unit speed. The step is modelled as
 
     products / PRODUCTS[side of the multipliers] + multiplied + vectors * OPERATIONS + rest
 
-with `PRODUCTS` and `OPERATIONS` of `rehearsal/kernel_speeds.py` as unknowns; `rest` is all that has
-a source of its own (memory, wires, the bus to the host, launches). The unknowns are those of the
+with `TPU_PRODUCTS` and `TPU_OPERATIONS` of `kernel_speeds` as unknowns; `rest` is all that has a
+source of its own (memory, wires, the bus to the host, launches). The unknowns are those of the
 least relative squares, held near what is likely (`EXPECTED`) where rows say little: ten rows are
 few. A row far off counts less (Huber): it may not be the program that was run. Each row is also
 modelled by a fit to the others (leave-one-out).
@@ -49,13 +49,13 @@ ROW = ("name", "chip", "published", "parts")  # what a row has
 def parts_of(program: Program, time: StepTime, chip: Chip) -> dict[str, float]:
     """Return the parts of a modelled step at unit speed, as the fit needs them."""
     speed = speeds(chip)
-    products = _product_cycles(program, chip) / (kernel_speeds.CLOCK[chip.name] * 1e9)
+    products = _product_cycles(program, chip) / (kernel_speeds.TPU_CLOCK[chip.name] * 1e9)
     multiplied = sum(speed.compute(kernel.flops, "bf16") for kernel in time.custom)
     in_kernels = sum(kernel.seconds for kernel in time.custom)
-    vectors = max(0.0, in_kernels - multiplied) / kernel_speeds.OPERATIONS
+    vectors = max(0.0, in_kernels - multiplied) / kernel_speeds.TPU_OPERATIONS
     rest = (
         time.total
-        - products / kernel_speeds.PRODUCTS[kernel_speeds.MULTIPLIER[chip.name]]
+        - products / kernel_speeds.TPU_PRODUCTS[kernel_speeds.TPU_MULTIPLIER[chip.name]]
         - in_kernels
     )
     return {"products": products, "multiplied": multiplied, "vectors": vectors, "rest": rest}
@@ -63,9 +63,11 @@ def parts_of(program: Program, time: StepTime, chip: Chip) -> dict[str, float]:
 
 def _product_cycles(program: Program, chip: Chip) -> float:
     """Cycles of all kernels with products, as the compiler expects them, or would (`EXPECTED`)."""
-    flops = chip.tflops * 1e12 / chip.cores / (kernel_speeds.CLOCK[chip.name] * 1e9)  # in a cycle
+    flops = (
+        chip.tflops * 1e12 / chip.cores / (kernel_speeds.TPU_CLOCK[chip.name] * 1e9)
+    )  # in a cycle
     return sum(
-        (kernel.cycles or kernel_speeds.EXPECTED * kernel.flops / flops)
+        (kernel.cycles or kernel_speeds.TPU_EXPECTED * kernel.flops / flops)
         * program.run_count(computation.name).count
         for computation in running(program)
         for kernel in kernels(program, computation)
@@ -107,7 +109,7 @@ def _least_squares(
 
 
 def _side(row: Row) -> str:
-    return str(kernel_speeds.MULTIPLIER[row["chip"]])
+    return str(kernel_speeds.TPU_MULTIPLIER[row["chip"]])
 
 
 def modelled(row: Row, constants: Mapping[str, float]) -> float:

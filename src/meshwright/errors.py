@@ -59,6 +59,10 @@ class PartitionError(MeshwrightError):
     """A tree, its specs and a mesh do not fit; the text names every leaf that is wrong."""
 
 
+class CheckpointError(PartitionError):
+    """A checkpoint on the disk is not there, or damaged; another one may be whole."""
+
+
 class GroupError(MeshwrightError):
     """Groups, or arrays that live in some of them, do not fit together or are not where asked."""
 
@@ -93,6 +97,10 @@ class IdleDevicesWarning(UserWarning):
 
 class AxisNameWarning(UserWarning):
     """An axis has a name of its own that is one slip from a known one, e.g. `fdsp` for `fsdp`."""
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint was passed over, since it is damaged; the text says why."""
 
 
 class MeshOrderWarning(UserWarning):

@@ -5,7 +5,8 @@
 Every process runs the same jitted step with a collective; at some step something happens to one
 of them. The line of each kind says how many of the other processes named the right one, how many
 showed its stack, and the longest time until all were out, after the timeout if it is a hang.
-`--healthy 200` runs steps for so many seconds, a long compilation and a pause of all among them.
+`--healthy 1800` runs steps for so many seconds at least: one process compiles for 40 s, then the
+system stops all of them for 20 s; if the timeout is longer than that, all sleep for 20 s as well.
 """
 
 import argparse
@@ -69,8 +70,10 @@ def happen(kind: str) -> None:
             pass
     if kind == "read":
         os.read(os.pipe()[0], 1)
-    if kind == "gil":  # no other thread of Python runs meanwhile
-        ctypes.PyDLL(None).usleep(int(1e6 * LONG))
+    if kind == "gil":  # no other thread of Python runs meanwhile, and no signal ends it
+        mutex = ctypes.create_string_buffer(64)
+        for _ in range(2):
+            ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 
 
 @dataclasses.dataclass
@@ -84,6 +87,7 @@ class Case:
     told: str = "wrap"  # or "step", or "nothing"
     timeout: float = 3.0
     last: int = 0  # step of a healthy run
+    sleep: float = 0.0  # of all processes in a healthy run
 
 
 def loop(case: Case, me: int, watch: Watchdog, here: Connection) -> None:
@@ -135,22 +139,27 @@ def loop(case: Case, me: int, watch: Watchdog, here: Connection) -> None:
             x = make(2 * case.count)
         x = step(x)
         if case.last:
-            time.sleep(0.02)
+            time.sleep(case.sleep if i == case.at + 100 else 0.02)
         if i == case.last > 0:
             return
 
 
-def compile_long() -> None:
-    """Have XLA compile for longer than the timeout."""
+def compile_long(seconds: float = 40.0) -> None:
+    """Have XLA compile a program for so long at least: a larger one if it was quick."""
+    layers, took = 2200, 0.0
 
     def unrolled(v):
-        for _ in range(1500):
+        for _ in range(layers):
             v = jnp.sin(v) @ jnp.cos(v).T @ v
         return v
 
-    began = time.monotonic()
-    jax.jit(unrolled).lower(jnp.ones((4, 4))).compile()
-    print(f"compiled for {time.monotonic() - began:.1f} s", flush=True)
+    while took < seconds:
+        lowered = jax.jit(unrolled).lower(jnp.ones((4, 4)))
+        began = time.monotonic()
+        lowered.compile()
+        took = time.monotonic() - began
+        print(f"compiled for {took:.1f} s", flush=True)
+        layers = int(layers * 1.3)
 
 
 def worker(case: Case, me: int, port: int, output: str, here: Connection) -> None:
@@ -203,7 +212,7 @@ def run(case: Case) -> list[Ended]:
             each.start()
         times: dict = {}
         try:
-            if not pipes[case.victim][0].poll(DEADLINE):
+            if not pipes[case.victim][0].poll(DEADLINE * (4 if case.last else 1)):
                 return [
                     Ended(each.exitcode, DEADLINE, f.read_text())
                     for each, f in zip(running, files, strict=True)
@@ -211,7 +220,7 @@ def run(case: Case) -> list[Ended]:
             failed = pipes[case.victim][0].recv()  # one machine has one such clock
             tell(case, running)
             waited = set(running) - ({running[case.victim]} if case.kind == "gil" else set())
-            end = time.monotonic() + (1000 if case.kind == "healthy" else DEADLINE)
+            end = time.monotonic() + (case.last or DEADLINE)
             while waited - times.keys() and time.monotonic() < end:
                 sentinels = {each.sentinel: each for each in waited - times.keys()}
                 ready = multiprocessing.connection.wait(sentinels, end - time.monotonic())
@@ -257,11 +266,15 @@ def main() -> None:
     parser.add_argument("--told", default="wrap", choices=("wrap", "step", "nothing"))
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--healthy", type=int, default=0, help="seconds, about")
+    parser.add_argument("--healthy", type=int, default=0, help="seconds, at least")
+    parser.add_argument("--timeout", type=float, default=5.0, help="of a healthy run")
     options = parser.parse_args()
     if options.healthy:
-        for end in run(Case("healthy", 2, 1, at=100, last=40 * options.healthy, timeout=5.0)):
+        sleep = 20.0 if options.timeout > 20 else 0.0
+        healthy = Case("healthy", 2, 1, 100, "wrap", options.timeout, 50 * options.healthy, sleep)
+        for end in run(healthy):
             print(f"exit {end.code} after {end.after:.0f} s: {end.output}")
+        print("load", *os.getloadavg())
         return
     rng = random.Random(options.seed)  # noqa: S311
     totals = [0, 0]
@@ -293,7 +306,8 @@ def main() -> None:
                     )
         totals = [totals[0] + right, totals[1] + total]
         print(
-            f"{kind:13} right {right}/{total}  stack {shown}/{total}  out after {longest:.2f} s",
+            f"{kind:13} right {right}/{total}  stack {shown}/{total}  out after {longest:.2f} s"
+            f"  load {os.getloadavg()[1]:.1f}",
             flush=True,
         )
         for what in slow:

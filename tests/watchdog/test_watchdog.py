@@ -57,7 +57,7 @@ def test_processes_that_beat_and_move_are_left_alone():
     ("identity", "what", "least", "most"),
     [
         (os_process.DEAD, "died, last seen", 0.3, 0.9),
-        (os_process.STOPPED, "is stopped (SIGSTOP), last seen", 1.0, 1.2),
+        (os_process.STOPPED, "is stopped (SIGSTOP), last seen", 0.6, 0.8),
         (os_process.UNKNOWN, "gave no sign of life for 1.0 s, last seen", 1.0, 1.2),
         (os_process.ALIVE, "hangs, its interpreter blocked for 60.0 s,", 60.0, 60.3),
     ],

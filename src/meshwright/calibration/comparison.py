@@ -1,4 +1,4 @@
-"""`compare_calibrations`: which process, link or kernel is slower than the rest, another file or the table.
+"""`compare_calibrations`: which process, link or kernel is slower than the rest or than before.
 
 A difference counts when it is larger than the spread of both measurements, and than what devices of
 a kind differ by anyway.

@@ -34,7 +34,10 @@ _TPU_LINES = ("XLA Ops", "Async XLA Ops")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
-    """One run of an instruction: `device` by its number on this host, times in seconds."""
+    """One run of an instruction, times in seconds.
+
+    `device` is its number on this host; of a simulated one its `id`.
+    """
 
     device: int
     instruction: str
@@ -99,10 +102,10 @@ def record(keep: Path | None = None) -> Iterator[Recording]:
             yield recording
         except BaseException:
             with contextlib.suppress(Exception):  # what the block raised is the news
-                jax.profiler.stop_trace()
+                jax.profiler.stop_trace()  # type: ignore[no-untyped-call]
             raise
         try:
-            jax.profiler.stop_trace()
+            jax.profiler.stop_trace()  # type: ignore[no-untyped-call]
             profile = _read(folder)
         except (OSError, RuntimeError) as error:
             raise CalibrationError(

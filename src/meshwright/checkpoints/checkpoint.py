@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,7 +42,7 @@ from meshwright.checkpoints.orbax_io import (
     read_arrays,
     write_arrays,
 )
-from meshwright.errors import PartitionError, listing, short
+from meshwright.errors import CheckpointError, PartitionError, listing, short
 from meshwright.trees.specs import make_spec
 from meshwright.trees.walk import is_array, problem_lines
 
@@ -71,7 +72,7 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any, *, overwrite: bool 
         orbax()
         folder = checkpoint_folder(path)
         leaves = leaves_with_words(tree)
-        _refuse(f"save_checkpoint({short(str(path))})", "written", leaf_problems(leaves))
+        refuse_problems(f"save_checkpoint({short(str(path))})", "written", leaf_problems(leaves))
         if is_main_process():
             check_destination(folder, overwrite)
     try:
@@ -115,7 +116,7 @@ def restore_checkpoint(path: str | os.PathLike[str], target: Any, *, verify: boo
         saved = _read_entries(folder, verify)
         wanted = leaves_with_words(target)
         problems = target_problems(saved, wanted)
-        _refuse(f"restore_checkpoint({short(str(path))})", "read", problems)
+        refuse_problems(f"restore_checkpoint({short(str(path))})", "read", problems)
     # A damaged file may concern one process alone; the others must not go on to the collective of
     # `sum_over_processes` and wait there for it.
     with fail_together("checkpoint", PartitionError):
@@ -145,14 +146,28 @@ def _write(folder: Path, leaves: Sequence[tuple[Words, Any]]) -> None:
     with fail_together("checkpoint", PartitionError):
         if is_main_process():
             writing.mkdir(exist_ok=True)
-            write_manifest(writing, [_entry(words, value, sums) for words, value in leaves])
+            write_manifest(writing, with_checksums(entries_of(leaves), sums))
             commit(folder)
 
 
-def _entry(words: Words, value: Any, sums: Mapping[Words, int]) -> Entry:
-    if not is_array(value):
-        return python_entry(words, value)
-    return Entry(words, type_name(value.dtype), tuple(value.shape), f"{sums.get(words, 0):016x}")
+def entries_of(leaves: Sequence[tuple[Words, Any]]) -> list[Entry]:
+    """Make the entry of every leaf; those of arrays have no checksums yet."""
+    return [
+        Entry(words, type_name(value.dtype), tuple(value.shape))
+        if is_array(value)
+        else python_entry(words, value)
+        for words, value in leaves
+    ]
+
+
+def with_checksums(entries: Iterable[Entry], sums: Mapping[Words, int]) -> list[Entry]:
+    """Give the arrays among the entries their checksums."""
+    return [
+        entry
+        if entry.is_python
+        else dataclasses.replace(entry, checksum=f"{sums.get(entry.words, 0):016x}")
+        for entry in entries
+    ]
 
 
 def _verify(folder: Path, saved: Mapping[Words, Entry], stored: Mapping[Words, jax.Array]) -> None:
@@ -163,7 +178,7 @@ def _verify(folder: Path, saved: Mapping[Words, Entry], stored: Mapping[Words, j
         if f"{total:016x}" != saved[words].checksum
     ]
     if problems:
-        raise PartitionError(
+        raise CheckpointError(
             f"{folder}: the checksums of {len(problems)} of {len(stored)} arrays do not fit; the "
             f"files are damaged. Restore another checkpoint.{problem_lines(problems)}"
         )
@@ -194,7 +209,7 @@ def _read_entries(folder: Path, verify: bool) -> dict[Words, Entry]:
             raise
         entries = None
     if entries is None and verify:
-        raise PartitionError(
+        raise CheckpointError(
             f"{folder}: the checksum file {MANIFEST_NAME} is missing, so the values cannot be "
             "verified. Put it back, or pass verify=False to read the arrays unchecked.",
             option="verify",
@@ -204,7 +219,8 @@ def _read_entries(folder: Path, verify: bool) -> dict[Words, Entry]:
     return {entry.words: entry for entry in entries}
 
 
-def _refuse(what: str, done: str, problems: Iterable[str]) -> None:
+def refuse_problems(what: str, done: str, problems: Iterable[str]) -> None:
+    """Raise one error with all problems, if there are any."""
     listed = list(problems)
     if listed:
         count = f"{len(listed)} {plural_noun(len(listed), 'problem')}"
@@ -245,7 +261,7 @@ def check_destination(folder: Path, overwrite: bool) -> None:
     current = current_folder(folder)
     if current is None:
         return
-    if not _is_checkpoint(current):
+    if not is_checkpoint(current):
         raise PartitionError(
             f"{folder}: holds {_content(current)} but no checkpoint; nothing in it was touched. "
             "Name another directory."
@@ -264,16 +280,17 @@ def find_checkpoint(folder: Path) -> Path:
         raise PartitionError(f"{folder}: is a file. Name the directory of a checkpoint.")
     current = current_folder(folder)
     if current is None:
-        raise PartitionError(f"{folder}: no checkpoint here. Save one with save_checkpoint.")
-    if not _is_checkpoint(current):
-        raise PartitionError(
+        raise CheckpointError(f"{folder}: no checkpoint here. Save one with save_checkpoint.")
+    if not is_checkpoint(current):
+        raise CheckpointError(
             f"{folder}: holds {_content(current)} but no checkpoint. Name the directory that "
             "save_checkpoint wrote."
         )
     return current
 
 
-def _is_checkpoint(folder: Path) -> bool:
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a directory has a file that only checkpoints have."""
     return any((folder / name).is_file() for name in (MANIFEST_NAME, _ORBAX_MARK))
 
 
@@ -309,9 +326,7 @@ def current_folder(path: Path) -> Path | None:
 
 def prepare_staging(path: Path) -> Path:
     """Finish or clear what a killed save left, and return where to write."""
-    if current_folder(path) == staging_folder(path) / "new":
-        _publish(path)
-    clear_staging(path)
+    finish_save(path)
     staging_folder(path).mkdir(parents=True)
     return staging_folder(path) / "writing"
 
@@ -332,6 +347,22 @@ def clear_staging(path: Path) -> None:
         _delete(staging / "old")
         (staging / "new").rename(staging / "old")
     _delete(staging)
+
+
+def discard(path: Path) -> None:
+    """Delete a checkpoint, and what a killed save left of it. It loses its name first."""
+    clear_staging(path)
+    if path.exists():
+        staging_folder(path).mkdir(parents=True)
+        path.rename(staging_folder(path) / "old")
+        _delete(staging_folder(path))
+
+
+def finish_save(path: Path) -> None:
+    """Finish or clear what a killed save left."""
+    if current_folder(path) == staging_folder(path) / "new":
+        _publish(path)
+    clear_staging(path)
 
 
 def clear_failed_save(path: Path) -> None:

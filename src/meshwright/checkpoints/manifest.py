@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from meshwright import _compat
 from meshwright._show import short_repr
-from meshwright.errors import PartitionError, near, short
+from meshwright.errors import CheckpointError, PartitionError, near, short
 from meshwright.transfers.device_put import native
 from meshwright.trees.specs import mesh_axes, spec_problems
 from meshwright.trees.walk import flatten as flatten_tree
@@ -113,7 +113,7 @@ def read_manifest(folder: Path) -> list[Entry] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise PartitionError(
+        raise CheckpointError(
             f"{file}: the checksum file is damaged ({type(error).__name__}: {short(str(error))}). "
             "Restore another checkpoint, or pass verify=False to read the arrays unchecked.",
             option="verify",

@@ -6,7 +6,7 @@ import functools
 import importlib
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from meshwright.checkpoints.manifest import (
     stored_form,
     where,
 )
-from meshwright.errors import PartitionError, short
+from meshwright.errors import CheckpointError, PartitionError, short
 
 _SINGLE = "array"  # the name on the disk of a tree that is one array
+_LONGEST_WRITE = 24 * 60 * 60  # seconds; Orbax wants a number, and its ten minutes are few
 
 
 def orbax() -> Any:
@@ -66,6 +67,30 @@ def write_arrays(folder: Path, arrays: Mapping[Words, Any]) -> None:
         checkpointer.save(folder, args=orbax().args.StandardSave(_nested(arrays)))
 
 
+def start_writing(folder: Path, arrays: Mapping[Words, Any], barrier: Callable[[], Any]) -> Any:
+    """Begin to write arrays; return Orbax's writer, to wait for and to close.
+
+    Orbax has copied them to the host by then: they may be donated or deleted. Its threads wait for
+    those of the other processes in `barrier`, which raises if one of them has failed; Orbax's own
+    would wait until its timeout.
+    """
+    ocp = orbax()
+    checkpointer = ocp.AsyncCheckpointer(
+        ocp.StandardCheckpointHandler(),
+        async_options=ocp.options.AsyncOptions(
+            timeout_secs=_LONGEST_WRITE,
+            barrier_sync_fn=lambda **_: barrier(),
+            create_directories_asynchronously=False,
+        ),
+    )
+    try:
+        checkpointer.save(folder, args=ocp.args.StandardSave(_nested(arrays)))
+    except BaseException:
+        checkpointer.close()
+        raise
+    return checkpointer
+
+
 def read_arrays(folder: Path, targets: Mapping[Words, Any]) -> dict[Words, jax.Array]:
     """Read the arrays in their stored form, placed as the targets say."""
     if not targets:
@@ -81,7 +106,7 @@ def read_arrays(folder: Path, targets: Mapping[Words, Any]) -> dict[Words, jax.A
             tree = checkpointer.restore(folder, args=orbax().args.StandardRestore(item))
     except Exception as error:  # Orbax and TensorStore raise whatever they like
         why = first_cause(error)
-        raise PartitionError(
+        raise CheckpointError(
             f"{folder}: {_named_in(why, targets)} could not be read; a file is damaged or missing. "
             f"Restore another checkpoint. ({why})"
         ) from error
@@ -96,7 +121,7 @@ def entries_by_orbax(folder: Path) -> list[Entry]:
             leaves = leaves_with_words(_metadata(checkpointer, folder))
         return [Entry(words, str(leaf.dtype), tuple(leaf.shape)) for words, leaf in leaves]
     except Exception as error:  # Orbax and TensorStore raise whatever they like
-        raise PartitionError(
+        raise CheckpointError(
             f"{folder}: Orbax cannot say what it holds. Restore another checkpoint. "
             f"({first_cause(error)})"
         ) from error
@@ -159,13 +184,23 @@ _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _LAST = 31
 
 # A shard as unsigned integers, the flat index of its first element, the strides of the whole array.
-_Shard = tuple[NDArray[Any], int, tuple[int, ...]]
+Shard = tuple[NDArray[Any], int, tuple[int, ...]]
 
 
 def checksums(arrays: Sequence[Any]) -> list[int]:
     """Return the checksum of each array, several at a time: numpy releases the GIL."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(checksum, arrays))
+
+
+def host_shards(array: Any) -> list[Shard]:
+    """Copy to the host what this process sums of an array; `shards_checksum` may come later."""
+    return list(_shards(array))
+
+
+def shards_checksum(shards: Iterable[Shard]) -> int:
+    """Return the sum over shards."""
+    return sum(_shard_sum(*shard) for shard in shards) % MODULUS
 
 
 def checksum(array: Any) -> int:
@@ -178,10 +213,10 @@ def checksum(array: Any) -> int:
     >>> checksum(whole) == checksum(whole[::-1])
     False
     """
-    return sum(_shard_sum(*shard) for shard in _shards(array)) % MODULUS
+    return shards_checksum(_shards(array))
 
 
-def _shards(array: Any) -> Iterator[_Shard]:
+def _shards(array: Any) -> Iterator[Shard]:
     """Yield the shards of an array that this process sums.
 
     Of copies on several devices one counts, replica 0, which one process alone holds. A numpy array
@@ -207,7 +242,7 @@ def _on_host(data: jax.Array) -> NDArray[Any]:
     return np.asarray(handle)
 
 
-def _as_integers(data: NDArray[Any], shape: Sequence[int], starts: Sequence[int]) -> _Shard:
+def _as_integers(data: NDArray[Any], shape: Sequence[int], starts: Sequence[int]) -> Shard:
     """View a shard as unsigned integers. Elements of 16 bytes become two of eight."""
     data = np.ascontiguousarray(data).reshape(data.shape or (1,))
     shape, starts = [*(shape or (1,))], [*(starts or (0,))]

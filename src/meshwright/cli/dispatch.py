@@ -61,6 +61,7 @@ _ABOUT = "The mesh layer for JAX: say what parallelism you want, on what hardwar
 _COMMANDS = {
     "mesh": ("mesh_commands", "MeshCommand"),
     "rehearse": ("rehearse", "RehearseCommand"),
+    "measure": ("measure_command", "MeasureCommand"),
     "partition": ("mesh_commands", "PartitionCommand"),
     "schedule": ("schedule", "ScheduleCommand"),
     "devices": ("mesh_commands", "DevicesCommand"),

@@ -144,7 +144,7 @@ class RehearseCommand(Command):
         if self.batch is not None:
             chosen = model(self.source, **dict(map(_change, self.set)))
             return rehearse_model(chosen, batch=self.batch, seq=self.seq, **options)
-        step, args, own = _own_step(self.source, terminal.call(self.source))
+        step, args, own = own_step(self.source, terminal.call(self.source))
         twice = [name for name in own if options.get(name) not in (_UNSET.get(name), own[name])]
         if twice:
             raise RehearsalError(
@@ -170,7 +170,7 @@ def _change(words: str) -> tuple[str, Any]:
     return name, tuple(read) if isinstance(read, list) else read  # settings with several values
 
 
-def _own_step(source: str, returned: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def own_step(source: str, returned: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Return the step, its arguments and options, from what a user's function returned."""
     if isinstance(returned, dict) and callable(returned.get("step")) and "args" in returned:
         rest = {name: value for name, value in returned.items() if name not in ("step", "args")}

@@ -245,15 +245,30 @@ def cast(layer: Any, dtype: str) -> Any:
 # Synthetic data has a rule in it that can be learned, so that a falling loss means something.
 
 
+_FEW_WORDS = 512  # up to here a model is tiny, and shall learn the rule in some steps
+
+
 def synthetic_tokens(rows: int, length: int, vocab: int, seed: int) -> np.ndarray:
-    """Make rows in which a token tells the next one, by a rule that is the same for every seed."""
-    alphabet = min(vocab, 32)  # few enough that a tiny model learns the rule in some steps
-    successor = np.random.default_rng(0).permutation(alphabet)
-    tokens = np.empty((rows, length), np.int32)
-    tokens[:, 0] = np.random.default_rng(seed).integers(0, alphabet, rows)
-    for position in range(1, length):
-        tokens[:, position] = successor[tokens[:, position - 1]]
-    return tokens
+    """Make rows in which a token tells the next one, by a rule that is the same for every seed.
+
+    Of large vocabularies every other token does, and the tokens are spread like words of a text:
+    the second most common one is half as common, and so on (Zipf). A gradient of an embedding adds
+    up what the same token gets, so how often they meet is a part of how long it takes.
+    """
+    random, fixed = np.random.default_rng(seed), np.random.default_rng(0)
+    if vocab <= _FEW_WORDS:
+        successor = fixed.permutation(min(vocab, 32))
+        tokens = np.empty((rows, length), np.int32)
+        tokens[:, 0] = random.integers(0, len(successor), rows)
+        for position in range(1, length):
+            tokens[:, position] = successor[tokens[:, position - 1]]
+        return tokens
+    words, successor = fixed.permutation(vocab), fixed.permutation(vocab)
+    often = np.cumsum(1 / np.arange(1, vocab + 1))
+    drawn = np.searchsorted(often, random.random((rows, (length + 1) // 2)) * often[-1])
+    first = words[np.minimum(drawn, vocab - 1)]
+    told = words[successor[np.minimum(drawn, vocab - 1)]]
+    return np.stack([first, told], axis=-1).reshape(rows, -1)[:, :length].astype(np.int32)
 
 
 def synthetic_images(

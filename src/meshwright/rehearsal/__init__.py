@@ -1,7 +1,7 @@
 """Rehearsals. In: a function, shapes, a mesh. Out: what the real compiler makes of it.
 
 `api` has the entry points, which run these parts in order; `pipelines` runs them task by task, by
-`task_compiler`, and adds up their memory in `pipeline_memory`:
+`task_compiler`, which adds up their memory too:
 
 - `request`, `step_arguments`: check the options, decide how the arguments are sharded;
 - `lowering`, `callbacks`: trace and lower to StableHLO without devices, callbacks left out;

@@ -18,10 +18,11 @@ from meshwright.hardware.chips import Chip
 from meshwright.hlo.instructions import Instruction, integers
 from meshwright.rehearsal.kernels import Kernel
 
-# How long the kernels of a TPU take:
+# How long the kernels of a TPU take.
 #
 # - Products take what their compiler expects of them, in cycles (`estimated_cycles` of a fusion):
-#   it knows the windows in which it moves operands to the multipliers. Steps reach a part of that.
+#   it knows the windows in which it moves operands to the multipliers. Steps reach a part of that
+#   speed.
 # - Other kernels move their bytes. The compiler's cycles of these are too many: copies and
 #   broadcasts on v5p 2.5 to 10 times the bytes' time, most of a published step's rest.
 # - Attention (Pallas kernels with exponentials) keeps multipliers and vector units busy in turn.
@@ -31,21 +32,21 @@ from meshwright.rehearsal.kernels import Kernel
 # `benchmarks/data/tpu_recipes.json`.
 
 # GHz: the peak of each chip divided by what its multipliers do in a cycle.
-CLOCK = {"v4": 1.05, "v5e": 1.5, "v5p": 1.75, "v6e": 1.75, "tpu7x": 2.2}
+TPU_CLOCK = {"v4": 1.05, "v5e": 1.5, "v5p": 1.75, "v6e": 1.75, "tpu7x": 2.2}
 
 # The part of the compiler's expectation that products reach, by the side of the chip's multipliers:
 # the fit, to six rows on v5e and v5p and four on v6e (none of v4 and TPU7x).
-MULTIPLIER = {"v4": 128, "v5e": 128, "v5p": 128, "v6e": 256, "tpu7x": 256}
-PRODUCTS = {128: 1.07, 256: 0.84}
+TPU_MULTIPLIER = {"v4": 128, "v5e": 128, "v5p": 128, "v6e": 256, "tpu7x": 256}
+TPU_PRODUCTS = {128: 1.07, 256: 0.84}
 
 # The part of nominal that products reach where no compiler says what it expects (programs that the
 # CPU's compiler stands in for): v6e, 8,192^3 in bf16, 827 of 918 TFLOP/s (tpu-recipes,
 # microbenchmarks/README); TPU7x 0.83 (microbenchmarks/ironwood).
-NOMINAL = 0.90
+TPU_NOMINAL = 0.90
 
 # Cycles that the compiler expects of large products against nominal, where it was ended before it
 # says: 1.07 forward and 1.09 for the weights' gradients in products of 70B's size on v6e.
-EXPECTED = 1.08
+TPU_EXPECTED = 1.08
 # A fusion with products may carry a collective, whose buffers are then counted among its bytes: up
 # to 6.6 times the time of its products (MaxText's rows), where the compiler expects no waiting. A
 # product that waits longer than this is a thin one.
@@ -53,14 +54,14 @@ _THIN = 8.0
 
 # The part of nominal that kernels without products reach: a copy of 33.5 MB on v6e 1,360 of 1,600
 # GB/s, TPU7x 0.87 (tpu-recipes, as above).
-MEMORY = 0.85
+TPU_MEMORY = 0.85
 
 # Vector units: 8 x 128 lanes with 4 operations each in a cycle (scaling book, tpus.md).
 # How many operations attention needs for each of its exponentials (maximum, difference, sum, mask,
 # scaling, conversions), beside its products: the fit.
 _LANES = 8 * 128 * 4
 _CORES = {"v4": 2, "v5p": 2}  # of one JAX device, with a vector unit each
-OPERATIONS = 11.3
+TPU_OPERATIONS = 11.3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +87,12 @@ class TpuSpeeds:
         memory = kernel.bytes / self.bytes
         if kernel.custom is not None:
             exponentials = kernel.custom.transcendentals.get("exponential", 0.0)
-            return multiplying + exponentials * OPERATIONS / self.vectors, memory
+            return multiplying + exponentials * TPU_OPERATIONS / self.vectors, memory
         if kernel.flops and kernel.cycles:
             return kernel.cycles / self.cycles, 0.0
         if not self.scheduled or not kernel.flops:
             return multiplying, memory
-        multiplying *= NOMINAL / self.scheduled
+        multiplying *= TPU_NOMINAL / self.scheduled
         return multiplying, memory if memory > _THIN * multiplying else 0.0
 
 
@@ -102,27 +103,29 @@ def tpu_speeds(chip: Chip, scheduled: bool = False) -> TpuSpeeds | None:
     """
     if chip.family != "tpu":
         return None
-    clock = CLOCK[chip.name] * 1e9
+    clock = TPU_CLOCK[chip.name] * 1e9
     return TpuSpeeds(
-        clock * PRODUCTS[MULTIPLIER[chip.name]],
+        clock * TPU_PRODUCTS[TPU_MULTIPLIER[chip.name]],
         clock * _LANES * _CORES.get(chip.name, 1),
-        chip.memory_tbps * 1e12 / chip.cores * MEMORY,
-        PRODUCTS[MULTIPLIER[chip.name]] / EXPECTED if scheduled else 0.0,
+        chip.memory_tbps * 1e12 / chip.cores * TPU_MEMORY,
+        TPU_PRODUCTS[TPU_MULTIPLIER[chip.name]] / TPU_EXPECTED if scheduled else 0.0,
     )
 
+
+# All chips.
 
 # The part of the nominal speed that large products and plain kernels reach. GPU: products of 4,096
 # to 16,384 in bf16 and copies, reductions and updates on one H200 (770 to 837 of 990 TFLOP/s, 4.0
 # to 4.6 of 4.8 TB/s). TPU: above. CPU: no measurement of our own; what came closest to whole
 # steps on a GPU when these two figures were the whole model.
-_PRODUCTS = {"gpu": 0.85, "tpu": NOMINAL, "cpu": 0.7}
+_PRODUCTS = {"gpu": 0.85, "tpu": TPU_NOMINAL, "cpu": 0.7}
 # Where it is held down by power: 11 products of 8,192 in a row 685 to 731 TFLOP/s, layers of
 # 16,384 x 3,072 x 8,192 675 (one H200).
 _SUSTAINED = {"bf16": 0.72, "f16": 0.72}
 # The side of a square product that reaches half of that: 0.56 of nominal at 2,048, 0.70 to 0.78 at
 # 4,096, 0.80 at 8,192 (one H200).
 _HALF_SIDE = {"gpu": 600.0, "tpu": 0.0, "cpu": 0.0}
-_MEMORY = {"gpu": 0.88, "tpu": MEMORY, "cpu": 0.8}
+_MEMORY = {"gpu": 0.88, "tpu": TPU_MEMORY, "cpu": 0.8}
 # The part of memory's nominal speed that fusions of a GPU reach which do not go over it from end to
 # end (`Kernel.access`), and the operations a second of those that reduce rows: 300 kernels
 # of 31 steps on one H200, the rows by least squares (64 of them, mean error 11 %).

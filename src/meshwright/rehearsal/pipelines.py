@@ -37,17 +37,18 @@ from meshwright.rehearsal.host_transfers import (
 )
 from meshwright.rehearsal.lowering import cudnn_of_chip
 from meshwright.rehearsal.memory import Memory
-from meshwright.rehearsal.pipeline_memory import (
+from meshwright.rehearsal.repeated_work import find_repeated_work
+from meshwright.rehearsal.request import TIMEOUT, choose_folder
+from meshwright.rehearsal.step_time import StepTime, step_time
+from meshwright.rehearsal.task_compiler import (
+    Exhausted,
+    TaskCompiler,
     bytes_on_device,
     group_host_memory,
     group_memory,
     task_program,
     task_temporaries,
 )
-from meshwright.rehearsal.repeated_work import find_repeated_work
-from meshwright.rehearsal.request import TIMEOUT, choose_folder
-from meshwright.rehearsal.step_time import StepTime, step_time
-from meshwright.rehearsal.task_compiler import Exhausted, TaskCompiler
 from meshwright.rehearsal.tpu_slices import stand_in_name
 from meshwright.schedules.timeline import Timeline, simulate
 from meshwright.schedules.types import Costs, TaskKind

@@ -265,8 +265,13 @@ class Rehearsal:
     def _costs(self) -> AvoidableCosts:
         return find_costs(self, check=False)
 
-    def compare(self, other: Rehearsal) -> Comparison:
-        """Set this rehearsal and another side by side."""
+    def compare(self, other: Any) -> Any:
+        """Set this rehearsal and another side by side; a `Measurement` shows this one's promises.
+
+        Returns a `Comparison` of two rehearsals, or the measurement with one column more.
+        """
+        if hasattr(other, "kernel_seconds"):  # of a room below this one
+            return other.compare(self)
         if not isinstance(other, Rehearsal):
             raise RehearsalError(f"compare: {short(other)} is not a rehearsal.")
         return Comparison(self, other)

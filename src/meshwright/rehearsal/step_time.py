@@ -21,7 +21,7 @@ from meshwright.hlo.kernel_work import Trust
 from meshwright.hlo.program import Program
 from meshwright.rehearsal.collectives.types import Collectives
 from meshwright.rehearsal.host_transfers import Direction, HostTransfer, transfers_of
-from meshwright.rehearsal.kernel_speeds import CLOCK, Speeds, speeds
+from meshwright.rehearsal.kernel_speeds import TPU_CLOCK, Speeds, speeds
 from meshwright.rehearsal.kernels import Kernel, kernels, running
 from meshwright.rehearsal.memory import CPU_ESTIMATE
 from meshwright.rehearsal.repeated_work import RepeatedWork, work_inside
@@ -347,7 +347,7 @@ def _custom(work: list[Kernel], times: int, speed: Speeds) -> list[CustomKernel]
 
 def _compilers_estimate(program: Program, chip: Chip, custom: list[CustomKernel]) -> float | None:
     """Seconds of the TPU compiler's own kernels by its estimate, custom kernels added."""
-    cycles, clock = program.estimated_cycles, CLOCK.get(chip.name)
+    cycles, clock = program.estimated_cycles, TPU_CLOCK.get(chip.name)
     if clock is None or (cycles is None and not custom):
         return None
     return (cycles or 0) / (clock * 1e9) + sum(kernel.seconds for kernel in custom)

@@ -50,6 +50,54 @@ def init(
     >>> w.addressable_shards[0].data.shape
     (32, 256)
     """
+    initialiser = _trace(fn, args, mesh, specs, narrow, options)
+    with _mesh_of_its_own(mesh):
+        compute = jax.jit(initialiser.arrays, out_shardings=initialiser.shardings)
+        return initialiser.leaves.rebuild(compute(initialiser.values))
+
+
+def init_shapes(
+    fn: Callable[..., Any],
+    *args: Any,
+    mesh: Mesh,
+    specs: Any = None,
+    narrow: Narrow = "error",
+    **options: Unpack[PartitionOptions],
+) -> Any:
+    """Return shapes with shardings in place of what `init` would compute; nothing runs."""
+    initialiser = _trace(fn, args, mesh, specs, narrow, options)
+    pairs = zip(initialiser.shapes, initialiser.shardings, strict=True)
+    return initialiser.leaves.rebuild(
+        [_shape_struct(shape.shape, shape.dtype, sharding=sharding) for shape, sharding in pairs]
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Initialiser:
+    """A function that has been traced: its arrays alone, of `values`, their shapes and places.
+
+    `leaves` is the tree that it returns, with shapes for the arrays.
+    """
+
+    arrays: Callable[[Sequence[Any]], list[Any]]
+    values: list[Any]
+    shapes: list[Any]
+    leaves: Walk
+    shardings: list[NamedSharding]
+
+
+_shape_struct: Callable[..., jax.ShapeDtypeStruct] = jax.ShapeDtypeStruct
+
+
+def _trace(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    mesh: Mesh,
+    specs: Any,
+    narrow: Narrow,
+    options: PartitionOptions,
+) -> _Initialiser:
+    """Check everything, and choose shardings for the shapes of the result. Nothing is computed."""
     if not callable(fn):
         raise PartitionError(f"init: {short(fn)} is not a function.")
     check_narrow(narrow)
@@ -73,21 +121,21 @@ def init(
         tree = fn(*given.rebuild(traced))
         results = walk(tree)
         refuse("init", [*tie_problems(tree), *_result_problems(results.arrays, narrow)])
-        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in results.arrays]  # type: ignore[no-untyped-call]
+        shapes = [_shape_struct(leaf.shape, leaf.dtype) for leaf in results.arrays]
         trees.append(results.rebuild(shapes))
         return [in_native_order(leaf.value) for leaf in results.arrays]
 
     values = [in_native_order(leaf.value) for leaf in given.arrays]
     # `fn` is traced twice: its shapes must be known before shardings can be chosen for them, and
-    # jit takes shardings before it traces. Nothing is computed until all checks have passed.
+    # jit takes shardings before it traces.
     with _mesh_of_its_own(mesh):
         with _explained():
-            jax.eval_shape(arrays, values)
+            shapes = jax.eval_shape(arrays, values)
         leaves = walk(trees[0])
         per_leaf = resolve_specs("init", leaves, trees[0], mesh, specs, options)
         shardings = [NamedSharding(mesh, spec) for spec in per_leaf]
         check_constrained("init", leaves.arrays, shardings)
-        return leaves.rebuild(jax.jit(arrays, out_shardings=shardings)(values))
+    return _Initialiser(arrays, values, shapes, leaves, shardings)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

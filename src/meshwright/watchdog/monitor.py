@@ -29,6 +29,8 @@ from meshwright.watchdog.failure_detector import (
     GONE,
     OVER,
     RUNNING,
+    STOPPED,
+    STOPPED_SHARE,
     TERMINATED,
     FailureDetector,
     Fault,
@@ -184,11 +186,12 @@ class Monitor:
         """Return this process's own pause as the fault, if that is why the others have left.
 
         After a pause they may be gone with the store, so that their report cannot be read; what
-        is seen here then is only their absence.
+        is seen here then is only their absence. Of a process that is stopped more is seen.
         """
         ended, lasting = self._pause
         reported = self._exchange.snapshot.final is not None or fault.process == self._process
-        if reported or time.monotonic() - ended > _JOIN_TIMEOUT:
+        sure = reported or fault.what == STOPPED
+        if sure or time.monotonic() - ended > _JOIN_TIMEOUT:
             return None
         return fault_of(
             self._state(), f"was stopped, or its interpreter blocked, for {lasting:.1f} s"
@@ -337,10 +340,12 @@ class FailureSources:
         # JAX's client aborts this process when it loses the service: then one failed call is
         # enough. Otherwise a single one may be a hiccup of the network.
         broken = self._exchange.failures > (0 if self.aborted else 1)
-        if not (broken or self._unread >= self._heartbeat_timeout):
+        if not (broken or self._unread >= STOPPED_SHARE * self._heartbeat_timeout):
             return None
         host = snapshot.states.get(0, State(0))
         status = self._detector.status(host.identity)
+        if not (broken or status == os_process.STOPPED or self._unread >= self._heartbeat_timeout):
+            return None
         if status == os_process.ALIVE and self._unread < host.timeout and not broken:
             return None
         if status in (os_process.DEAD, os_process.STOPPED):

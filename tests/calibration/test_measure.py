@@ -1,0 +1,195 @@
+"""`measure`: the trace joined with the program, who is late, steps in all idioms, bad input."""
+
+import functools
+import json
+
+import equinox as eqx
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import meshwright as mw
+from meshwright.calibration.trace import record
+from meshwright.errors import CalibrationError
+from meshwright.hlo.program import read_program
+from meshwright.rehearsal.kernels import kernels, running
+
+P = PartitionSpec
+
+
+def put(mesh, shape, *spec):
+    return jax.device_put(jnp.full(shape, 0.01), NamedSharding(mesh, P(*spec)))
+
+
+def loss(weights, x):
+    hidden, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w[0]) @ w[1], None), x, weights)
+    return jnp.mean(hidden**2)
+
+
+def train_step(weights, x):
+    value, grads = jax.value_and_grad(loss)(weights, x)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+
+@functools.cache
+def layers():
+    """Four scanned layers on a mesh of two axes: weights and rows."""
+    mesh = mw.mesh("fsdp:4, tp:2")
+    weights = (put(mesh, (4, 64, 128), None, "fsdp", "tp"), put(mesh, (4, 128, 64), None, "tp"))
+    return weights, put(mesh, (32, 64), "fsdp")
+
+
+def copied(tree):
+    return jax.tree.map(jnp.copy, tree)
+
+
+def test_every_kernel_and_collective_is_in_the_trace_on_every_device_as_often_as_it_runs():
+    weights, x = layers()
+    compiled = jax.jit(train_step).lower(weights, x).compile()
+    jax.block_until_ready(compiled(weights, x))
+    with record() as recording:
+        for _ in range(3):
+            jax.block_until_ready(compiled(weights, x))
+    program = read_program(compiled.as_text())
+    runs = {}
+    for event in recording.trace.of("jit_train_step"):
+        runs.setdefault(event.instruction, [0] * 8)[event.device] += 1
+    conditions = {
+        name
+        for computation in program.computations.values()
+        for instruction in computation.instructions
+        for how, name in instruction.called
+        if how == "condition"
+    }
+    checked = 0
+    for computation in running(program):
+        times = program.run_count(computation.name).count
+        if computation.name in conditions:  # of counted loops, which need not ask
+            continue
+        collectives = [i for i in computation.instructions if i.opcode.startswith("all-")]
+        for name in [k.name for k in kernels(program, computation)] + [i.name for i in collectives]:
+            assert runs.get(name) == [3 * times] * 8, name
+            checked += times > 1
+    assert checked > 10  # many of them inside of the loops
+
+
+def test_a_step_that_donates_is_measured_and_shows_itself(tmp_path):
+    weights, x = layers()
+    step = jax.jit(train_step, donate_argnums=0)
+    given = copied(weights)
+    r = mw.rehearse(train_step, weights, x, mesh=x.sharding.mesh, donate_argnums=0)
+    m = mw.measure(step, given, x, rehearsal=r, steps=3)
+    assert given[0].is_deleted() and not x.is_deleted()
+    # Two to warm up, three rounds of three, three under the profiler.
+    plain, expected = jax.jit(train_step), weights
+    for _ in range(14):
+        expected, value = plain(expected, x)
+    after, last = m.results
+    assert jnp.allclose(last, value, rtol=1e-5) and jnp.allclose(after[0], expected[0], rtol=1e-5)
+
+    assert m.silent == () and m.unknown == {}
+    assert [kernel for kernel in m.kernels if kernel.runs != kernel.expected] == [
+        kernel for kernel in m.kernels if kernel.in_condition
+    ]
+    assert [entry.runs for entry in m.collectives] == [entry.times.count for entry in r.collectives]
+    assert all(entry.measured >= entry.moving > 0 for entry in m.collectives)
+    assert all(0 < entry.exposed <= entry.measured * 1.001 for entry in m.collectives)
+    assert [device.position for device in m.devices] == list(range(8))
+
+    text = str(m)
+    for words in ("matrix products", "exposed communication", "test_measure.py:", "rehearsed"):
+        assert words in text
+    data = json.loads(json.dumps(m.to_json()))
+    assert data["rehearsed"]["seconds"] == r.time.total
+    assert m.save(tmp_path / "m.html").read_text().count("<svg") == 2  # two bars
+    assert json.loads(m.save(tmp_path / "m.json").read_text()) == data
+    assert r.compare(m) is not None and "rehearsed" in str(r.compare(m))
+
+
+def test_the_device_that_the_others_wait_for_is_named():
+    mesh = mw.mesh("dp:8")
+
+    def body(x):
+        def work(x):
+            return jax.lax.fori_loop(0, 300, lambda _, y: jnp.tanh(y @ y), x)
+
+        x = jax.lax.cond(jax.lax.axis_index("dp") == 5, work, lambda x: x, x)
+        return jax.lax.psum(x, "dp")
+
+    step = jax.shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=P(), check_vma=False)
+    m = mw.measure(jax.jit(step), put(mesh, (8 * 128, 128), "dp"), steps=3)
+    assert m.late is not None and m.late.name == "cpu:5"
+    assert m.collectives[0].late == "cpu:5"
+    assert m.collectives[0].waiting > m.collectives[0].moving
+    assert "cpu:5 (process 0) is late" in str(m)
+
+
+def test_steps_of_nnx_and_equinox_and_partials():
+    mesh = mw.mesh("dp:8")
+    x = put(mesh, (16, 8), "dp")
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+    @nnx.jit
+    def update(model, x):
+        grads = nnx.grad(lambda m: jnp.mean(m(x) ** 2))(model)
+        nnx.update(model, jax.tree.map(lambda w, g: w - g, nnx.state(model), nnx.state(grads)))
+
+    before = jnp.copy(model.kernel[...])
+    assert "update" in repr(mw.measure(update, model, x, mesh=mesh, steps=1))
+    assert not jnp.allclose(before, model.kernel[...])
+
+    module = eqx.nn.Linear(8, 8, key=jax.random.key(0))
+    forward = eqx.filter_jit(lambda module, x: jax.vmap(module)(x))
+    assert mw.measure(forward, module, x, mesh=mesh, steps=1).results.shape == (16, 8)
+
+    scaled = functools.partial(jax.jit(lambda by, x: by * x), 2.0)
+    assert float(mw.measure(scaled, x, steps=1).results[0, 0]) == pytest.approx(0.02)
+
+
+def test_the_second_program_is_measured_where_the_first_step_gives_other_shardings():
+    mesh = mw.mesh("dp:8")
+
+    def step(state, x):
+        return jax.lax.with_sharding_constraint(state + x.sum(), NamedSharding(mesh, P("dp"))), 0
+
+    state = put(mesh, (64, 8))
+    m = mw.measure(jax.jit(step, donate_argnums=0), state, put(mesh, (8,), "dp"), steps=1)
+    assert "compiles it twice" in "\n".join(m.notes)
+    assert m.results[0].sharding.spec == P("dp")
+
+
+BAD = [
+    (lambda: mw.measure(3), "cannot be called"),
+    (lambda: mw.measure(jnp.sin, jnp.ones(3), steps=0), "from 1 on"),
+    (lambda: mw.measure(jnp.sin, jnp.ones(3), rehearsal="r"), "not what rehearse returns"),
+    (lambda: mw.measure(jnp.sin, jax.ShapeDtypeStruct((3,), "f4")), "mw.rehearse(step"),
+    (lambda: mw.measure(jnp.sin, jnp.ones(3), mesh="dp:8"), "jax.sharding.Mesh"),
+    (lambda: mw.measure(jnp.sin, jnp.ones(3), trace=__file__), "is a file"),
+    (
+        lambda: mw.measure(jax.jit(lambda x: {"x": x + 1}, donate_argnums=0), jnp.ones(3)),
+        "no result of the step has its structure",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), BAD)
+def test_bad_input_is_told(call, words):
+    with pytest.raises(CalibrationError) as caught:
+        call()
+    assert words in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_a_profiler_that_runs_and_a_step_that_fails(tmp_path):
+    with jax.profiler.trace(tmp_path), pytest.raises(CalibrationError, match="running already"):
+        mw.measure(jnp.sin, jnp.ones(3), steps=1)
+
+    def fails(x):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        mw.measure(fails, jnp.ones(3))
+    # The profiler was left alone, and no files of ours are there.
+    kept = mw.measure(jnp.sin, jnp.ones(3), steps=1, trace=tmp_path / "kept")
+    assert list((tmp_path / "kept").rglob("*.xplane.pb")) and kept.seconds > 0
