@@ -5,6 +5,8 @@ from meshwright import rehearsal as rehearsal
 from meshwright import report as report
 from meshwright import schedules as schedules
 from meshwright import transfers as transfers
+from meshwright.calibration.calibrate import calibrate as calibrate
+from meshwright.calibration.comparison import compare_calibrations as compare_calibrations
 from meshwright.calibration.measure import measure as measure
 from meshwright.calibration.measurement import Measurement as Measurement
 from meshwright.checkpoints.async_saves import Checkpoints as Checkpoints
@@ -12,6 +14,7 @@ from meshwright.checkpoints.checkpoint import restore_checkpoint as restore_chec
 from meshwright.checkpoints.checkpoint import save_checkpoint as save_checkpoint
 from meshwright.checkpoints.resume import Resumed as Resumed
 from meshwright.checkpoints.resume import resume as resume
+from meshwright.hardware.calibration_file import Calibration as Calibration
 from meshwright.hardware.topology import Topology as Topology
 from meshwright.hardware.topology import topology as topology
 from meshwright.interfaces.mesh_creation import DeviceMeshManager as DeviceMeshManager

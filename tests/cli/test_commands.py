@@ -261,7 +261,7 @@ def test_help_speaks_of_options_and_not_of_python(name, monkeypatch):
 # What is typed before the tab, and what stands there after it.
 COMPLETED = {
     "meshwright re": "rehearse",
-    "meshwright mesh --s": "--slices",
+    "meshwright mesh --sl": "--slices",
     "meshwright rehearse llama3-8b --compiler c": "cpu",
     "meshwright rehearse llama3-8": "llama3-8b",
 }

@@ -473,6 +473,7 @@ def test_a_topology_is_plain_data_as_json():
         ],
         "memory_gb": 95,
         "bf16_tflops": 459,
+        "speeds": "meshwright's table of v5p",
     }
 
 

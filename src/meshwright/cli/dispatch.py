@@ -68,6 +68,7 @@ _COMMANDS = {
     "hardware": ("mesh_commands", "HardwareCommand"),
     "models": ("rehearse", "ModelsCommand"),
     "cache": ("rehearse", "CacheCommand"),
+    "calibrate": ("rehearse", "CalibrateCommand"),
     "completion": ("terminal", "CompletionCommand"),
 }
 

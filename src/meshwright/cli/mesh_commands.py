@@ -49,6 +49,14 @@ def dcn_option() -> Any:
     )
 
 
+def speeds_option() -> Any:
+    return option(
+        "A file of `meshwright calibrate`: measured speeds in place of the table's; `default` is "
+        "your own, which it writes without --out.",
+        metavar="FILE.json",
+    )
+
+
 @dataclasses.dataclass(kw_only=True)
 class DevicesCommand(Command):
     """Show the devices that are here, or a machine by its name."""
@@ -58,10 +66,11 @@ class DevicesCommand(Command):
 
     on: str | None = on_option("v5p:4x4x4, h100:8x4, cpu:8")
     slices: int = slices_option()
+    speeds: str | None = speeds_option()
     json: bool = flag("Print JSON.")
 
     def run(self) -> None:
-        _show_machine(_hardware(self.on, self.slices), self.json)
+        _show_machine(_hardware(self.on, self.slices, self.speeds), self.json)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -96,7 +105,10 @@ class HardwareCommand(Command):
 
     def _show_chips(self, chips: list[Chip]) -> None:
         if self.json:
-            print(json.dumps([dataclasses.asdict(chip) for chip in chips], indent=2))
+            figures = [dataclasses.asdict(chip) for chip in chips]
+            for each in figures:
+                del each["measured"]  # a table has none
+            print(json.dumps(figures, indent=2))
             return
         heading = ["chip", "GB", "TB/s", "TFLOP/s", "inside", "GB/s", "out, GB/s", "write"]
         rows = [_chip_cells(chip) for chip in chips]
@@ -166,6 +178,7 @@ class MeshCommand(Command):
     on: str | None = on_option("v5p:8x8x8, v5p-128, h100:8x4, cpu:8")
     slices: int = slices_option()
     dcn: str | None = dcn_option()
+    speeds: str | None = speeds_option()
     json: bool = flag("Print JSON.")
     html: Path | None = option(
         "Also write the explanation with its drawings to this file.", Path, ending=".html"
@@ -173,7 +186,7 @@ class MeshCommand(Command):
 
     def run(self) -> None:
         spec = MeshSpec.parse(self.spec)
-        hardware = _hardware(self.on, self.slices)
+        hardware = _hardware(self.on, self.slices, self.speeds)
         warn_names(spec)
         placed = placement_of(spec, hardware, self.dcn)
         warn_idle(placed.spec, placed.topology, hardware)
@@ -186,13 +199,13 @@ class MeshCommand(Command):
         terminal.tell_written(self.html)
 
 
-def _hardware(on: str | None, slices: int) -> Topology:
+def _hardware(on: str | None, slices: int, speeds: str | None = None) -> Topology:
     """The machine of a name, which needs no JAX, or of the live devices."""
     if on is not None:
-        return read_topology(on, slices=slices)
+        return read_topology(on, slices=slices, speeds=speeds)
     from meshwright.meshes.devices import target_topology
 
-    return target_topology(None, None, slices)
+    return read_topology(target_topology(None, None, slices), speeds=speeds)
 
 
 def _show_machine(hardware: Topology, as_json: bool) -> None:

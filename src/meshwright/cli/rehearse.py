@@ -1,7 +1,8 @@
 """`meshwright rehearse MODEL`: what the compiler makes of a step on hardware you do not have.
 
-With it `models`, what there is to rehearse, and `cache`, what was compiled before. What is wrong
-with the words is told before JAX is loaded, which takes seconds: hence the imports in functions.
+With it `models`, what there is to rehearse, `cache`, what was compiled before, and `calibrate`, the
+speeds to rehearse with. What is wrong with the words is told before JAX is loaded, which takes
+seconds: hence the imports in functions.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import meshwright as mw  # loads nothing until a name of it is used
 from meshwright._text import amount, plural, table, write_text
 from meshwright.cli import terminal
-from meshwright.cli.mesh_commands import dcn_option, on_option, slices_option
+from meshwright.cli.mesh_commands import dcn_option, on_option, slices_option, speeds_option
 from meshwright.cli.options import Command, flag, option, positional, words
-from meshwright.errors import RehearsalError, short
+from meshwright.errors import CalibrationError, RehearsalError, short
+from meshwright.hardware.calibration_file import default_file, load
 from meshwright.hardware.topology import topology
 from meshwright.models.presets import check_model, model, names
 from meshwright.rehearsal.compiler import MOST_BYTES, cached, clear, default_folder
@@ -25,7 +28,7 @@ from meshwright.spec.mesh_spec import MeshSpec
 if TYPE_CHECKING:
     from meshwright.rehearsal.result import Rehearsal
 
-DOES_NOT_FIT = 3  # exit code
+DOES_NOT_FIT, INTERRUPTED = 3, 130  # exit codes
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -77,6 +80,7 @@ class RehearseCommand(Command):
         "Where it does not fit, compile each way out, too; where it does, what would save time."
     )
     cache: bool = flag("Compile in any case: neither read the cache nor write it.", default=True)
+    speeds: str | None = speeds_option()
     json: bool = flag("Print JSON.")
     html: Path | None = option("Also write a report to this file.", Path, ending=".html")
 
@@ -121,7 +125,7 @@ class RehearseCommand(Command):
         for change in self.set:
             _change(change)
         if self.on is not None:
-            topology(self.on, slices=self.slices)
+            topology(self.on, slices=self.slices, speeds=self.speeds)
 
     def _rehearsed(self) -> Rehearsal:
         from meshwright.rehearsal.api import rehearse, rehearse_model
@@ -135,6 +139,7 @@ class RehearseCommand(Command):
             "timeout": self.timeout,
             "codegen": self.codegen,
             "cache": self.cache,
+            "speeds": self.speeds,
         }
         if self.batch is not None:
             chosen = model(self.source, **dict(map(_change, self.set)))
@@ -259,3 +264,72 @@ class CacheCommand(Command):
             print(f"removed {kept}, from {folder}")
         else:
             print(f"{kept} of at most {amount(MOST_BYTES)}, in {folder}")
+
+
+@dataclasses.dataclass(kw_only=True)
+class CalibrateCommand(Command):
+    """Measure what the devices that are here do: products, memory, functions, sorts, collectives.
+    `--speeds` of other commands takes the file. After Ctrl-C it has what was measured until then,
+    and the exit code is 130."""
+
+    command = "calibrate"
+    examples = (
+        "meshwright calibrate --out cluster.json",
+        "meshwright calibrate --compare monday.json today.json",
+    )
+
+    others: str | None = positional(
+        "With --compare, the file to compare with.", metavar="FILE.json", required=False
+    )
+    out: Path | None = option(
+        "Where to write it. Without it: your own file for this kind of chip, which `--speeds "
+        "default` reads.",
+        Path,
+        ending=".json",
+    )
+    quick: bool = flag("Fewer sizes and kinds, in less than a minute.")
+    only: tuple[str, ...] = words(
+        "Parts to measure: products, memory, launches, functions, irregular, eight-bit, attention, "
+        "host, collectives. Without it: all.",
+        metavar="PART ...",
+    )
+    mesh: str | None = option(
+        'The mesh over whose axes collectives are measured, e.g. "dp:2, tp:4". Without it: what '
+        "joins the devices of a host, and the network.",
+        metavar="SPEC",
+    )
+    distributed: bool = flag("Join the other processes of a job: jax.distributed.initialize().")
+    compare: Path | None = option(
+        "Measure nothing: tell what is slower in this file than in the other, in other processes "
+        "or, with one file, in the table.",
+        Path,
+        ending=".json",
+    )
+    json: bool = flag("Print JSON.")
+
+    def run(self) -> int | None:
+        if self.compare is not None:
+            return self._compare(self.compare)
+        if self.others is not None:
+            raise CalibrationError(f"{self.others}: a file goes with --compare.")
+        if self.out is not None and not self.out.parent.is_dir():
+            raise CalibrationError(f"--out {self.out}: there is no folder {self.out.parent}.")
+        return self._measure()
+
+    def _compare(self, path: Path) -> None:
+        told = mw.compare_calibrations(load(path), load(self.others) if self.others else None)
+        print(json.dumps(told.to_json(), indent=2) if self.json else told)
+
+    def _measure(self) -> int | None:
+        import jax
+
+        if self.distributed:
+            jax.distributed.initialize()
+        asked = None if self.mesh is None else mw.mesh(self.mesh)
+        measured = mw.calibrate(asked, quick=self.quick, only=self.only)  # type: ignore[arg-type]
+        if jax.process_index():
+            return None
+        path = measured.save(self.out or default_file(measured.chip))
+        print(json.dumps(measured.to_json(), indent=2) if self.json else measured)
+        terminal.tell_written(path)
+        return INTERRUPTED if measured.interrupted else None

@@ -16,6 +16,7 @@ from typing import Literal
 
 from meshwright._show import short_repr
 from meshwright.errors import TopologyError, listing
+from meshwright.hardware.calibration_file import Calibration
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -34,6 +35,7 @@ class Chip:
       `pod`: the most chips of one slice.
     - `gathers_planes`: whether its compiler gathers over several whole wrapped directions at once
       (docs/cost_model.md has the evidence).
+    - `measured`: what `calibrate` has measured, which goes before all of these.
     """
 
     name: str
@@ -53,9 +55,16 @@ class Chip:
     domain: int = 0
     pod: int = 0
     gathers_planes: bool = False
+    measured: Calibration | None = None
 
     def __repr__(self) -> str:
         return short_repr(self, f"{self.name}: {self.tflops:g} TFLOP/s, {self.memory_gb:g} GB")
+
+    def whose_speeds(self, devices: int) -> str:
+        """Say whose speeds a result for so many devices of this chip goes by."""
+        return (
+            self.measured.note(devices) if self.measured else f"meshwright's table of {self.name}"
+        )
 
 
 CHIPS: Mapping[str, Chip] = {

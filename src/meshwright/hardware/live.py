@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from meshwright._compat import is_compile_only
 from meshwright.errors import TopologyError, listing, short
 from meshwright.hardware.chips import Chip, can_twist, chip_of_kind, shape_text, wraparound
-from meshwright.hardware.named import network_axis, torus_axes, with_speeds
+from meshwright.hardware.named import SpeedsLike, network_axis, torus_axes, with_speeds
 from meshwright.hardware.topology import PhysicalAxis, Topology
 
 # An accelerator we have no table for: relative speeds still rank placements.
@@ -28,7 +28,7 @@ UNKNOWN = Chip("unknown", "gpu", (), 100, 16, 1, link=100, network=10)
 def from_devices(
     devices: Sequence[Any],
     twisted: bool | None = None,
-    speeds: Mapping[str, float] | None = None,
+    speeds: SpeedsLike = None,
     sort_slices: bool = True,
 ) -> Topology:
     """Build the topology of a list of devices; the options are those of `topology`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+import os
 import re
 from collections.abc import Mapping, Sequence
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from meshwright._checks import check_integer
 from meshwright.errors import TopologyError, listing, near, short
+from meshwright.hardware.calibration_file import Calibration, read_speeds
 from meshwright.hardware.chips import (
     CHIPS,
     Chip,
@@ -37,7 +39,7 @@ def from_name(
     slices: int = 1,
     chips_per_host: Sequence[int] | None = None,
     twisted: bool | None = None,
-    speeds: Mapping[str, float] | None = None,
+    speeds: SpeedsLike = None,
 ) -> Topology:
     """Build the topology of a name; the options are those of `topology`."""
     meant, machine_speeds = read_cloud_name(name)
@@ -83,11 +85,18 @@ def parse_name(name: str) -> tuple[Chip, tuple[int, ...], bool | None]:
     return chip, shape, None if match[3] is None else match[3] == "_twisted"
 
 
-def with_speeds(chip: Chip, speeds: Mapping[str, float] | None) -> Chip:
-    """Return the chip with the caller's own speeds in place of the table's."""
+SpeedsLike = Mapping[str, float] | str | os.PathLike[str] | Calibration | None
+
+
+def with_speeds(chip: Chip, speeds: SpeedsLike) -> Chip:
+    """Return the chip with the caller's own speeds, or a calibration, in place of the table's."""
+    if isinstance(speeds, (str, os.PathLike, Calibration)):
+        return dataclasses.replace(chip, measured=read_speeds(speeds, chip.name))
     if speeds is not None and not isinstance(speeds, Mapping):
         raise TopologyError(
-            f"speeds: {short(speeds)} is not a dict such as {{'link': 90}}.", option="speeds"
+            f"speeds: {short(speeds)} is not a dict such as {{'link': 90}}, nor a file of "
+            "`meshwright calibrate`.",
+            option="speeds",
         )
     known = ("link", "network", "bus", "core", "tflops", "memory_gb", "memory_tbps", "ram_gb")
     for key, value in (speeds or {}).items():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from meshwright._checks import is_single_slice
 from meshwright._show import Sheet, Shown
 from meshwright._text import plural, plural_noun
 from meshwright.errors import TopologyError, short
+from meshwright.hardware.calibration_file import Calibration, read_speeds
 from meshwright.hardware.chips import Chip
 
 Kind = Literal["network", "torus", "switch", "core"]
@@ -127,6 +129,8 @@ class Topology(Shown):
         lines = [f"  {axis}, {axis.speed:.4g} GB/s {_PER[axis.kind]}" for axis in self.axes]
         if self.scattered:
             lines.append("  scattered: these devices fill no box, their links are unknown")
+        if self.chip.measured:
+            lines.append(f"  speeds: {self.chip.whose_speeds(self.num_devices)}")
         return Sheet(headline, ["\n".join(lines)])
 
     def to_json(self) -> dict[str, Any]:
@@ -152,6 +156,7 @@ class Topology(Shown):
             ],
             "memory_gb": self.chip.memory_gb,
             "bf16_tflops": self.chip.tflops,
+            "speeds": self.chip.whose_speeds(self.num_devices),
         }
 
 
@@ -165,22 +170,24 @@ def topology(
     slices: int = 1,
     chips_per_host: Sequence[int] | None = None,
     twisted: bool | None = None,
-    speeds: Mapping[str, float] | None = None,
+    speeds: Mapping[str, float] | str | os.PathLike[str] | Calibration | None = None,
     sort_slices: bool = True,
 ) -> Topology:
     """Describe the hardware that a name such as `v5p:8x8x8` means, or a list of JAX devices.
 
     Args:
-      source: a name, or devices; a `Topology` is returned as it is. Names: `v4: v5e: v5p: v6e:
-        tpu7x:` with a shape (`v5p:4x4x8_twisted` for a twisted torus), `a100: h100: h200: b200:
-        gb200:` with GPUs per NVLink domain and domains (`h100:8x4` is 4 hosts of 8), `cpu:` with
-        devices and hosts; and those of the clouds, `v5litepod-16`, `v5p-128` (cores, so 64 chips),
-        `8xh100`, `a3-megagpu-8g`, `p5.48xlarge`, with the shape that their documentation says.
+      source: a name, or devices; a `Topology` is returned as it is, or with measured `speeds`.
+        Names: `v4: v5e: v5p: v6e: tpu7x:` with a shape (`v5p:4x4x8_twisted` for a twisted torus),
+        `a100: h100: h200: b200: gb200:` with GPUs per NVLink domain and domains (`h100:8x4` is 4
+        hosts of 8), `cpu:` with devices and hosts; and those of the clouds, `v5litepod-16`,
+        `v5p-128` (cores, so 64 chips), `8xh100`, `a3-megagpu-8g`, `p5.48xlarge`, with the shape
+        that their documentation says.
       slices: how many of them are joined by DCN; of a name only.
       chips_per_host: how a TPU slice is cut into hosts, in place of what is usual.
       twisted: whether the torus is twisted; by default as the name says.
       speeds: other figures than the published ones: `link`, `network`, `core` and `bus` in GB/s,
-        `tflops`, `memory_gb`, `memory_tbps`, `ram_gb`.
+        `tflops`, `memory_gb`, `memory_tbps`, `ram_gb`. Or a file of `meshwright calibrate`, or
+        what `calibrate` returned: measured speeds; `"default"` is the user's own file.
       sort_slices: False keeps the slices of a device list in the order in which they appear.
 
     Raises:
@@ -196,6 +203,8 @@ def topology(
             f"twisted: {short(twisted)} is not True, False or None.", option="twisted"
         )
     if isinstance(source, Topology):
+        if isinstance(speeds, (str, os.PathLike, Calibration)):
+            source, speeds = measured_by(source, speeds), None
         given = chips_per_host is not None or twisted is not None or speeds
         if given or not is_single_slice(slices):
             raise TopologyError(
@@ -218,6 +227,14 @@ def topology(
     from meshwright.hardware.live import from_devices
 
     return from_devices(list(source), twisted, speeds, sort_slices)
+
+
+def measured_by(hardware: Topology, speeds: str | os.PathLike[str] | Calibration) -> Topology:
+    """Return the same machine with measured speeds."""
+    calibration = read_speeds(speeds, hardware.chip.name)
+    return dataclasses.replace(
+        hardware, chip=dataclasses.replace(hardware.chip, measured=calibration)
+    )
 
 
 def compact_part(topology: Topology, devices: int, slices: int | None = None) -> Topology:

@@ -107,7 +107,23 @@ def axis_cost(topology: Topology, parts: Parts) -> AxisCost:
             seconds += PAYLOAD * (members - 1) / members / (speed * 1e9)
     if inside == 1 and cores > 1:
         per_device, shape = core_speed, "chip"
+    if topology.chip.measured is not None and (members := cores * inside * slices) > 1:
+        links = links_text(topology, shape, members, slices)
+        line = topology.chip.measured.collective("all-gather", links, members)
+        seconds = seconds if line is None else line[0] + PAYLOAD / line[1]
     return AxisCost(per_device, network_speed, hops, shape, seconds)
+
+
+INSIDE = {"tpu": "ICI", "gpu": "NVLink", "cpu": "memory"}
+
+
+def links_text(topology: Topology, shape: str, members: int, slices: int) -> str:
+    """The links that join a group of a shape: `ICI ring`, `NVLink`, `NVLink, network`."""
+    if slices == members:
+        return "network"
+    family = topology.chip.family
+    inside = f"{INSIDE[family]} {shape}" if family == "tpu" else INSIDE[family]
+    return f"{inside}, network" if slices > 1 else inside
 
 
 def _slowest(topology: Topology, parts: Parts) -> float:

@@ -139,6 +139,8 @@ def placement_headline(placement: Placement) -> str:
 def footnote(placement: Placement) -> str:
     """Return the cost, how it is made up, and the runner-up, in one or two lines."""
     text = f"cost {duration(placement.cost)}: all-gather of 1 GiB x weight, summed over the axes"
+    if placement.topology.chip.measured is not None:
+        text += f"\nspeeds: {placement.topology.chip.whose_speeds(placement.topology.num_devices)}"
     if placement.runner_up is None or placement.runner_up_cost is None:
         return text
     ratio = placement.runner_up_cost / placement.cost if placement.cost else 1.0

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from meshwright.errors import (
     short,
     warn,
 )
+from meshwright.hardware.calibration_file import Calibration
 from meshwright.hardware.topology import Topology, compact_part
 from meshwright.hardware.topology import topology as read_topology
 from meshwright.placement.cost_model import (
@@ -55,6 +57,7 @@ def place(
     intensity: Mapping[str, float] | None = None,
     allow_split: bool = True,
     order: Order = "auto",
+    speeds: str | os.PathLike[str] | Calibration | None = None,
 ) -> Placement:
     """Find the best layout of a mesh on the hardware, by search under a stated model.
 
@@ -68,6 +71,7 @@ def place(
       allow_split: False keeps every torus direction in one piece.
       order: how an axis made of several directions is strung together: `"ring"` (neighbours only),
         `"grid"` (digits), or `"auto"` for what the compiler does best.
+      speeds: a file of `meshwright calibrate`, or what `calibrate` returned, as for `topology`.
 
     Raises:
       PlacementError: when no layout exists, with near shapes that do.
@@ -75,7 +79,7 @@ def place(
     >>> print(place("fsdp:64, tp:4", "v5e:16x16").axes[1].parts)
     (Part(direction=0, factor=2, stride=1), Part(direction=1, factor=2, stride=1))
     """
-    topology = read_topology(topology)
+    topology = read_topology(topology, speeds=speeds)
     resolved = MeshSpec.parse(spec).resolve(topology.num_devices, topology.num_slices)
     if not isinstance(allow_split, bool):
         raise PlacementError(

@@ -9,6 +9,7 @@ What else the program tells, its collectives and time, a `Rehearsal` reads when 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -17,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from meshwright._progress import Pulse, showing
 from meshwright.errors import MeshwrightError, RehearsalError, near
+from meshwright.hardware.calibration_file import Calibration
 from meshwright.hardware.topology import Topology
 from meshwright.models.base import Model
 from meshwright.models.presets import model
@@ -72,6 +74,7 @@ def rehearse(
     codegen: bool = True,
     cache: bool | str | Path = True,
     progress: bool = True,
+    speeds: str | os.PathLike[str] | Calibration | None = None,
     name: str | None = None,
     **options: Unpack[PartitionOptions],
 ) -> Rehearsal:
@@ -107,6 +110,8 @@ def rehearse(
       cache: folder for the compiler's answers; True for the user's own, False for none.
       progress: after two seconds, show what is being done and for how long: a line that updates on
         a terminal (stderr) and in a notebook, elsewhere a line every 15 seconds. False: nothing.
+      speeds: a file of `meshwright calibrate`, or what `calibrate` returned: measured speeds in
+        place of the table's; `"default"` is the user's own file. The result says whose it used.
       name: what the result is called; by default the function's name.
 
     Raises:
@@ -138,6 +143,7 @@ def rehearse(
             codegen=codegen,
             cache=cache,
             progress=progress,
+            speeds=speeds,
             name=name,
             options=options,
         )
@@ -159,8 +165,8 @@ def rehearse_model(
       batch: rows of the global batch, over all devices.
       mesh: as for `rehearse`.
       seq: length of a row; by default the model's own.
-      **options: `on`, `slices`, `dcn`, `compiler`, `timeout`, `codegen`, `cache` and `progress`,
-        as for `rehearse`.
+      **options: `on`, `slices`, `dcn`, `compiler`, `timeout`, `codegen`, `cache`, `progress` and
+        `speeds`, as for `rehearse`.
 
     Raises `ModelError` for an unknown model or sizes that do not fit it, and `RehearsalError` as
     `rehearse` does.

@@ -1,15 +1,19 @@
 """`Speeds`: what one device does in a second, by kind of work, and how long a kernel takes with it.
 
 A kernel takes the longest of what its parts take: products, bytes of main memory, and, where they
-were measured, transcendental functions, sorts, gathers and scatters. Every figure has its source.
+were measured, transcendental functions, sorts, gathers and scatters. Every figure has its source;
+those that `calibrate` has measured on the reader's own devices go before them (`_as_measured`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import numpy as np
+
+from meshwright.hardware.calibration_file import Calibration
 from meshwright.hardware.chips import Chip
 from meshwright.hlo.instructions import Instruction, integers
 from meshwright.rehearsal.kernels import Kernel
@@ -218,7 +222,10 @@ class Speeds:
     `functions` and `irregular`: elements a second of transcendental functions, and of sorts,
     gathers and scatters, where they are known; `rows` operations on rows that are reduced, `apart`
     elements of kernels that products bring along. `bus`: bytes to or from the host, or 0.
-    `tpu` has what is different on TPUs.
+    `tpu` has what is different on TPUs. `access`: bytes by how a fusion goes over memory;
+    `kernels`: operations of whole kernels, by their kind; `iteration`: seconds from one round of a
+    loop to the next, if its kernels take no longer. `products`: measured operations by dtype, at
+    sides of a square product; without it they are modelled.
     """
 
     flops: float
@@ -233,21 +240,31 @@ class Speeds:
     apart: Mapping[str, float] = dataclasses.field(default_factory=dict)
     bus: float = 0.0
     tpu: TpuSpeeds | None = None
+    access: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    kernels: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    iteration: float = 0.0
+    products: Mapping[str, Sequence[tuple[float, float]]] = dataclasses.field(default_factory=dict)
+    bus_to_host: float = 0.0
 
     def compute(self, flops: float, dtype: str, kind: str = "", keys: float = 0.0) -> float:
         """Seconds for this many operations on values of this dtype, in a kernel of a kind.
 
         `keys`: how many a query meets, in a kernel of attention.
         """
-        products = _PRODUCTS[self.family]
+        factor = _DTYPE_SPEED[self.family].get(dtype, 1.0)
+        if kind in self.kernels:
+            return flops / (self.kernels[kind] * factor * (with_keys(keys) if keys else 1.0))
         side = (flops / 2) ** (1 / 3)
+        if self.products and flops:
+            # A dtype that was not measured keeps its ratio to one that was.
+            near = next((each for each in (dtype, *_ALIKE) if each in self.products), "")
+            if near:
+                ratio = factor / _DTYPE_SPEED[self.family].get(near, 1.0)
+                return flops / (_at_side(self.products[near], side) * ratio)
         relative = side / (side + _HALF_SIDE[self.family]) if flops else 1.0
         if self.family == "gpu":
-            relative = min(relative, _SUSTAINED.get(dtype, 1.0) / products)
-        if kind in _KERNEL_SPEED:
-            relative = _KERNEL_SPEED[kind] / products
-            relative *= _KEYS * (keys / 1024) ** _MORE_KEYS if keys else 1.0
-        return flops / (self.flops * relative * _DTYPE_SPEED[self.family].get(dtype, 1.0))
+            relative = min(relative, _SUSTAINED.get(dtype, 1.0) / _PRODUCTS["gpu"])
+        return flops / (self.flops * relative * factor)
 
     def kernel(self, kernel: Kernel) -> tuple[float, float]:
         """Seconds that a kernel computes, and that it waits for memory: the longer one counts."""
@@ -257,13 +274,14 @@ class Speeds:
         if self.tpu is not None:
             return self.tpu.kernel(kernel, compute)
         if self.family != "gpu":
-            return compute, kernel.bytes / self.bytes
+            slow = _seconds(kernel.slow, {**self.functions, **self.irregular})
+            return max(compute, slow), kernel.bytes / self.bytes
         if kernel.instruction.opcode == "fft":
             return 0.0, self._fft(kernel)
-        slower = _ACCESS.get(kernel.access, _MEMORY["gpu"]) / _MEMORY["gpu"]
-        memory = max(kernel.bytes / (self.bytes * slower), kernel.looped / self.loop)
+        speed = self.access.get(kernel.access, self.bytes)
+        memory = max(kernel.bytes / speed, kernel.looped / self.loop)
         memory += kernel.row_operations / self.rows
-        if kind not in _KERNEL_SPEED:  # else they are in its efficiency
+        if kind not in self.kernels:  # else they are in its efficiency
             compute = max(compute, _seconds(kernel.slow, self.functions))
         if kernel.flops:
             compute += _seconds(kernel.slow, self.apart)
@@ -286,9 +304,14 @@ class Speeds:
             seconds += 2 * (kernel.bytes - written) / (nominal * _FFT_COPY)
         return seconds
 
-    def host(self, size: float) -> float:
+    def host(self, size: float, direction: str = "to device") -> float:
         """Seconds of the bus for this many bytes one way; 0 where its speed is not known."""
-        return size / self.bus if self.bus else 0.0
+        bus = self.bus_to_host or self.bus if direction == "to host" else self.bus
+        return size / bus if bus else 0.0
+
+    def next_round(self, seconds: float) -> float:
+        """Seconds that starting a round of a loop adds whose kernels take this long."""
+        return max(0.0, self.iteration - seconds)
 
     def launch(self, seconds: float) -> float:
         """Seconds that starting a kernel adds: while a long one runs, the next is prepared."""
@@ -312,7 +335,9 @@ def speeds(chip: Chip, scheduled: bool = False) -> Speeds:
     `scheduled` is for programs of a TPU's compiler that it has not estimated.
     """
     hopper = chip.name in _HOPPER
-    return Speeds(
+    nominal = chip.tflops * 1e12 / chip.cores
+    memory = chip.memory_tbps * 1e12 / chip.cores
+    table = Speeds(
         chip.tflops * 1e12 / chip.cores * _PRODUCTS[chip.family],
         chip.memory_tbps * 1e12 / chip.cores * _MEMORY[chip.family],
         _LAUNCH[chip.family],
@@ -325,4 +350,50 @@ def speeds(chip: Chip, scheduled: bool = False) -> Speeds:
         _HOPPER_APART if hopper else {},
         chip.bus * 1e9 / chip.cores * _BUS[chip.family],
         tpu_speeds(chip, scheduled),
+        {access: part * memory for access, part in _ACCESS.items()},
+        {kind: part * nominal for kind, part in _KERNEL_SPEED.items()},
     )
+    return table if chip.measured is None else _as_measured(table, chip.measured)
+
+
+# In: the table's speeds and a calibration. Out: the measured ones, and the table's where nothing
+# was measured. Names of figures are those that `calibration.probes` gives them.
+def _as_measured(table: Speeds, measured: Calibration) -> Speeds:
+    products: dict[str, list[tuple[float, float]]] = {}
+    for name, value in measured.values("product").items():
+        dtype, side = name.split()
+        products.setdefault(dtype, []).append((float(side), value))
+    copied = measured.value("memory copy") or table.bytes
+    to_device = measured.value("bus to device") or table.bus
+    return dataclasses.replace(
+        table,
+        bytes=copied,
+        start=measured.value("start kernel") or table.start,
+        gap=min(table.gap, measured.value("start kernel") or table.gap),
+        functions={**table.functions, **measured.values("function")},
+        irregular={**table.irregular, **measured.values("irregular")},
+        loop=measured.value("loop fusion") or table.loop,
+        access={name: copied * value / table.bytes for name, value in table.access.items()},
+        kernels={**table.kernels, **measured.values("kernel")},
+        iteration=measured.value("start iteration") or table.iteration,
+        products={dtype: sorted(rates) for dtype, rates in products.items()},
+        bus=to_device,
+        bus_to_host=measured.value("bus to host") or 0.0,
+        tpu=table.tpu and dataclasses.replace(table.tpu, bytes=copied),
+    )
+
+
+_ALIKE = ("bf16", "f16", "f32")  # dtypes whose products others are compared with
+
+
+def _at_side(rates: Sequence[tuple[float, float]], side: float) -> float:
+    """Operations a second at a side: between two that were measured, along the line."""
+    sides, values = zip(*rates, strict=True)
+    smaller: float = min(1.0, side / sides[0])  # below the smallest, speed falls with the side
+    rate = np.interp(math.log(side), [math.log(each) for each in sides], values)
+    return smaller * float(rate)
+
+
+def with_keys(keys: float) -> float:
+    """How much of its speed cuDNN's attention reaches with so many keys for a query."""
+    return float(_KEYS * math.pow(keys / 1024, _MORE_KEYS))

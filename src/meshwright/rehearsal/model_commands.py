@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shlex
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
 from meshwright.errors import MeshwrightError
+from meshwright.hardware.calibration_file import Calibration
 from meshwright.models.presets import model as named_model
 from meshwright.rehearsal.request import Request, batch_shape
 from meshwright.spec.mesh_spec import MeshSpec
@@ -22,6 +24,8 @@ def rehearse_command(request: Request) -> str:
     """
     settings = _settings(request)
     if settings is None or isinstance(request.mesh, (Mesh, AbstractMesh)):
+        return ""
+    if isinstance(request.speeds, Calibration) and not request.speeds.file:
         return ""
     if not isinstance(request.on, str | None) or not isinstance(request.dcn, str | None):
         return ""
@@ -42,6 +46,9 @@ def rehearse_command(request: Request) -> str:
         words += ["--compiler", request.compiler]
     if not request.codegen:
         words.append("--no-codegen")
+    if request.speeds is not None:
+        given = request.speeds
+        words += ["--speeds", given.file if isinstance(given, Calibration) else os.fspath(given)]
     return shlex.join(words)
 
 

@@ -95,6 +95,9 @@ def as_json(result: Rehearsal) -> dict[str, Any]:
         "cpu_estimate": result.stand_in,
         "compile_seconds": result.compile_seconds,
         "from_cache": result.from_cache,
+        "speeds": result.placement.topology.chip.whose_speeds(
+            result.placement.topology.num_devices
+        ),
         "fits": result.fits,
         "memory": result.memory.to_json(),
         "collectives": None if result.time is None else result.collectives.to_json(),

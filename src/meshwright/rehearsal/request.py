@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
@@ -24,8 +25,9 @@ from meshwright.errors import (
     option_text,
     short,
 )
+from meshwright.hardware.calibration_file import Calibration
 from meshwright.hardware.chips import Chip
-from meshwright.hardware.topology import Topology
+from meshwright.hardware.topology import Topology, measured_by
 from meshwright.hardware.topology import topology as read_topology
 from meshwright.meshes.build import abstract_mesh, explain_mesh
 from meshwright.meshes.devices import target_topology
@@ -33,7 +35,7 @@ from meshwright.models.base import Model
 from meshwright.partitioning.decide import Options, partition
 from meshwright.pipelines.step import PipelineStep
 from meshwright.placement.placement import Placement
-from meshwright.placement.placer import placement_of, warn_idle
+from meshwright.placement.placer import measure, placement_of, warn_idle
 from meshwright.rehearsal.collectives.causes import Batch
 from meshwright.rehearsal.compiler import PLATFORMS, Platform, default_folder
 from meshwright.rehearsal.step_arguments import argument_names, decide_specs, has_rows, is_state
@@ -63,6 +65,7 @@ class CompileOptions(TypedDict, total=False):
     codegen: bool
     cache: bool | str | Path
     progress: bool
+    speeds: str | os.PathLike[str] | Calibration | None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -94,6 +97,7 @@ class Request:
     progress: bool = True
     layout: Callable[[AbstractMesh], tuple[Sequence[Any], Any]] | None = None
     tells_device: bool = False
+    speeds: str | os.PathLike[str] | Calibration | None = None
 
     def __repr__(self) -> str:
         return short_repr(self, f"{self.name}, mesh {short(self.mesh)}, on {short(self.on)}")
@@ -102,6 +106,9 @@ class Request:
         """Place the mesh; also return the whole machine that its positions count in."""
         if isinstance(self.mesh, (Mesh, AbstractMesh)):
             placement = explain_mesh(self.mesh, on=self.on, slices=self.slices)
+            if self.speeds is not None:
+                hardware = measured_by(placement.topology, self.speeds)
+                placement = measure(placement.spec, hardware, placement.positions)
             return placement, placement.topology
         hardware = self._hardware()
         placement = placement_of(MeshSpec.parse(self.mesh), hardware, self.dcn)
@@ -111,11 +118,10 @@ class Request:
     def _hardware(self) -> Topology:
         # A name is read as data: `target_topology` would get devices from the vendor's compiler,
         # which takes seconds and is left to the compiling process.
-        if isinstance(self.on, Topology):
-            return self.on
-        if isinstance(self.on, str):
-            return read_topology(self.on, slices=self.slices)
-        return target_topology(self.on, None, self.slices)
+        if isinstance(self.on, (str, Topology)):
+            return read_topology(self.on, slices=self.slices, speeds=self.speeds)
+        hardware = target_topology(self.on, None, self.slices)
+        return hardware if self.speeds is None else measured_by(hardware, self.speeds)
 
     def abstract(self, placed: Placement, platform: Platform) -> AbstractMesh:
         """Return the mesh without its devices; for a model, with what they will be."""
@@ -203,6 +209,7 @@ def make_request(
     codegen: bool = True,
     cache: bool | str | Path = True,
     progress: bool = True,
+    speeds: str | os.PathLike[str] | Calibration | None = None,
     options: Mapping[str, Any] | None = None,
     caller: str = "rehearse",
 ) -> Request:
@@ -243,6 +250,7 @@ def make_request(
         codegen=codegen,
         progress=check_flag("progress", progress, error=RehearsalError),
         tells_device=isinstance(getattr(function, "__self__", None), Model),
+        speeds=speeds,
     )
 
 
@@ -321,7 +329,7 @@ def changed_model(
     if model is None:
         raise RehearsalError(f"{request.name} is no model of this package.")
     rows, length = batch_shape(request)
-    kept = ("on", "slices", "dcn", "compiler", "timeout", "codegen", "progress")
+    kept = ("on", "slices", "dcn", "compiler", "timeout", "codegen", "progress", "speeds")
     own = {name: getattr(request, name) for name in kept}
     changed = dataclasses.replace(model, config=dataclasses.replace(model.config, **settings))
     return model_request(

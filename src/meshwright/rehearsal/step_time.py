@@ -44,7 +44,8 @@ class StepTime(Shown):
     does again; both are in `flops` and in the times. `recomputed_bytes` is what it writes of all
     layers, which a step without it would keep. `cpu_estimate`: of the program for simulated CPU
     devices, in place of the hardware's. `at_most`: every branch of a condition is in it;
-    `at_least`: of a loop of unknown trip count one trip is.
+    `at_least`: of a loop of unknown trip count one trip is. `speeds` says whose they are: the
+    table's, or a calibration's.
     """
 
     compute: float
@@ -66,6 +67,7 @@ class StepTime(Shown):
     compiler_partial: bool = False
     at_most: bool = False
     at_least: bool = False
+    speeds: str = ""
 
     @property
     def total(self) -> float:
@@ -110,7 +112,7 @@ class StepTime(Shown):
         mark = f" ({CPU_ESTIMATE})" if self.cpu_estimate else ""
         # The heading is no row of the table: a narrow screen would cut off its mark.
         parts = table(self._rows(), [False, True, True])
-        lines = [f"modelled time of a step{mark}\n{parts}"]
+        lines = [f"modelled time of a step{mark}, by {self.speeds}\n{parts}"]
         if self.custom:
             lines.append(table([list(CUSTOM_HEADING), *custom_rows(self.custom)], CUSTOM_RIGHT))
         return "\n\n".join(lines + self.repeated_lines() + self.doubts())
@@ -141,7 +143,7 @@ class StepTime(Shown):
         ]
         if self.custom:
             parts.append(Table(CUSTOM_HEADING, custom_rows(self.custom), CUSTOM_RIGHT))
-        headline = f"modelled step{mark}: {duration(self.total)}"
+        headline = f"modelled step{mark}: {duration(self.total)}, by {self.speeds}"
         return Sheet(headline, [*parts, *self.repeated_lines(), *self.doubts()])
 
     def lane(self) -> Lane:
@@ -206,6 +208,7 @@ class StepTime(Shown):
             "compiler_partial": self.compiler_partial,
             "at_most": self.at_most,
             "at_least": self.at_least,
+            "speeds": self.speeds,
             "custom_kernels": [kernel.to_json() for kernel in self.custom],
         }
 
@@ -314,6 +317,7 @@ def step_time(
         recomputed=recomputed,
         recomputed_bytes=written,
         cpu_estimate=False,
+        speeds=chip.whose_speeds(program.devices),
     )
 
 
@@ -382,6 +386,13 @@ class _Runs:
             if name not in self.bodies and (how != "to_apply" or instruction.opcode == "call")
         )
 
+    def rounds(self, instruction: Instruction, seconds: float) -> float:
+        """Seconds that starting the rounds of a loop adds, where that was measured."""
+        if instruction.opcode != "while" or not self.speed.iteration:
+            return 0.0
+        count = runs_per_call("body", instruction, self.program.dataflow).count
+        return count * self.speed.next_round(seconds / max(1, count))
+
     def _seconds(self, name: str) -> float:
         """Seconds of one run of a computation and of all that it calls."""
         if name not in self._whole:
@@ -425,7 +436,7 @@ def _one_run(runs: _Runs, computation: Computation) -> dict[str, float]:
     clock, on_bus = _Clock(), 0.0
     for instruction in computation.instructions:
         if (transfer := transfers.get(instruction.name)) is not None:
-            seconds = runs.speed.host(transfer.bytes)
+            seconds = runs.speed.host(transfer.bytes, transfer.direction)
             clock.begin(transfer, seconds)
             on_bus += seconds
             parts["bytes"] += transfer.bytes
@@ -450,8 +461,10 @@ def _one_run(runs: _Runs, computation: Computation) -> dict[str, float]:
             clock.now += seconds + start
         else:
             seconds = runs.called(instruction)
+            start = runs.rounds(instruction, seconds)
+            parts["start"] += start
             clock.work += seconds
-            clock.now += seconds
+            clock.now += seconds + start
     hidden = on_bus - parts["host_exposed"]
     parts["host_hidden"] = hidden if hidden > 1e-9 * on_bus else 0.0  # not what rounding leaves
     return parts

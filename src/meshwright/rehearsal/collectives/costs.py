@@ -18,13 +18,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshwright.hardware.topology import Topology
-from meshwright.placement.cost_model import LATENCY, PAYLOAD, covers_whole
+from meshwright.placement.cost_model import (
+    INSIDE,
+    LATENCY,
+    PAYLOAD,
+    covers_whole,
+    links_text,
+)
 from meshwright.placement.placement import AxisPlan, Placement
 from meshwright.placement.placer import measure
 from meshwright.rehearsal.collectives.types import AxisPart
 from meshwright.spec.mesh_spec import MeshSpec
-
-_INSIDE = {"tpu": "ICI", "gpu": "NVLink", "cpu": "memory"}
 
 # What collectives reach of a TPU's links, whose nominal speed is that of the cloud's documentation.
 # All-gather: 0.90 over four TPU7x (tpu-recipes, microbenchmarks/ironwood/collectives), and the
@@ -51,6 +55,10 @@ def group_cost(kind: str, size: int, plan: AxisPlan, topology: Topology) -> Cost
     """Model one run of a collective of `size` bytes over groups that lie as planned."""
     if plan.size == 1:
         return NOTHING
+    if (measured := topology.chip.measured) is not None:
+        line = measured.collective(kind, _links(topology, plan), plan.size)
+        if line is not None:
+            return Cost(_links(topology, plan), line[0] + size / line[1])
     if topology.chip.family == "gpu":
         group = group_on(topology, plan.size, plan.slow)
         return Cost(_links(topology, plan), collective_seconds(kind, size, group))
@@ -74,7 +82,13 @@ def pairs_cost(size: int, pairs: np.ndarray, placement: Placement) -> Cost:
     seconds, kind = permutation_cost(topology, coords, size)
     if not kind:
         return NOTHING
-    return Cost("network" if kind == "network" else _INSIDE[topology.chip.family], seconds)
+    links = "network" if kind == "network" else INSIDE[topology.chip.family]
+    measured = topology.chip.measured
+    # On a torus a message takes several links, and shares them: only the model knows which.
+    if measured is not None and topology.chip.family != "tpu":
+        line = measured.collective("collective-permute", links, 2)
+        seconds = seconds if line is None else line[0] + size / line[1]
+    return Cost(links, seconds)
 
 
 def plan_of(
@@ -117,11 +131,7 @@ def _detour(topology: Topology, plan: AxisPlan) -> float:
 
 
 def _links(topology: Topology, plan: AxisPlan) -> str:
-    if plan.slow == plan.size:
-        return "network"
-    family = topology.chip.family
-    inside = f"ICI {plan.cost.shape}" if family == "tpu" else _INSIDE[family]
-    return f"{inside}, network" if plan.slow > 1 else inside
+    return links_text(topology, plan.cost.shape, plan.size, plan.slow)
 
 
 # In: senders and receivers on the machine's grid. Out: the time of the slowest direction. Every

@@ -1,0 +1,379 @@
+"""`calibrate`: measure what the devices that are here do, part by part, each bounded in time.
+
+All processes of a job call it together. Every process measures its own devices at the same time;
+collectives run over the whole mesh. Process 0 joins what all have measured into a `Calibration`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshwright._checks import check_flag
+from meshwright._processes import combine_texts
+from meshwright._progress import Pulse, showing
+from meshwright._version import __version__
+from meshwright.calibration import collective_probes
+from meshwright.calibration.collective_probes import CollectiveProbe
+from meshwright.calibration.probes import Probe, parts
+from meshwright.calibration.timing import Input, Seconds, Timed, run_all, spread
+from meshwright.errors import CalibrationError, near, short
+from meshwright.hardware.calibration_file import Calibration, Figure
+from meshwright.hardware.topology import Topology, topology
+from meshwright.meshes.build import explain_mesh
+from meshwright.placement.placement import Placement
+
+_WAIT = 300.0  # seconds for other processes: one may compile for a minute
+_LINKS_SECONDS = {True: 20.0, False: 120.0}  # if quick, or not
+
+
+def calibrate(
+    mesh: Mesh | None = None,
+    *,
+    quick: bool = False,
+    only: Sequence[str] = (),
+    progress: bool = True,
+) -> Calibration:
+    """Measure the speeds of the devices that are here: products, memory, functions, collectives.
+
+    It takes minutes on accelerators, and nothing else may run on them meanwhile. After Ctrl-C it
+    returns what was measured until then (`interrupted`).
+
+    Args:
+      mesh: the mesh over whose axes collectives are measured. By default one axis for what joins
+        the devices of a host, slice or NVLink domain, and one for the network between them.
+      quick: fewer sizes and kinds, in less than a minute.
+      only: the parts to measure, by default all: `products`, `memory`, `launches`, `functions`,
+        `irregular` (sorts, gathers, scatters), `eight-bit`, `attention`, `host` and `collectives`.
+      progress: show what is being measured.
+
+    Raises:
+      CalibrationError: for a mesh without devices, or if another profiler is running.
+
+    >>> import jax, meshwright as mw
+    >>> measured = mw.calibrate(quick=True, only=["memory"], progress=False)
+    >>> measured.chip, measured.devices, measured.value("memory copy") > 0
+    ('cpu', 8, True)
+    """
+    check_flag("quick", quick, error=CalibrationError)
+    check_flag("progress", progress, error=CalibrationError)
+    chosen = _checked_parts(only)
+    mesh, placement = _meshes(mesh)
+    session = _Session(mesh, placement, quick, chosen)
+    with showing(progress), Pulse(f"calibrating {placement.topology.name}") as pulse:
+        try:
+            session.measure(pulse.now)
+        except KeyboardInterrupt:
+            session.interrupted = True
+    return session.result()
+
+
+PARTS = (
+    *("products", "memory", "launches", "functions", "irregular", "eight-bit", "attention"),
+    *("host", "collectives"),
+)
+
+
+def _checked_parts(only: Sequence[str]) -> frozenset[str]:
+    """The parts that are asked for; all if none is named."""
+    if isinstance(only, str) or not isinstance(only, Sequence):
+        raise CalibrationError(
+            f"only: {short(only)} is not a list such as ['products'].", option="only"
+        )
+    for name in only:
+        if name not in PARTS:
+            raise CalibrationError(
+                f"only: there is no part {short(name)}.{near(str(name), PARTS)} Parts: "
+                f"{', '.join(PARTS)}.",
+                option="only",
+            )
+    return frozenset(only or PARTS)
+
+
+def _meshes(mesh: Mesh | None) -> tuple[Mesh, Placement]:
+    if mesh is None:
+        live = topology(jax.devices())
+        slices = live.num_slices
+        shape = (slices, live.num_devices // slices)
+        grid = np.array(live.devices, dtype=object)[live.index.ravel()].reshape(shape)
+        mesh = Mesh(grid, ("network", "inside"))
+    elif not isinstance(mesh, Mesh) or mesh.empty:
+        raise CalibrationError(
+            f"mesh: {short(mesh)} has no devices to measure. Pass a jax.sharding.Mesh, or leave it "
+            "out for all devices.",
+            option="mesh",
+        )
+    if not any(each.process_index == jax.process_index() for each in mesh.devices.flat):
+        raise CalibrationError(
+            f"mesh: none of its {mesh.size} devices is in this process. Every process that calls "
+            "calibrate takes part.",
+            option="mesh",
+        )
+    return mesh, explain_mesh(mesh)
+
+
+@dataclasses.dataclass
+class _Session:
+    """What was measured so far: seconds of every run by device, for each figure."""
+
+    mesh: Mesh
+    placement: Placement
+    quick: bool
+    only: frozenset[str]
+    runs: dict[str, dict[int, list[float]]] = dataclasses.field(default_factory=dict)
+    units: dict[str, tuple[str, float]] = dataclasses.field(default_factory=dict)
+    links: dict[CollectiveProbe, Seconds] = dataclasses.field(default_factory=dict)
+    left_out: list[str] = dataclasses.field(default_factory=list)
+    interrupted: bool = False
+
+    @functools.cached_property
+    def own(self) -> list[int]:
+        """The places in the mesh of this process's devices, in the order of the devices' ids."""
+        here = jax.process_index()
+        flat = list(self.mesh.devices.flat)
+        places = [i for i, device in enumerate(flat) if device.process_index == here]
+        return sorted(places, key=lambda place: flat[place].id)
+
+    @functools.cached_property
+    def local(self) -> Mesh:
+        flat = list(self.mesh.devices.flat)
+        return Mesh(np.array([flat[place] for place in self.own], dtype=object), ("device",))
+
+    @property
+    def target(self) -> float:
+        """Seconds for which a program is run."""
+        return 0.03 if self.quick else 0.15
+
+    # Decisions are made together: the n-th program of one process is the n-th of every other one.
+    def agreed(self, value: float) -> float:
+        answer = combine_texts(
+            "calibrate", repr(value), lambda texts: repr(max(map(float, texts))), timeout=_WAIT
+        )
+        if not answer:
+            raise CalibrationError(
+                f"calibrate: another process of this job did not answer within {_WAIT:g} s; all "
+                "call calibrate together."
+            )
+        return float(answer)
+
+    def measure(self, tell: Callable[[str], None]) -> None:
+        """Measure part after part."""
+        chip = self.placement.topology.chip
+        for name, (probes, seconds) in parts(chip, self.quick).items():
+            if name in self.only:
+                tell(name)
+                self._part(name, probes, seconds)
+        if "host" in self.only:
+            tell("host transfers")
+            self._host_transfers()
+        if "collectives" in self.only:
+            tell("collectives")
+            self._collectives(_LINKS_SECONDS[self.quick])
+
+    def _part(self, name: str, probes: Sequence[Probe], seconds: float) -> None:
+        def make(probe: Probe) -> Timed:
+            words = f"calibrate_{probe.name}".replace(" ", "_")
+            return Timed(words, probe.function, probe.inputs, self.local, traced=not probe.rounds)
+
+        programs = dict(self._compiled(name, probes, make, seconds))
+        trace = run_all(list(programs.values()), self.target, self.agreed)
+        for probe, timed in programs.items():
+            if probe.rounds:
+                runs = timed.walls
+                work = float(probe.rounds)
+                self._keep(probe, dict.fromkeys(range(len(self.own)), runs), work)
+                continue
+            chosen = probe.chosen(timed.program()) if probe.counted else {}
+            work = sum(chosen.values()) if probe.counted else probe.work
+            if not work:
+                self.left_out.append(f"{probe.name}: the compiler makes something else of it")
+                continue
+            by_device = timed.seconds(trace, chosen.__contains__ if probe.counted else None)
+            if by_device:
+                self._keep(probe, by_device, work)
+            else:
+                self.left_out.append(f"{probe.name}: the trace has no event of it")
+
+    def _host_transfers(self) -> None:
+        kinds = {memory.kind for memory in self.local.devices.flat[0].addressable_memories()}
+        if self.placement.topology.chip.family == "cpu" or "pinned_host" not in kinds:
+            self.left_out.append("host transfers: these devices work in the host's own memory")
+            return
+        elements = 2**24 if self.quick else 2**26
+        memories = {
+            "bus to device": ("pinned_host", "device"),
+            "bus to host": ("device", "pinned_host"),
+        }
+
+        def make(probe: Probe) -> Timed:
+            memory, words = memories[probe.name], probe.name.replace(" ", "_")
+            target = NamedSharding(self.local, PartitionSpec("device"), memory_kind=memory[1])
+            move = functools.partial(jax.device_put, device=target)
+            name = f"calibrate_{words}"
+            return Timed(name, move, probe.inputs, self.local, whole=False, memory=memory)
+
+        probes = [
+            Probe(name, "B/s", jax.device_put, (Input((elements,)),), 4.0 * elements)
+            for name in memories
+        ]
+        programs = dict(self._compiled("host", probes, make, 30.0))
+        trace = run_all(list(programs.values()), self.target, self.agreed)
+        for probe, timed in programs.items():
+            self._keep(probe, timed.seconds(trace), probe.work)
+
+    def _keep(self, probe: Probe, seconds: Seconds, work: float) -> None:
+        self.units[probe.name] = probe.unit, work
+        self.runs[probe.name] = self._placed(seconds)
+
+    def _placed(self, seconds: Seconds) -> Seconds:
+        """By the device's place in the mesh, from its number in this process."""
+        numbers = sorted(seconds)
+        return {self.own[i]: seconds[number] for i, number in enumerate(numbers)}
+
+    def _compiled(
+        self, part: str, probes: Sequence[Any], make: Callable[[Any], Timed], seconds: float
+    ) -> Iterator[tuple[Any, Timed]]:
+        """Compile programs until the time of the part is up; say what is left out."""
+        began = time.monotonic()
+        for number, probe in enumerate(probes):
+            if self.agreed(time.monotonic() - began) > seconds:
+                rest = ", ".join(each.name for each in probes[number : number + 3])
+                more = "" if number + 3 >= len(probes) else ", ..."
+                self.left_out.append(f"{part}: {seconds:g} s were over before {rest}{more}")
+                return
+            timed, problem = None, ""
+            try:
+                timed = make(probe)
+            except Exception as error:  # the compiler has no such kernel for this chip
+                problem = (str(error).strip() or type(error).__name__).splitlines()[0]
+            if not self.agreed(float(timed is None)) and timed is not None:
+                yield probe, timed
+            else:
+                self.left_out.append(f"{probe.name}: {short(problem) or 'failed elsewhere'}")
+
+    def _collectives(self, seconds: float) -> None:
+        family = self.placement.topology.chip.family
+        probes = list(collective_probes.probes(self.mesh, family, self.quick))
+        if not probes:
+            return
+        programs = dict(
+            self._compiled("collectives", probes, lambda probe: probe.timed(self.mesh), seconds)
+        )
+        trace = run_all(list(programs.values()), self.target / 3, self.agreed)
+        for probe, timed in programs.items():
+            own = timed.seconds(trace, probe.is_own(timed)) or timed.seconds(None)
+            self.links[probe] = self._placed(own)
+
+    def result(self) -> Calibration:
+        """Join what all processes have measured; the same value in all of them."""
+        part = {
+            "runs": self.runs,
+            "units": self.units,
+            "links": [[*dataclasses.astuple(probe), runs] for probe, runs in self.links.items()],
+            "interrupted": self.interrupted,
+            "left_out": self.left_out,
+        }
+        answer = combine_texts(
+            "calibrate result", json.dumps(part), lambda texts: json.dumps(_joined(texts))
+        )
+        data = json.loads(answer or "{}")
+        return self._calibration(data)
+
+    def _calibration(self, data: Mapping[str, Any]) -> Calibration:
+        hardware: Topology = self.placement.topology
+        devices = list(self.mesh.devices.flat)
+        links = {
+            CollectiveProbe(kind, axis, size): {int(k): v for k, v in runs.items()}
+            for kind, axis, size, runs in data["links"]
+        }
+        driver, clocks = _driver_and_clocks(hardware.chip.family)
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        return Calibration(
+            hardware.chip.name,
+            devices[0].device_kind,
+            hardware.name,
+            tuple(device.process_index for device in devices),
+            now.replace("+00:00", "Z"),
+            driver,
+            {"meshwright": __version__, **_versions()},
+            clocks,
+            tuple(
+                _figure(name, *data["units"][name], {int(k): v for k, v in runs.items()})
+                for name, runs in data["runs"].items()
+            ),
+            collective_probes.fit_all(self.mesh, self.placement, links),
+            tuple(dict.fromkeys(data["left_out"])),
+            data["interrupted"],
+        )
+
+
+def _joined(texts: Sequence[str]) -> dict[str, Any]:
+    """Join the parts of all processes: runs by device."""
+    all_parts = [json.loads(text) for text in texts]
+    first = all_parts[0]
+    links: dict[tuple[str, str, int], dict[str, list[float]]] = {}
+    runs: dict[str, dict[str, list[float]]] = {}
+    for part in all_parts:
+        for name, by_device in part["runs"].items():
+            runs.setdefault(name, {}).update(by_device)
+            first["units"].setdefault(name, part["units"][name])
+        for *probe, by_device in part["links"]:
+            links.setdefault(tuple(probe), {}).update(by_device)
+    return {
+        "runs": runs,
+        "units": first["units"],
+        "links": [[*probe, by_device] for probe, by_device in links.items()],
+        "interrupted": any(part["interrupted"] for part in all_parts),
+        "left_out": [words for part in all_parts for words in part["left_out"]],
+    }
+
+
+def _figure(name: str, unit: str, work: float, runs: Mapping[int, Sequence[float]]) -> Figure:
+    medians = {place: float(np.median(each)) for place, each in runs.items()}
+    together = [seconds for each in runs.values() for seconds in each]
+
+    def value(seconds: float) -> float:
+        return seconds / work if unit == "s" else work / max(seconds, 1e-12)
+
+    each = tuple(value(medians[place]) for place in sorted(medians))
+    # A device that is slower than the others is told by `each`, not by the spread of the runs.
+    own = float(np.median([spread(runs[place]) for place in runs]))
+    return Figure(name, value(float(np.median(together))), unit, own, each)
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for library in ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[library] = metadata.version(library)
+    return versions
+
+
+_ASKED = ("driver_version", "clocks.sm", "clocks.mem")
+
+
+def _driver_and_clocks(family: str) -> tuple[str, dict[str, float]]:
+    """The driver's version and the clocks in MHz, where the vendor's tool is here and says so."""
+    tool = shutil.which("nvidia-smi") if family == "gpu" else None
+    if tool is None:
+        return "", {}
+    words = [tool, "-i", "0", f"--query-gpu={','.join(_ASKED)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=20)  # noqa: S603
+        version, *numbers = (word.strip() for word in done.stdout.splitlines()[0].split(","))
+        return version, dict(zip(("sm", "memory"), map(float, numbers), strict=True))
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return "", {}

@@ -1,0 +1,173 @@
+"""Every collective over every axis of a mesh at several sizes, and the line through their times.
+
+The time of a collective contains waiting for the others of its group. The device that comes last
+waits for none: the least of a group's times is that of the links.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from meshwright.calibration.timing import Input, Seconds, Timed, spread
+from meshwright.hardware.calibration_file import LinkFigure
+from meshwright.placement.cost_model import INSIDE, links_text
+from meshwright.placement.placement import AxisPlan, Placement
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+_WIDTH = 4  # bytes of a float32
+
+
+def sizes(family: str, quick: bool) -> tuple[int, ...]:
+    """Bytes of the larger side of a collective, at least six of them."""
+    if family == "cpu":
+        return tuple(4**power * 1024 for power in range(1, 7))  # 4 KiB to 4 MiB
+    if quick:
+        return tuple(8**power * 16 * 1024 for power in range(6))  # 16 KiB to 512 MiB
+    return tuple(4**power * 16 * 1024 for power in range(9))  # 16 KiB to 1 GiB
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveProbe:
+    """One collective over one axis: `size` are the bytes of its larger side on a device."""
+
+    kind: str
+    axis: str
+    size: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.axis} {self.size}".replace("-", "_").replace(" ", "_")
+
+    def timed(self, mesh: Mesh) -> Timed:
+        """Compile it for all devices of a mesh."""
+        members = mesh.shape[self.axis]
+        elements = max(members, self.size // _WIDTH // members * members)
+        function = _FUNCTIONS[self.kind](self.axis, members)
+        given = elements // members if self.kind == "all-gather" else elements
+        spec = PartitionSpec(mesh.axis_names)
+        mapped = functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
+        program = mapped(function, check_vma=False)
+        return Timed(f"calibrate_{self.name}", program, [Input((given,))], mesh, whole=False)
+
+    def is_own(self, timed: Timed) -> Callable[[str], bool]:
+        """Whether an instruction of the program is the collective, by its opcode."""
+        opcodes = (self.kind, f"{self.kind}-start")
+        own = {
+            each.name
+            for computation in timed.program().computations.values()
+            for each in computation.instructions
+            if each.opcode in opcodes
+        }
+        return own.__contains__
+
+
+def _ring(axis: str, members: int) -> Callable[[jax.Array], jax.Array]:
+    pairs = [(i, (i + 1) % members) for i in range(members)]
+    return lambda x: jax.lax.ppermute(x, axis, pairs)
+
+
+def _all_to_all(axis: str, members: int) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: jax.lax.all_to_all(x.reshape(members, -1), axis, 0, 0).reshape(-1)
+
+
+_FUNCTIONS: Mapping[str, Callable[[str, int], Callable[[jax.Array], Any]]] = {
+    "all-gather": lambda axis, _: lambda x: jax.lax.all_gather(x, axis, tiled=True),
+    "reduce-scatter": lambda axis, _: lambda x: jax.lax.psum_scatter(x, axis, tiled=True),
+    "all-reduce": lambda axis, _: lambda x: jax.lax.psum(x, axis),
+    "all-to-all": _all_to_all,
+    "collective-permute": _ring,
+}
+
+
+def probes(mesh: Mesh, family: str, quick: bool) -> Iterator[CollectiveProbe]:
+    """All collectives over all axes: size by size, so that less time leaves fewer sizes."""
+    for size in sizes(family, quick):
+        for axis in mesh.axis_names:
+            if mesh.shape[axis] > 1:
+                for kind in KINDS:
+                    yield CollectiveProbe(kind, str(axis), size)
+
+
+# In: every device's seconds of each run, by probe. Out: a line for each collective over each axis.
+# A run's time is the least of its group; the figure is the median of runs, then of groups.
+def fit_all(
+    mesh: Mesh, placement: Placement, measured: Mapping[CollectiveProbe, Seconds]
+) -> tuple[LinkFigure, ...]:
+    """Fit latency and bandwidth to what was measured."""
+    by_line: dict[tuple[str, str], list[CollectiveProbe]] = {}
+    for probe in measured:
+        by_line.setdefault((probe.kind, probe.axis), []).append(probe)
+    plans = dict(zip(mesh.axis_names, placement.axes, strict=True))
+    lines = []
+    for (kind, axis), own in by_line.items():
+        points, each = [], np.empty(0)
+        groups = _groups(mesh, axis)
+        for probe in sorted(own, key=lambda probe: probe.size):
+            runs = _of_groups(groups, measured[probe])
+            if runs.size:
+                points.append((float(probe.size), float(np.median(runs)), spread(runs.ravel())))
+                each = np.median(runs, axis=1)
+        if points:
+            plan = plans[axis]
+            latency, bandwidth, error = fit_line(points)
+            own_each = np.empty(mesh.size)
+            own_each[groups] = each[:, None]
+            lines.append(
+                LinkFigure(
+                    *(kind, axis, links_of(kind, placement, plan), plan.size, plan.slow),
+                    *(latency, bandwidth, error, tuple(points), tuple(own_each.tolist())),
+                )
+            )
+    return tuple(lines)
+
+
+def links_of(kind: str, placement: Placement, plan: AxisPlan) -> str:
+    """What joins the devices of an axis, as rehearsals write it."""
+    topology = placement.topology
+    if kind == "collective-permute":  # from neighbour to neighbour, over the slowest of these
+        return "network" if plan.slow > 1 else INSIDE[topology.chip.family]
+    return links_text(topology, plan.cost.shape, plan.size, plan.slow)
+
+
+def _groups(mesh: Mesh, axis: str) -> np.ndarray:
+    """The places of the devices of every group of an axis, `(groups, members)`."""
+    places = np.arange(mesh.size).reshape(mesh.devices.shape)
+    along = np.moveaxis(places, mesh.axis_names.index(axis), -1)
+    return along.reshape(-1, mesh.shape[axis])
+
+
+def _of_groups(groups: np.ndarray, seconds: Seconds) -> np.ndarray:
+    """The least of every group in each run, `(groups, runs)`; empty where a device has none."""
+    if any(not seconds.get(int(place)) for place in groups.ravel()):
+        return np.empty((0, 0))
+    runs = min(map(len, seconds.values()))
+    table = np.array([seconds[int(place)][-runs:] for place in groups.ravel()])
+    return table.reshape(*groups.shape, runs).min(axis=1)
+
+
+def fit_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    """Latency (s), bandwidth (bytes/s) and mean relative error of the line of least squares.
+
+    Relative ones, so that small sizes count as much as large ones.
+
+    >>> latency, bandwidth, error = fit_line([(1e3, 11e-6, 0.0), (1e6, 1010e-6, 0.0)])
+    >>> round(latency * 1e6, 3), round(bandwidth / 1e9, 3), round(error, 6)
+    (10.0, 1.0, 0.0)
+    """
+    size, seconds = (np.array([point[i] for point in points]) for i in (0, 1))
+    slope, latency = np.linalg.lstsq(
+        np.stack([size / seconds, 1 / seconds], 1), np.ones(len(size)), rcond=None
+    )[0]
+    if latency < 0:
+        latency, slope = 0.0, float(np.mean(seconds / size))
+    if slope <= 0:  # size made no difference: what the largest took, as an upper bound of both
+        latency, slope = float(seconds.min()), float(seconds[-1] / size[-1])
+    error = np.mean(np.abs(latency + slope * size - seconds) / seconds)
+    return float(latency), float(1 / slope), float(error)

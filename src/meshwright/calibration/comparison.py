@@ -1,0 +1,226 @@
+"""`compare_calibrations`: which process, link or kernel is slower than the rest or than before.
+
+A difference counts when it is larger than the spread of both measurements, and than what devices of
+a kind differ by anyway.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from meshwright._show import Sheet, Shown, Table
+from meshwright._text import duration, plural
+from meshwright.errors import CalibrationError
+from meshwright.hardware.calibration_file import (
+    Calibration,
+    Figure,
+    measured_text,
+    processes_text,
+)
+from meshwright.hardware.chips import CHIPS
+from meshwright.rehearsal.kernel_speeds import speeds
+
+# GPUs of one node differ by up to 5 % (stas00/ml-engineering, compute/accelerator).
+_ALIKE = 0.05
+_MOST = 20  # rows of a table
+
+
+@dataclasses.dataclass(frozen=True)
+class Slower:
+    """One finding: `what` is slower than `than`, `ratio` times its time, in `where`."""
+
+    where: str
+    what: str
+    than: str
+    ratio: float
+    spread: float
+    values: tuple[str, str] = ("", "")
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what} takes {self.ratio:.2f} times as long as {self.than}"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class CalibrationComparison(Shown):
+    """What is slower in a calibration, the worst first. Prints itself; HTML; `to_json()`.
+
+    `processes` are those that are slower than the others of their job in most figures; `slower`
+    has single figures, against the other file, the table, or other processes of the job.
+    """
+
+    first: Calibration
+    second: Calibration | None
+    processes: tuple[Slower, ...]
+    slower: tuple[Slower, ...]
+
+    def _sheet(self) -> Sheet:
+        names = [_name(each) for each in (self.first, self.second) if each is not None]
+        parts: list[str | Table] = [f"{entry}." for entry in self.processes]
+        if not self.slower and not self.processes:
+            parts.append("Nothing is slower by more than its spread.")
+        if self.slower:
+            rows = [
+                [entry.where, entry.what, entry.than, *entry.values, f"{entry.ratio:.2f}"]
+                for entry in self.slower[:_MOST]
+            ]
+            heading = ["where", "slower", "than", "it", "the other", "times"]
+            right = [False, False, False, True, True, True]
+            rest = len(self.slower) - _MOST
+            parts.append(Table(heading, rows, right, f"... and {rest} more" if rest > 0 else ""))
+        return Sheet(f"{' and '.join(names)}: {plural(len(self.slower), 'slower figure')}", parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return every finding as plain data."""
+        return {
+            "processes": [dataclasses.asdict(each) for each in self.processes],
+            "slower": [dataclasses.asdict(each) for each in self.slower],
+        }
+
+
+def _name(calibration: Calibration) -> str:
+    return calibration.file or f"a calibration of {calibration.topology}"
+
+
+def compare_calibrations(
+    first: Calibration, second: Calibration | None = None
+) -> CalibrationComparison:
+    """Find what is slower in one calibration than in another, or in some of its own devices.
+
+    With one alone, also what is slower than in the table of its chip. Raises `CalibrationError` for
+    two kinds of chips.
+
+    >>> import meshwright as mw
+    >>> measured = mw.calibrate(quick=True, only=["launches"], progress=False)
+    >>> mw.compare_calibrations(measured, measured).processes
+    ()
+    """
+    if second is not None and first.chip != second.chip:
+        raise CalibrationError(
+            f"compare: {_name(first)} is of {first.chip}, {_name(second)} of {second.chip}. "
+            "Compare files of one kind of chip.",
+            option="compare",
+        )
+    both = [first] if second is None else [first, second]
+    processes = [entry for each in both for entry in _slow_processes(each)]
+    slower = [entry for each in both for entry in _slow_devices(each)]
+    if second is None:
+        slower += _against_table(first)
+    else:
+        slower += [*_against(first, second), *_against(second, first)]
+    ordered = (sorted(entries, key=lambda entry: -entry.ratio) for entries in (processes, slower))
+    return CalibrationComparison(first, second, *map(tuple, ordered))
+
+
+def _times(figure: Figure) -> np.ndarray:
+    """A time for each device: of a speed, its inverse."""
+    each = np.array(figure.each)
+    return each if figure.unit == "s" else 1 / each
+
+
+def _by_process(calibration: Calibration, times: np.ndarray) -> dict[int, float]:
+    owners = np.array(calibration.processes)
+    return {int(p): float(np.median(times[owners == p])) for p in np.unique(owners)}
+
+
+# In: a file of several processes. Out: those whose time is above that of the others in most
+# figures, by more than their spread. One figure may be an accident; half of them are a slow host.
+def _slow_processes(calibration: Calibration) -> Iterator[Slower]:
+    count = len(set(calibration.processes))
+    usable = [each for each in calibration.figures if len(each.each) == calibration.devices]
+    if count < 2 or not usable:
+        return
+    ratios: dict[int, list[float]] = {}
+    for figure in usable:
+        own = _by_process(calibration, _times(figure))
+        for process, seconds in own.items():
+            others = np.median([each for other, each in own.items() if other != process])
+            ratios.setdefault(process, []).append(seconds / float(others))
+    for process, every in ratios.items():
+        middle = float(np.median(every))
+        # The spread of one process's ratios: how sure it is that it is slower, not a figure of it.
+        least = float(np.quantile(every, 0.25))
+        if middle > 1 + _ALIKE and least > 1:
+            words = f"{sum(each > 1 for each in every)} of {len(every)} figures"
+            where = processes_text(calibration.processes, process)
+            yield Slower(where, words, "in the other processes", middle, middle - least)
+
+
+def _slow_devices(calibration: Calibration) -> Iterator[Slower]:
+    """Devices whose figure is slower than that of the others by more than the spread."""
+    rows: list[tuple[str, str, float, np.ndarray]] = [
+        (each.name, each.unit, each.spread, _times(each)) for each in calibration.figures
+    ]
+    for line in calibration.links:
+        error = max((point[2] for point in line.points), default=0.0)
+        rows.append((f"{line.name}, {line.axis}", "s", error, np.array(line.each)))
+    for name, unit, spread, times in rows:
+        if times.size != calibration.devices or times.size < 2:
+            continue
+        usual = float(np.median(times))
+        for device in np.flatnonzero(times > usual * (1 + max(_ALIKE, 2 * spread))):
+            values = _values(times[device], unit), _values(usual, unit)
+            ratio = float(times[device]) / usual
+            where = f"device {device} of process {calibration.processes[device]}"
+            yield Slower(where, name, "other devices", ratio, spread, values)
+
+
+def _values(seconds: float, unit: str) -> str:
+    return duration(seconds) if unit == "s" else measured_text(1 / seconds, unit)
+
+
+def _against(first: Calibration, second: Calibration) -> Iterator[Slower]:
+    """What is slower in `first` than in `second`."""
+    others = {figure.name: figure for figure in second.figures}
+    for figure in first.figures:
+        other = others.get(figure.name)
+        if other is not None:
+            spread = math.hypot(figure.spread, other.spread)
+            yield from _if_slower(first, figure, other.value, spread, _name(second))
+    lines = {(each.kind, each.links, each.members): each for each in second.links}
+    for line in first.links:
+        match = lines.get((line.kind, line.links, line.members))
+        if match is None or not line.points:
+            continue
+        most = min(line.points[-1][0], match.points[-1][0] if match.points else math.inf)
+        own, usual = (each.latency + most / each.bandwidth for each in (line, match))
+        spread = math.hypot(line.error, match.error)
+        if own > usual * (1 + max(_ALIKE, spread)):
+            values = duration(own), duration(usual)
+            where, than = _name(first), _name(second)
+            yield Slower(where, line.name, than, own / usual, spread, values)
+
+
+def _if_slower(
+    calibration: Calibration, figure: Figure, usual: float, spread: float, than: str
+) -> Iterator[Slower]:
+    ratio = figure.value / usual if figure.unit == "s" else usual / figure.value
+    if ratio > 1 + max(_ALIKE, spread):
+        values = measured_text(figure.value, figure.unit), measured_text(usual, figure.unit)
+        yield Slower(_name(calibration), figure.name, than, ratio, spread, values)
+
+
+def _against_table(calibration: Calibration) -> Iterator[Slower]:
+    """What is slower than the table of the chip has it."""
+    chip = CHIPS.get(calibration.chip)
+    if chip is None or chip.family == "cpu":  # its table are assumptions
+        return
+    table = speeds(chip)
+    known = {"memory copy": table.bytes, "start kernel": table.start, "loop fusion": table.loop}
+    known |= {f"function {name}": value for name, value in table.functions.items()}
+    known |= {f"irregular {name}": value for name, value in table.irregular.items()}
+    known |= {f"kernel {name}": value for name, value in table.kernels.items()}
+    known |= {"bus to device": table.bus, "bus to host": table.bus}
+    for name in (each.name for each in calibration.figures if each.name.startswith("product ")):
+        _, dtype, side = name.split()
+        work = 2.0 * int(side) ** 3
+        known[name] = work / table.compute(work, dtype)
+    for figure in calibration.figures:
+        usual = known.get(figure.name)
+        if usual and not math.isinf(usual):
+            than = f"meshwright's table of {chip.name}"
+            yield from _if_slower(calibration, figure, usual, figure.spread, than)

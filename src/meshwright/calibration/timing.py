@@ -1,0 +1,192 @@
+"""`Timed`: a compiled program and its runs, timed by the profiler's trace or the clock.
+
+Programs of a part are compiled first, then all are run under one trace. Arguments are made when a
+program's turn comes and freed after it, so that one of them is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshwright.calibration.trace import Event, Trace, record
+from meshwright.hlo.program import Program, read_program
+
+Seconds = dict[int, list[float]]  # of every run, by the device's number in this process
+
+# Kernels inside of a CUDA graph have no instruction's name in a trace, at 0.6 % of a step's time.
+_NAMED_KERNELS = {"gpu": {"xla_gpu_enable_command_buffer": ""}}
+_CONTAINERS = ("while", "call", "conditional")
+_LEAST_RUNS, _MOST_RUNS = 5, 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """An argument of a program on every device: random numbers, below `high` where they count."""
+
+    shape: tuple[int, ...]
+    dtype: Any = jnp.float32
+    high: int = 0
+
+    def make(self, key: jax.Array, rows: int) -> jax.Array:
+        shape = (rows * self.shape[0], *self.shape[1:])
+        if self.high:
+            return jax.random.randint(key, shape, 0, self.high, jnp.int32)
+        if jnp.issubdtype(self.dtype, jnp.integer):
+            return jax.random.randint(key, shape, -64, 64, jnp.int32).astype(self.dtype)
+        # Most of these are in [0, 1): functions of them stay finite, however often applied.
+        wide = self.dtype if jnp.dtype(self.dtype).itemsize > 1 else jnp.bfloat16
+        return jax.random.uniform(key, shape, wide).astype(self.dtype)
+
+
+class Timed:
+    """A program that is to be timed, on the devices of a mesh of which some are in this process."""
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        inputs: Sequence[Input],
+        mesh: Mesh,
+        *,
+        whole: bool = True,
+        traced: bool = True,
+        memory: tuple[str, str] = ("device", "device"),
+    ):
+        """`whole`: the function is that of one device. Otherwise it is a `shard_map` already.
+
+        `memory`: the kinds of memory of arguments and results.
+        """
+        spec = PartitionSpec(mesh.axis_names)
+        sharding, result = (NamedSharding(mesh, spec, memory_kind=kind) for kind in memory)
+
+        def program(*args: jax.Array) -> Any:
+            return function(*args)
+
+        if whole:
+            program = jax.shard_map(
+                program, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+            )
+        named = _with_name(program, name)
+        shapes = [_shape(each, mesh.size, sharding) for each in inputs]
+        platform = mesh.devices.flat[0].platform
+        options = _NAMED_KERNELS.get("gpu" if platform in ("cuda", "rocm") else platform)
+        moved = {"out_shardings": result} if memory[0] != memory[1] else {}
+        lowered = jax.jit(named, **moved).lower(*shapes)
+        self.compiled = lowered.compile(compiler_options=options if traced else None)
+        self.module = f"jit_{name}"
+        self.name, self.traced = name, traced
+        self._make = jax.jit(
+            lambda: tuple(each.make(jax.random.key(i), mesh.size) for i, each in enumerate(inputs)),
+            out_shardings=(sharding,) * len(inputs),
+        )
+        self.runs = 0
+        self.walls: list[float] = []
+
+    def program(self) -> Program:
+        """The optimised HLO as data."""
+        return read_program(self.compiled.as_text())
+
+    def run(self, target: float, agreed: Callable[[float], float]) -> None:
+        """Run it for about so many seconds; `agreed` makes one number of all processes'."""
+        args = self._make()
+        jax.block_until_ready(self.compiled(*args))
+        began = time.perf_counter()
+        jax.block_until_ready(self.compiled(*args))
+        one = agreed(time.perf_counter() - began)
+        batch = int(np.clip(target / max(one, 1e-6) / _LEAST_RUNS, 1, _MOST_RUNS // _LEAST_RUNS))
+        for _ in range(_LEAST_RUNS):
+            began = time.perf_counter()
+            for _ in range(batch):
+                result = self.compiled(*args)
+            jax.block_until_ready(result)
+            self.walls.append((time.perf_counter() - began) / batch)
+        self.runs = 2 + _LEAST_RUNS * batch
+
+    def seconds(self, trace: Trace | None, chosen: Callable[[str], bool] | None = None) -> Seconds:
+        """Every run's seconds on each device, of the chosen instructions, or of all that work."""
+        events = trace.events.get(self.module, []) if trace is not None and self.traced else []
+        if chosen is None:
+            containers = self._containers() if events else frozenset()
+            events = [each for each in events if each.instruction not in containers]
+        else:
+            events = [each for each in events if chosen(each.instruction)]
+        if events:
+            return _by_run(events, self.runs)
+        if chosen is not None:
+            return {}
+        return {device.local_hardware_id or i: self.walls for i, device in enumerate(self.local)}
+
+    @property
+    def local(self) -> list[Any]:
+        """The devices of this process that run it, in the order of their numbers."""
+        devices = self.compiled.input_shardings[0][0].addressable_devices
+        return sorted(devices, key=lambda device: device.id)
+
+    def _containers(self) -> frozenset[str]:
+        computations = self.program().computations.values()
+        return frozenset(
+            each.name
+            for computation in computations
+            for each in computation.instructions
+            if each.opcode in _CONTAINERS
+        )
+
+
+def _with_name(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def named(*args: jax.Array) -> Any:
+        return function(*args)
+
+    named.__name__ = named.__qualname__ = name
+    return named
+
+
+def _shape(each: Input, devices: int, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    shape = (devices * each.shape[0], *each.shape[1:])
+    dtype = jnp.int32 if each.high else each.dtype
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # type: ignore[no-untyped-call]
+
+
+# In: the events of some runs. Out: each device's seconds of every run but the first two, which warm
+# up. Invariant: an instruction has as many events in each run, which a trace has in order. Example:
+# of 6 events of `fusion` and 3 of `copy` in 3 runs, a run has two of the one and one of the other.
+def _by_run(events: Sequence[Event], runs: int) -> Seconds:
+    by_device: dict[int, dict[str, list[float]]] = collections.defaultdict(dict)
+    for event in events:
+        by_device[event.device].setdefault(event.instruction, []).append(event.seconds)
+    seconds: Seconds = {}
+    for device, instructions in by_device.items():
+        if any(len(each) % runs for each in instructions.values()):
+            seconds[device] = [sum(map(sum, instructions.values())) / runs]
+            continue
+        each_run = [np.reshape(each, (runs, -1)).sum(1) for each in instructions.values()]
+        seconds[device] = np.sum(each_run, axis=0)[min(2, runs - 1) :].tolist()
+    return seconds
+
+
+def run_all(
+    programs: Sequence[Timed], target: float, agreed: Callable[[float], float]
+) -> Trace | None:
+    """Run programs one after the other, under one trace where they want one."""
+    if not any(each.traced for each in programs):
+        for each in programs:
+            each.run(target, agreed)
+        return None
+    with record() as recording:
+        for each in programs:
+            each.run(target, agreed)
+    return recording.trace
+
+
+def spread(runs: Sequence[float]) -> float:
+    """Half of what lies between the slowest and the fastest tenth, as a part of the median."""
+    low, middle, high = np.quantile(np.asarray(runs), [0.1, 0.5, 0.9])
+    return float((high - low) / 2 / middle) if middle > 0 else 0.0
