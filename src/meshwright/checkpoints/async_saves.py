@@ -37,6 +37,7 @@ from meshwright.checkpoints.checkpoint import (
     discard,
     entries_of,
     finish_save,
+    is_checkpoint,
     is_main_process,
     prepare_staging,
     refuse_problems,
@@ -95,9 +96,7 @@ class Checkpoints:
     ) -> None:
         self.every = check_integer("every", every, error=PartitionError)
         self.keep = keep if keep is None else check_integer("keep", keep, error=PartitionError)
-        self.path = checkpoint_folder(path)
-        if self.path.exists() and not self.path.is_dir():
-            raise PartitionError(f"{self.path}: is a file. Name a directory.", option="path")
+        self.path = steps_folder(path)
         orbax()
         # Objects are made in the same order in all processes, so this number names theirs.
         self._purpose = f"checkpoints/{next(_numbers)}"
@@ -169,6 +168,19 @@ class Checkpoints:
     def __repr__(self) -> str:
         keep = "all" if self.keep is None else str(self.keep)
         return short_repr(self, f"{self.path}: every {self.every} steps, keep {keep}")
+
+
+def steps_folder(path: str | os.PathLike[str]) -> Path:
+    """Return the directory of all steps; refuse what cannot be one."""
+    folder = checkpoint_folder(path)
+    if folder.exists() and not folder.is_dir():
+        raise PartitionError(f"{folder}: is a file. Name a directory.", option="path")
+    if is_checkpoint(folder):
+        raise PartitionError(
+            f"{folder}: is a checkpoint itself. Name the directory above it, {folder.parent}.",
+            option="path",
+        )
+    return folder
 
 
 def saved_steps(path: Path) -> dict[int, Path]:
