@@ -30,7 +30,7 @@ from meshwright.watchdog.failure_detector import (
     OVER,
     RUNNING,
     STOPPED,
-    STOPPED_SHARE,
+    STOPPED_AFTER,
     TERMINATED,
     FailureDetector,
     Fault,
@@ -218,8 +218,9 @@ class Monitor:
             faulthandler.dump_traceback()
         error = self._sources.error
         print_fault(fault, error if self._adds_to(fault, error) else None)
-        if not own:
-            self._resume(at_fault)
+        if not own and self._resume(at_fault) and fault.process == 0:
+            # Its store answers again: it shall know why it ends, and so shall who was too late.
+            self._exchange.publish_final(fault, _REPORT_TIMEOUT)
         if self._process == 0:
             self._wait_until(_ACKNOWLEDGE_TIMEOUT, lambda: self._acknowledged(fault))
             time.sleep(_LAST_READ)
@@ -233,14 +234,15 @@ class Monitor:
             return ExitStatus.TERMINATED
         return fault.status if own or fault.process is None else ExitStatus.OTHERS_FAULT
 
-    def _resume(self, at_fault: State | None) -> None:
+    def _resume(self, at_fault: State | None) -> bool:
         """Let a stopped process of this machine go on, so that it ends like all others."""
         if at_fault is None or os_process.status(at_fault.identity) != os_process.STOPPED:
-            return
+            return False
         if at_fault.process == 0:
             # Its store answers again once it goes on: let the others notice its silence first.
             time.sleep(_ALL_NOTICE)
         os_process.resume(at_fault.identity)
+        return True
 
     def _adds_to(self, fault: Fault, error: BaseException | None) -> bool:
         """Whether an error says more than the message does.
@@ -343,7 +345,7 @@ class FailureSources:
         # JAX's client aborts this process when it loses the service: then one failed call is
         # enough. Otherwise a single one may be a hiccup of the network.
         broken = self._exchange.failures > (0 if self.aborted else 1)
-        if not (broken or self._unread >= STOPPED_SHARE * self._heartbeat_timeout):
+        if not (broken or self._unread >= min(STOPPED_AFTER, self._heartbeat_timeout)):
             return None
         host = snapshot.states.get(0, State(0))
         status = self._detector.status(host.identity)
