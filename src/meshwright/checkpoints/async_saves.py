@@ -115,9 +115,11 @@ class Checkpoints:
         """
         step = check_integer("step", step, least=0, error=PartitionError)
         force = check_flag("force", force, error=PartitionError)
-        if step == self._last or (step % self.every and not force):
+        if step % self.every and not force:
             return False
         self.wait()
+        if step == self._last:
+            return False
         folder = self.path / f"step_{step}"
         with fail_together("checkpoint", PartitionError):
             leaves = leaves_with_words(state)
@@ -201,12 +203,13 @@ class _SecondHalf:
     def copy(self, leaves: Sequence[tuple[Words, Any]]) -> None:
         """Copy all values to the host, and have Orbax begin to write them.
 
-        An error of one process is kept for the meeting in `finish`, where the others will wait.
+        An error of Orbax in one process is kept for `finish`, where the others will wait for it.
         """
-        try:
+        with fail_together("checkpoint", PartitionError):
             arrays = {words: _own(to_stored(value)) for words, value in leaves if is_array(value)}
             filled = {words: array for words, array in arrays.items() if array.size}
             self.shards = {words: host_shards(array) for words, array in filled.items()}
+        try:
             if filled:
                 writing = staging_folder(self.folder) / "writing"
                 self.writer = start_writing(writing, filled, self.meet)
@@ -215,13 +218,19 @@ class _SecondHalf:
 
     def finish(self) -> None:
         """Do what is left, with the threads of the other processes."""
+        sums: dict[Words, int] = {}
         try:
-            if self.problem is not None:
-                raise self.problem
             sums = {words: shards_checksum(shards) for words, shards in self.shards.items()}
-            self.shards = {}
+        except Exception as error:
+            self.problem = self.problem or error
+        self.shards = {}
+        try:
+            # Also after a problem: Orbax's thread meets those of the others, and this one may not
+            # meet them meanwhile.
             if self.writer is not None:
                 self.writer.wait_until_finished()
+            if self.problem is not None:
+                raise self.problem
             totals = self.meet(sums=list(sums.values()))
             if is_main_process():
                 self._publish(dict(zip(sums, totals, strict=True)))
@@ -267,7 +276,8 @@ class _SecondHalf:
         next, so that all have met equally often.
         """
         answer = combine_texts(self.purpose, json.dumps([problem, list(sums)]), _combine)
-        first, totals = json.loads(answer or '["process 0 did not answer.", []]')
+        silent = f"{self.folder}: could not be written: process 0 is not there any more."
+        first, totals = json.loads(answer) if answer else (silent, [])
         if first:
             self.has_met_failure = True
             raise PartitionError(first)
