@@ -217,7 +217,8 @@ class Monitor:
             # The trap for SIGABRT took the place of faulthandler's own handler.
             faulthandler.dump_traceback()
         error = self._sources.error
-        print_fault(fault, error if self._adds_to(fault, error) else None)
+        shown = error is None or self._error_shown or not says_more(error, fault)
+        print_fault(fault, None if shown else error)
         if not own and self._resume(at_fault) and fault.process == 0:
             # Its store answers again: it shall know why it ends, and so shall who was too late.
             self._exchange.publish_final(fault, _REPORT_TIMEOUT)
@@ -243,16 +244,6 @@ class Monitor:
             time.sleep(_ALL_NOTICE)
         os_process.resume(at_fault.identity)
         return True
-
-    def _adds_to(self, fault: Fault, error: BaseException | None) -> bool:
-        """Whether an error says more than the message does.
-
-        What JAX or Gloo raise because a peer is gone does not, unless it is the fault itself.
-        """
-        if error is None or self._error_shown:
-            return False
-        of_peers = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
-        return not of_peers or fault.what == describe_error(error)
 
     def _acknowledged(self, fault: Fault) -> bool:
         """Whether every reachable process has acknowledged the fault."""
@@ -410,6 +401,16 @@ def print_fault(fault: Fault, error: BaseException | None) -> None:
             sys.excepthook(type(error), error, error.__traceback__)
     with contextlib.suppress(Exception):  # stderr may be closed
         sys.stderr.write(f"{stack_text(fault)}{message(fault)}\n")
+
+
+def says_more(error: BaseException, fault: Fault) -> bool:
+    """Whether an error says more than the message of a fault does.
+
+    What JAX or Gloo raise because a peer is gone does not, unless it is the fault itself.
+    """
+    text = describe_error(error)  # not `str`, which may raise
+    of_peers = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in text
+    return not of_peers or fault.what == text
 
 
 def describe_error(error: BaseException) -> str:
