@@ -64,6 +64,10 @@ def test_the_page_names_the_variables_that_jax_reads():
     assert {name for name in named if name not in source and not name.startswith("JAX_")} == set()
 
 
-def test_the_scripts_are_bash():
+def test_the_scripts_start_again_for_the_statuses_of_the_page():
     for path in CLUSTER.glob("*.sh"):
         subprocess.run(["bash", "-n", path], check=True)
+    (statuses,) = re.findall(r"RequeueExit=([\d,]+)", (ROOT / "docs/watchdog.md").read_text())
+    for name in ("slurm.sh", "mpirun.sh"):
+        (again,) = re.findall(r"^ *(75[^)]*)\)", (CLUSTER / name).read_text(), re.MULTILINE)
+        assert again.replace(" ", "").replace("|", ",") == statuses
