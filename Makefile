@@ -15,7 +15,7 @@ COMPILERS = compilers
 STAMPS = .venv/.stamp .venv-compilers/.stamp .venv-newest/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-tpu docs format lint test test-wheel test-slow test-compilers test-newest test-gpu bench clean
+.PHONY: help venv demo demo-tpu docs format lint test test-wheel test-slow test-compilers test-newest test-cluster test-ray test-gpu bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,7 +65,7 @@ lint: venv ## check format, lint and types
 
 test: lint ## lint, then the suite but whole trainings and what needs the vendors' compilers
 	$(CPU) .venv/bin/python -m pytest -n 2 --dist loadfile \
-		-m "not compilers and not gpu and not slow" $(PYTEST_ARGS)
+		-m "not compilers and not gpu and not slow and not cluster and not ray" $(PYTEST_ARGS)
 
 test-wheel: ## every block of the README, where only the built wheel is installed
 	$(PYTHON) tools/readme_from_wheel.py .venv-wheel $(CONSTRAINTS)
@@ -82,8 +82,24 @@ test-newest: ## everything on the newest Python and jax to be found
 		echo "test-newest: NOT RUN, found no newer Python than $$($(PYTHON) --version) here"; \
 	else \
 		$(MAKE) --no-print-directory .venv-newest/.stamp PYTHON="$$newest" && \
-		$(CPU) .venv-newest/bin/python -m pytest -n 2 --dist loadfile -m "not gpu" $(PYTEST_ARGS); \
+		$(CPU) .venv-newest/bin/python -m pytest -n 2 --dist loadfile \
+			-m "not gpu and not cluster and not ray" $(PYTEST_ARGS); \
 	fi
+
+# One test after the other: each has four processes, which is twice what two cores hold.
+test-cluster: .venv/.stamp ## examples/cluster under a real Slurm and Open MPI, on loopback (apt: see .ci/run)
+	$(CPU) .venv/bin/python -m pytest -m cluster tests/cluster $(PYTEST_ARGS)
+
+.venv-ray/.stamp: pyproject.toml constraints/ray.txt
+	@echo "==> $(@D): creating it with $$($(PYTHON) --version)"
+	@rm -f $@
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints/ray.txt --editable ".[checkpoints]" "ray[train]" pytest
+	@touch $@
+
+test-ray: .venv-ray/.stamp ## examples/cluster under a real Ray, in a network of its own (needs root)
+	$(CPU) .venv-ray/bin/python -m pytest -m ray tests/cluster $(PYTEST_ARGS)
 
 test-gpu: ## the tests for a machine with a GPU, with the jax it has (PYTHON=...)
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
@@ -94,5 +110,5 @@ bench: .venv-compilers/.stamp ## run every script of benchmarks/
 	done
 
 clean: ## remove the virtual environments, caches and builds
-	rm -rf .venv .venv-compilers .venv-docs .venv-newest .venv-wheel build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-compilers .venv-docs .venv-newest .venv-ray .venv-wheel build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests examples benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} + || true

@@ -44,6 +44,7 @@ TOGETHER = {
         "pipeline_processes.md",
         "cutting_pipelines.md",
     ),
+    "groups": ("groups.md", "serving.md"),
     "rehearsal": ("rehearsal.md", "reading_a_rehearsal.md"),
     "concepts": (
         "index.md",

@@ -27,6 +27,12 @@ SHOWS = {
     "flax_nnx.py": (*TRAINS, "layers/0/up/kernel", "is P('fsdp', 'tp')"),
     "optax_adamw.py": (*TRAINS, "mu/up     f32[256@fsdp,1024@tp]", "nu/scale  f32[256] "),
     "transformer_pipeline.py": ("stage  group", "zb-h1: 4 groups", "loss after 10 steps: "),
+    "serving.py": (
+        "── 3.00 MiB ──▶",
+        "4 of [4,8,96,1,32]  4 of [4,4,96,2,32]",
+        "384 tokens: equal to one device's without a cache",
+        "3.00 MiB, inside a process: ",
+    ),
     "plain_pytree.py": (*TRAINS, "by shape: 7 arrays", "by rules: 7 arrays"),
 }
 COMPARING = [path for path in EXAMPLES if "def compare(" in path.read_text()]

@@ -39,6 +39,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the examples, the changelog and the rules for contributors."""
     for path in sorted((ROOT / "examples").glob("*.py")):
         files.append(File.generated(config, f"examples/{path.stem}.md", content=example_page(path)))
+    files.append(File.generated(config, "examples/cluster.md", content=cluster_page()))
     for page, name in WHOLE_FILES.items():
         files.append(File.generated(config, page, content=(ROOT / name).read_text()))
     return files
@@ -56,11 +57,23 @@ def example_page(path: Path) -> str:
     )
 
 
+def cluster_page() -> str:
+    """Write the files of examples/cluster, the program first, as one page."""
+    folder = ROOT / "examples" / "cluster"
+    page = "# On a cluster\n\nOne program and a file per engine: [launching](../launching.md).\n"
+    for path in sorted(folder.glob("*.*"), key=lambda path: (path.name != "train.py", path.name)):
+        language = {".py": "python", ".sh": "sh", ".yaml": "yaml"}[path.suffix]
+        page += f"\n## {path.name}\n\n```{language}\n{path.read_text().rstrip()}\n```\n"
+    return page
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Mark prompts as prompts, lead links to generated pages, put drawings into the page."""
     markdown = PROMPTED.sub(lambda m: f"```pycon\n{DOCTEST_FLAG.sub('', m[1])}\n```", markdown)
     up = "../" * page.file.src_uri.count("/")
     markdown = re.sub(r"\]\((?:\.\./)*examples/(\w+)\.py\)", rf"]({up}examples/\1.md)", markdown)
+    cluster = r"\]\((?:\.\./)*examples/cluster/train\.py\)"
+    markdown = re.sub(cluster, f"]({up}examples/cluster.md)", markdown)
     for target, name in WHOLE_FILES.items():
         markdown = re.sub(rf"\]\((?:\.\./)*{name}\)", f"]({up}{target})", markdown)
     folder = Path(page.file.abs_src_path or config.docs_dir).parent

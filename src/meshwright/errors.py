@@ -100,7 +100,7 @@ class AxisNameWarning(UserWarning):
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint was passed over, since it is damaged; the text says why."""
+    """A checkpoint was passed over; the text says why."""
 
 
 class MeshOrderWarning(UserWarning):

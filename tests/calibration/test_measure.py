@@ -113,7 +113,7 @@ def test_the_device_that_the_others_wait_for_is_named():
 
     def body(x):
         def work(x):
-            return jax.lax.fori_loop(0, 300, lambda _, y: jnp.tanh(y @ y), x)
+            return jax.lax.fori_loop(0, 1500, lambda _, y: jnp.tanh(y @ y), x)
 
         x = jax.lax.cond(jax.lax.axis_index("dp") == 5, work, lambda x: x, x)
         return jax.lax.psum(x, "dp")
@@ -160,8 +160,13 @@ def test_the_second_program_is_measured_where_the_first_step_gives_other_shardin
     assert m.results[0].sharding.spec == P("dp")
 
 
+def pipelined():
+    return mw.pipeline(loss, mw.MpmdMesh(mw.mesh("pp:2, dp:4"), "pp"), microbatches=2)
+
+
 BAD = [
     (lambda: mw.measure(3), "cannot be called"),
+    (lambda: mw.measure(pipelined()), "step.timeline("),
     (lambda: mw.measure(jnp.sin, jnp.ones(3), steps=0), "from 1 on"),
     (lambda: mw.measure(jnp.sin, jnp.ones(3), rehearsal="r"), "not what rehearse returns"),
     (lambda: mw.measure(jnp.sin, jax.ShapeDtypeStruct((3,), "f4")), "mw.rehearse(step"),

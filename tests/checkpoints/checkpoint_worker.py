@@ -6,13 +6,17 @@ import os
 import shutil
 import signal
 import sys
+import warnings
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint  # noqa: F401  loaded once, here, for all that is forked
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import meshwright as mw
+from meshwright.checkpoints import async_saves
 from meshwright.checkpoints.checkpoint import restore_checkpoint, save_checkpoint
 from meshwright.errors import PartitionError
 
@@ -127,6 +131,41 @@ def as_one(folder: Path) -> dict:
         damage(place)
     target["w"] = rows  # a piece for each device, so that one process alone meets the damage
     report["damaged"] = refused(restore_checkpoint, place, target)
+    return {**report, **by_steps(folder / "steps", rows)}
+
+
+def by_steps(folder: Path, rows: jax.Array) -> dict:
+    """What this process sees of steps that are saved beside the loop, and resumed from."""
+    add = jax.jit(lambda w: w + 1, donate_argnums=0)
+    checkpoints = mw.Checkpoints(folder, keep=3)
+    for step in range(1, 4):
+        checkpoints.save(step, {"w": rows})
+        rows = add(rows)
+    checkpoints.wait()
+    # The second half of a save fails in the second process alone.
+    original = async_saves.shards_checksum
+    if jax.process_index() == 1:
+        async_saves.shards_checksum = lambda shards: 1 // 0
+    checkpoints.save(4, {"w": rows})
+    report = {"half": refused(checkpoints.wait), "steps": checkpoints.steps()}
+    async_saves.shards_checksum = original
+    # A directory that the second process sees as it was before the last save.
+    stale = folder.with_name("stale")
+    if jax.process_index() == 0:
+        stale.mkdir()
+        (stale / "step_2").symlink_to(folder / "step_2")
+    checkpoints.save(5, {"w": rows})
+    checkpoints.wait()
+    seen = stale if jax.process_index() == 1 else folder
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step, state, _ = mw.resume(seen, lambda: {"w": jnp.zeros((64, 64))}, mesh="fsdp:-1")
+    report["resumed"] = step
+    report["warned"] = [str(warning.message) for warning in caught]
+    report["equal"] = all(
+        bool(np.array_equal(shard.data, WHOLE[shard.index] + np.float32(1)))
+        for shard in state["w"].addressable_shards
+    )
     return report
 
 

@@ -4,9 +4,11 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import pytest
 from checkpoint_helpers import assert_same
 from ports import free_port
 
+import meshwright as mw
 from meshwright.checkpoints import checkpoint
 from meshwright.checkpoints.checkpoint import restore_checkpoint, save_checkpoint
 from meshwright.errors import PartitionError
@@ -139,6 +142,44 @@ def test_what_was_half_deleted_is_never_found(tmp_path, monkeypatch):
     assert moment > 3
 
 
+def test_killed_at_any_moment_of_a_save_beside_the_loop_a_step_is_whole(tmp_path, monkeypatch):
+    def value(step):
+        return {"w": jnp.full((16, 3), step, jnp.float32), "step": step}
+
+    def save(path, *steps, keep=2):
+        with mw.Checkpoints(path, keep=keep) as checkpoints:
+            for step in steps:
+                checkpoints.save(step, value(step))
+
+    def save_and_hear(path):
+        """As a kill: what was raised in the thread ends this one too, and nothing is cleared up."""
+        raised = []
+        monkeypatch.setattr(threading, "excepthook", lambda args: raised.append(args.exc_type))
+        checkpoints = mw.Checkpoints(path, keep=2)
+        checkpoints.save(3, value(3))
+        checkpoints._thread.join()
+        if raised:
+            raise Killed
+
+    save(tmp_path / "before", 1, 2)
+    moment, steps = 0, []
+    while True:
+        path = tmp_path / str(moment)
+        shutil.copytree(tmp_path / "before", path)
+        went_on = killed(monkeypatch, moment, lambda path=path: save_and_hear(path))
+        step, state, _ = mw.resume(path, lambda: value(0), mesh="fsdp:-1")
+        assert_same(state, value(step))
+        steps.append(step)
+        if not went_on:
+            break
+        moment += 3
+    assert steps == sorted(steps)
+    assert (set(steps), len(steps) > 5) == ({2, 3}, True)
+    save(tmp_path / str(moment - 3), 4)  # and the next save clears up
+    left = sorted(item.name for item in (tmp_path / str(moment - 3)).iterdir())
+    assert left == ["step_3", "step_4"]
+
+
 def as_one(folder, processes):
     """What each of several processes saw."""
     port = free_port()
@@ -158,7 +199,8 @@ def as_one(folder, processes):
         process.kill()  # nothing, where it has ended by itself
     done = [(process.returncode, *process.communicate()) for process in running]
     assert not any(status for status, _, _ in done), [error[-2000:] for _, _, error in done]
-    return [json.loads(output.splitlines()[-1]) for _, output, _ in done]
+    # Among what Gloo prints about its peers.
+    return [json.loads(re.search(r"^{.*}$", output, re.MULTILINE)[0]) for _, output, _ in done]
 
 
 def test_several_processes_save_and_restore_as_one(tmp_path):
@@ -173,7 +215,21 @@ def test_several_processes_save_and_restore_as_one(tmp_path):
         assert "float32[64,64], but the target is float32[65,64]" in report["other target"]
         assert report["damaged"] == reports[0]["damaged"]
         assert "w could not be read" in report["damaged"]
-    assert {item.name for item in tmp_path.iterdir()} == {"checkpoint", "whole"}
+        assert "step_4: could not be written" in report["half"]
+        assert "(ZeroDivisionError: " in report["half"]
+        assert report["steps"] == [1, 2, 3]
+        assert (report["resumed"], report["equal"]) == (2, True)
+        unseen = "step_{}: processes 1 of 2 do not see its meshwright.json."
+        for warned, step in zip(report["warned"], (5, 3), strict=True):
+            assert warned.startswith("Going on from step 2. Passed over: ")
+            assert warned.endswith(unseen.format(step))
+    kept = {"checkpoint", "whole", "steps", "stale"}
+    assert {item.name for item in tmp_path.iterdir()} == kept
+    assert sorted(item.name for item in (tmp_path / "steps").iterdir()) == [
+        "step_2",
+        "step_3",
+        "step_5",
+    ]
     values = np.sin(np.arange(4096, dtype=np.float32)).reshape(64, 64)
     back = restore_checkpoint(tmp_path / "whole", {"w": jnp.zeros((64, 64))})
     assert_same(back["w"], jnp.asarray(values))

@@ -141,3 +141,13 @@ def test_a_spec_that_no_longer_fits_is_answered_with_one_that_does(path):
     assert caught.value.option == "mesh"
     with pytest.raises(PartitionError, match="build is not a function"):
         mw.resume(path, None, mesh="fsdp:-1")
+
+
+def test_a_path_that_means_another_directory_is_told(path, saved):
+    with pytest.raises(PartitionError, match=r"is a checkpoint itself. Name the directory above"):
+        mw.resume(path / "step_3", build, KEY, mesh="fsdp:-1")
+    (path / "step_3").rename(path / "latest")
+    for step in (1, 2):
+        shutil.rmtree(path / f"step_{step}")
+    with pytest.warns(CheckpointWarning, match="no checkpoint is named step_N. There is latest; "):
+        assert mw.resume(path, build, KEY, mesh="fsdp:-1").step == 0

@@ -123,3 +123,49 @@ def test_unequal_parts_are_refused_with_one_text_for_all(loaded, parts):
 def test_equal_parts_are_numbered_by_what_is_held(loaded, parts, indices, count):
     found = [_equal_part(loaded, parts, process, ["dp"]) for process in sorted(loaded)]
     assert found == [mw.DataShard(index, count) for index in indices]
+
+
+def batch_by_all(count, source, batch, step):
+    """The next batch after `step`, as so many processes load it together."""
+    parts = [mw.DataShard(me, count).rows_of(source, batch, step=step) for me in range(count)]
+    assert len({len(part) for part in parts}) == 1
+    return [row for part in parts for row in part[: batch // count]]
+
+
+def test_no_row_is_repeated_or_skipped_when_the_number_of_processes_changes():
+    order = np.random.default_rng(0).permutation(100)
+    counts = [4, 4, 2, 1, 3, 12, 6, 4]  # one per batch: a restart before each
+    read = [batch_by_all(count, order, 12, step) for step, count in enumerate(counts)]
+    assert [row for rows in read for row in rows] == order[:96].tolist()
+    rows = mw.DataShard(1, 3).rows_of(order, 12, step=6)
+    assert (len(rows), rows[-1], repr(rows)) == (8, order[91], "<ShardRows 8 rows of 100>")
+    assert list(mw.DataShard(1, 3).rows_of(order, 12, step=9)) == []
+    with pytest.raises(IndexError, match="row 8 of 8"):
+        rows[8]
+
+
+@pytest.mark.parametrize(
+    ("source", "batch", "step", "message"),
+    [
+        (iter([1]), 8, 0, "has no rows by number"),
+        ([1], 7, 0, "does not split into 2 equal parts"),
+        ([1], 0, 0, "a batch of 0 has no rows"),
+        ([1], 8, -1, "step -1 is not a count of batches"),
+    ],
+)
+def test_rows_of_what_is_no_source_are_refused(source, batch, step, message):
+    with pytest.raises(mw.errors.PartitionError, match=message):
+        mw.DataShard(0, 2).rows_of(source, batch, step=step)
+
+
+def test_grain_goes_on_where_other_processes_stopped():
+    grain = pytest.importorskip("grain")
+    shuffled = grain.MapDataset.range(40).shuffle(seed=3).repeat(2)
+
+    def batches(count, step):
+        parts = [mw.DataShard(me, count).rows_of(shuffled, 8, step=step) for me in range(count)]
+        each = [iter(grain.MapDataset.source(p).batch(8 // count).to_iter_dataset()) for p in parts]
+        return [np.concatenate(rows) for rows in zip(*each, strict=True)]
+
+    before, after = batches(4, 0)[:3], batches(2, 3)
+    assert np.concatenate(before + after).tolist() == list(shuffled)

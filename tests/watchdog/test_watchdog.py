@@ -331,6 +331,10 @@ def test_an_error_whose_text_fails_is_still_named():
         monitor.describe_error(HostileError())
         == "raised HostileError: <whose text raised RuntimeError>"
     )
+    assert monitor.says_more(HostileError(), Fault(1, "died"))
+    gloo = ValueError("Gloo all-reduce failed: connection closed by peer")
+    assert not monitor.says_more(gloo, Fault(1, "died"))
+    assert monitor.says_more(gloo, Fault(0, monitor.describe_error(gloo)))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -29,10 +30,14 @@ from meshwright.calibration.joining import Instructions, join, read_records, rec
 from meshwright.calibration.measurement import Measurement
 from meshwright.calibration.trace import record
 from meshwright.errors import CalibrationError, short
+from meshwright.hardware.calibration_file import Calibration
+from meshwright.hardware.topology import measured_by
 from meshwright.hlo.program import read_program
 from meshwright.meshes.build import explain_mesh
+from meshwright.placement.placement import Placement
+from meshwright.placement.placer import measure as measure_placement
 from meshwright.rehearsal.collectives.analyze import analyze
-from meshwright.rehearsal.kernel_speeds import speeds
+from meshwright.rehearsal.kernel_speeds import speeds as kernel_speeds
 from meshwright.rehearsal.repeated_work import find_repeated_work
 from meshwright.rehearsal.result import Rehearsal
 from meshwright.rehearsal.step_arguments import argument_names, is_jitted, unbound
@@ -50,6 +55,7 @@ def measure(
     rehearsal: Rehearsal | None = None,
     mesh: Mesh | None = None,
     steps: int = 5,
+    speeds: str | os.PathLike[str] | Calibration | None = None,
     trace: str | Path | None = None,
     progress: bool = True,
     name: str | None = None,
@@ -67,6 +73,7 @@ def measure(
       rehearsal: the rehearsal of this step, whose promises are shown beside.
       mesh: the mesh of the devices; by default that of the arguments' shardings.
       steps: how many to run in each round of timing and under the profiler.
+      speeds: measured speeds that the model goes by, as for `rehearse`; by default the tables'.
       trace: a folder to keep the profiler's own files in, for xprof or Perfetto.
       progress: as for `rehearse`.
       name: what the result is called; by default the function's name.
@@ -93,10 +100,17 @@ def measure(
         )
     if not callable(step):
         raise CalibrationError(f"step: {short(step)} cannot be called.", option="step")
+    if hasattr(step, "call_compiled"):  # a pipeline's: many programs, on groups of devices
+        raise CalibrationError(
+            "step: a pipeline runs many programs at once. step.timeline(*args) measures when each "
+            "of its tasks ran.",
+            option="step",
+        )
     check_flag("progress", progress)
     called = name or str(getattr(unbound(step), "__name__", "step"))
     folder = None if trace is None else _trace_folder(trace)
     on_mesh = _mesh_of(args, mesh, argument_names(unbound(step), len(args)))
+    placement = _placement(on_mesh, speeds)
     with showing(progress), Pulse(f"measuring {called}") as pulse:
         run = _Run(step, args, on_mesh, pulse)
         times = run.times(steps)
@@ -105,7 +119,9 @@ def measure(
         with record(folder) as recording:
             traced = run.round(steps)
         pulse.now("reading the trace")
-        return _measurement(run, recording.trace, steps, times, traced, called, rehearsal)
+        return _measurement(
+            run, placement, recording.trace, steps, times, traced, called, rehearsal
+        )
 
 
 def _trace_folder(trace: str | Path) -> Path:
@@ -141,6 +157,15 @@ def _mesh_of(args: Sequence[Any], mesh: Mesh | None, names: Sequence[str]) -> Me
         return mesh
     used = sorted(devices, key=lambda device: device.id) or jax.devices()[:1]
     return Mesh(np.array(used), ("devices",))
+
+
+def _placement(mesh: Mesh, speeds: str | os.PathLike[str] | Calibration | None) -> Placement:
+    """How the mesh lies on the devices, with measured speeds where they are given."""
+    placement = explain_mesh(mesh)
+    if speeds is None:
+        return placement
+    hardware = measured_by(placement.topology, speeds)
+    return measure_placement(placement.spec, hardware, placement.positions)
 
 
 class _Run:
@@ -310,6 +335,7 @@ def _difference(before: list[Any], after: list[Any]) -> str:
 
 def _measurement(
     run: _Run,
+    placement: Placement,
     trace: Any,
     steps: int,
     times: Sequence[float],
@@ -319,7 +345,6 @@ def _measurement(
 ) -> Measurement:
     text = run.text
     program = read_program(text)
-    placement = explain_mesh(run.mesh)
     collectives = analyze(program, placement)
     instructions = Instructions(program, collectives)
     events = trace.of(text.split(maxsplit=2)[1].rstrip(","))
@@ -337,7 +362,7 @@ def _measurement(
         )
     records = _of_all_processes(records)
     chip = placement.topology.chip
-    joined = join(records, instructions, collectives, placement, speeds(chip), steps)
+    joined = join(records, instructions, collectives, placement, kernel_speeds(chip), steps)
     modelled = step_time(program, collectives, chip, find_repeated_work(program, placement, ()))
     notes = list(run.notes)
     if run.platform == "cpu":
@@ -354,6 +379,7 @@ def _measurement(
         called,
         str(placement.spec),
         placement.topology.name,
+        chip.whose_speeds(placement.topology.num_devices),
         steps,
         statistics.median(times),
         times[0],

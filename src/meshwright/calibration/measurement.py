@@ -118,7 +118,8 @@ class Measurement(Shown):
 
     `seconds` is the time of a step without the profiler, the median of some rounds, between
     `fastest` and `slowest`; `traced` is the same under the profiler, of which all other figures
-    are. `time` is the model's time of the program that ran. `results` is what the last step
+    are. `time` is the model's time of the program that ran,
+    by `speeds` of whom. `results` is what the last step
     returned: a step that donates its arguments has used up those that it was given.
     `unknown` are names in the trace that the program lacks, with their seconds; `silent` kernels of
     the program that left no event. `notes` say what is different from a plain run.
@@ -127,6 +128,7 @@ class Measurement(Shown):
     name: str
     mesh: str
     on: str
+    speeds: str
     steps: int
     seconds: float
     fastest: float
@@ -203,7 +205,18 @@ class Measurement(Shown):
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but the results as plain data; times in seconds, sizes in bytes."""
-        own = ("name", "mesh", "on", "steps", "seconds", "fastest", "slowest", "traced", "overhead")
+        own = (
+            "name",
+            "mesh",
+            "on",
+            "speeds",
+            "steps",
+            "seconds",
+            "fastest",
+            "slowest",
+            "traced",
+            "overhead",
+        )
         more = ("ratio", "idle", "exposed", "peak", "unknown")
         rehearsed = self.rehearsal
         return {
@@ -239,12 +252,14 @@ class Measurement(Shown):
         return Sheet(headline, [*parts, *self._remarks()])
 
     def _drawing(self) -> Html:
-        lanes = [self.time.lane(), Lane(f"measured: {duration(self.seconds)}", self._segments())]
-        lines = legend(lanes[1].parts, duration, self.seconds)
-        return join([bars(lanes, duration), lines])
+        model = dataclasses.replace(
+            self.time.lane(), title=f"modelled: {duration(self.time.total)}"
+        )
+        real = Lane(f"measured, under the profiler: {duration(self.traced)}", self._segments())
+        return join([bars([model, real], duration), legend(real.parts, duration, self.traced)])
 
     def _segments(self) -> tuple[Segment, ...]:
-        rest = max(0.0, self.seconds - self.kernel_seconds - self.exposed)
+        rest = max(0.0, self.traced - self.kernel_seconds - self.exposed)
         return (
             Segment("kernels", self.kernel_seconds, TIME["compute"]),
             Segment("exposed communication", self.exposed, TIME["exposed communication"]),
@@ -346,7 +361,8 @@ class Measurement(Shown):
         return Table(heading, rows, [False] + [True] * 7, left_out)
 
     def _remarks(self) -> list[str]:
-        lines = [
+        lines = [f"speeds: {self.speeds}"]
+        lines += [
             f"{plural(self.steps, 'step')} under the profiler, {duration(self.traced)} each "
             f"({self.overhead:+.1%}); kernels, collectives and idle times are of those."
         ]

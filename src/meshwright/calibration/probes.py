@@ -80,7 +80,7 @@ def parts(chip: Chip, quick: bool) -> Mapping[str, tuple[list[Probe], float]]:
     """The probes of a chip in parts, each with the seconds that it may take."""
     sizes = Sizes.of(chip, quick)
     listed: dict[str, tuple[list[Probe], float]] = {
-        "products": (list(_products(sizes.sides)), 15.0 if quick else 60.0),
+        "products": (list(_products(sizes.sides, chip, quick)), 15.0 if quick else 60.0),
         "memory": (list(_memory(sizes.elements)), 10.0 if quick else 40.0),
         "launches": (list(_launches()), 5.0 if quick else 20.0),
         "functions": (list(_functions(sizes.functions, quick)), 10.0 if quick else 30.0),
@@ -93,11 +93,28 @@ def parts(chip: Chip, quick: bool) -> Mapping[str, tuple[list[Probe], float]]:
     return listed
 
 
-def _products(sides: tuple[int, ...]) -> Iterator[Probe]:
+def _products(sides: tuple[int, ...], chip: Chip, quick: bool) -> Iterator[Probe]:
     for name, dtype in (("bf16", jnp.bfloat16), ("f32", jnp.float32)):
         for side in sides:
             inputs = (Input((side, side), dtype, normal=True),) * 2
             yield Probe(f"product {name} {side}", "FLOP/s", jnp.matmul, inputs, work=2.0 * side**3)
+        if chip.family == "gpu":
+            side, times = 8192, 100 if quick else 400
+            inputs = (Input((side, side), dtype),) * 2
+            work = 2.0 * side**3 * times
+            yield Probe(f"sustained {name}", "FLOP/s", _in_a_loop(side, times), inputs, work)
+
+
+def _in_a_loop(side: int, times: int) -> Callable[..., Any]:
+    """Products one after the other, for as long as it takes until power holds the clock down."""
+
+    def products(x: jax.Array, w: jax.Array) -> jax.Array:
+        # Numbers around 0 that keep their size: products of others need less power.
+        scale = jnp.asarray((12 / side) ** 0.5, x.dtype)
+        x, w = x - jnp.asarray(0.5, x.dtype), (w - jnp.asarray(0.5, w.dtype)) * scale
+        return jax.lax.fori_loop(0, times, lambda _, x: x @ w, x)
+
+    return products
 
 
 def _eight_bit(chip: Chip, sides: tuple[int, ...]) -> Iterator[Probe]:

@@ -37,6 +37,7 @@ from meshwright.checkpoints.checkpoint import (
     discard,
     entries_of,
     finish_save,
+    is_checkpoint,
     is_main_process,
     prepare_staging,
     refuse_problems,
@@ -95,9 +96,7 @@ class Checkpoints:
     ) -> None:
         self.every = check_integer("every", every, error=PartitionError)
         self.keep = keep if keep is None else check_integer("keep", keep, error=PartitionError)
-        self.path = checkpoint_folder(path)
-        if self.path.exists() and not self.path.is_dir():
-            raise PartitionError(f"{self.path}: is a file. Name a directory.", option="path")
+        self.path = steps_folder(path)
         orbax()
         # Objects are made in the same order in all processes, so this number names theirs.
         self._purpose = f"checkpoints/{next(_numbers)}"
@@ -115,9 +114,11 @@ class Checkpoints:
         """
         step = check_integer("step", step, least=0, error=PartitionError)
         force = check_flag("force", force, error=PartitionError)
-        if step == self._last or (step % self.every and not force):
+        if step % self.every and not force:
             return False
         self.wait()
+        if step == self._last:
+            return False
         folder = self.path / f"step_{step}"
         with fail_together("checkpoint", PartitionError):
             leaves = leaves_with_words(state)
@@ -169,6 +170,19 @@ class Checkpoints:
         return short_repr(self, f"{self.path}: every {self.every} steps, keep {keep}")
 
 
+def steps_folder(path: str | os.PathLike[str]) -> Path:
+    """Return the directory of all steps; refuse what cannot be one."""
+    folder = checkpoint_folder(path)
+    if folder.exists() and not folder.is_dir():
+        raise PartitionError(f"{folder}: is a file. Name a directory.", option="path")
+    if is_checkpoint(folder):
+        raise PartitionError(
+            f"{folder}: is a checkpoint itself. Name the directory above it, {folder.parent}.",
+            option="path",
+        )
+    return folder
+
+
 def saved_steps(path: Path) -> dict[int, Path]:
     """Return the directory of every step that has one, whole or not; by the number."""
     steps = {step for step, _ in _step_items(path)}
@@ -201,12 +215,13 @@ class _SecondHalf:
     def copy(self, leaves: Sequence[tuple[Words, Any]]) -> None:
         """Copy all values to the host, and have Orbax begin to write them.
 
-        An error of one process is kept for the meeting in `finish`, where the others will wait.
+        An error of Orbax in one process is kept for `finish`, where the others will wait for it.
         """
-        try:
+        with fail_together("checkpoint", PartitionError):
             arrays = {words: _own(to_stored(value)) for words, value in leaves if is_array(value)}
             filled = {words: array for words, array in arrays.items() if array.size}
             self.shards = {words: host_shards(array) for words, array in filled.items()}
+        try:
             if filled:
                 writing = staging_folder(self.folder) / "writing"
                 self.writer = start_writing(writing, filled, self.meet)
@@ -215,13 +230,19 @@ class _SecondHalf:
 
     def finish(self) -> None:
         """Do what is left, with the threads of the other processes."""
+        sums: dict[Words, int] = {}
         try:
-            if self.problem is not None:
-                raise self.problem
             sums = {words: shards_checksum(shards) for words, shards in self.shards.items()}
-            self.shards = {}
+        except Exception as error:
+            self.problem = self.problem or error
+        self.shards = {}
+        try:
+            # Also after a problem: Orbax's thread meets those of the others, and this one may not
+            # meet them meanwhile.
             if self.writer is not None:
                 self.writer.wait_until_finished()
+            if self.problem is not None:
+                raise self.problem
             totals = self.meet(sums=list(sums.values()))
             if is_main_process():
                 self._publish(dict(zip(sums, totals, strict=True)))
@@ -267,7 +288,8 @@ class _SecondHalf:
         next, so that all have met equally often.
         """
         answer = combine_texts(self.purpose, json.dumps([problem, list(sums)]), _combine)
-        first, totals = json.loads(answer or '["process 0 did not answer.", []]')
+        silent = f"{self.folder}: could not be written: process 0 is not there any more."
+        first, totals = json.loads(answer) if answer else (silent, [])
         if first:
             self.has_met_failure = True
             raise PartitionError(first)

@@ -15,12 +15,8 @@ from jax.sharding import Mesh
 
 from meshwright._processes import combine_texts, fail_together
 from meshwright.axes import role
-from meshwright.checkpoints.async_saves import saved_steps
-from meshwright.checkpoints.checkpoint import (
-    checkpoint_folder,
-    current_folder,
-    restore_checkpoint,
-)
+from meshwright.checkpoints.async_saves import saved_steps, steps_folder
+from meshwright.checkpoints.checkpoint import current_folder, is_checkpoint, restore_checkpoint
 from meshwright.checkpoints.manifest import MANIFEST_NAME
 from meshwright.errors import (
     CheckpointError,
@@ -92,7 +88,7 @@ def resume(
     (1, {'dp': 2, 'tp': 4})
     """
     with fail_together("resume", PartitionError):
-        folder = checkpoint_folder(path)
+        folder = steps_folder(path)
         on = mesh if isinstance(mesh, Mesh) else _mesh_of_what_is_left(mesh)
         if not callable(build):
             raise PartitionError(
@@ -100,6 +96,7 @@ def resume(
             )
     steps, passed = _agree(folder)
     if not steps and not passed:
+        _warn_of_other_names(folder)
         return Resumed(0, init(build, *args, mesh=on, specs=specs, narrow=narrow, **options), on)
     with fail_together("resume", PartitionError):
         target = init_shapes(build, *args, mesh=on, specs=specs, narrow=narrow, **options)
@@ -113,6 +110,18 @@ def resume(
     raise CheckpointError(
         f"{folder}: no checkpoint here is whole. Delete them to begin anew.{problem_lines(passed)}"
     )
+
+
+def _warn_of_other_names(folder: Path) -> None:
+    """Warn before a run begins where checkpoints are that `Checkpoints` has not named."""
+    items = sorted(folder.iterdir()) if folder.is_dir() else []
+    names = [item.name for item in items if item.is_dir() and is_checkpoint(item)]
+    if names:
+        warn(
+            f"{folder}: beginning at step 0, for no checkpoint is named step_N. There is "
+            f"{listing(names, 4)}; rename the one to go on from.",
+            CheckpointWarning,
+        )
 
 
 def _restored(folder: Path, target: Any) -> tuple[Any, str]:

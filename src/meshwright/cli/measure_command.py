@@ -16,6 +16,7 @@ from typing import Any
 import meshwright as mw
 from meshwright._text import write_text
 from meshwright.cli import terminal
+from meshwright.cli.mesh_commands import speeds_option
 from meshwright.cli.options import Command, flag, option, positional
 from meshwright.cli.rehearse import own_step
 from meshwright.errors import CalibrationError
@@ -47,6 +48,7 @@ class MeasureCommand(Command):
     seq: int | None = option("Length of a row. Without it: the model's own.", int)
     steps: int = option("Steps in each round of timing and under the profiler.", int, default=5)
     rehearse: bool = flag("Also rehearse the step for these devices, and show both.")
+    speeds: str | None = speeds_option()
     trace: Path | None = option(
         "Keep the profiler's own files in this folder, for xprof or Perfetto.",
         Path,
@@ -65,9 +67,9 @@ class MeasureCommand(Command):
         with self._step() as (step, args, mesh):
             rehearsal = None
             if self.rehearse:
-                rehearsal = mw.rehearse(step, *args, mesh=mesh)
+                rehearsal = mw.rehearse(step, *args, mesh=mesh, speeds=self.speeds)
             options: dict[str, Any] = {"steps": self.steps, "trace": self.trace, "mesh": mesh}
-            options["name"] = self.source
+            options |= {"name": self.source, "speeds": self.speeds}
             with terminal.explained(f"{self.source}: its step failed"):
                 measured = mw.measure(step, *args, rehearsal=rehearsal, **options)
         if self.json:

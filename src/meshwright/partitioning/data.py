@@ -1,15 +1,18 @@
-"""`data_shard(...)`: which rows of a global batch a process must load."""
+"""`data_shard(...)`: which rows of a global batch, and of a source, a process must load."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from meshwright._show import short_repr
 from meshwright.axes import role
 from meshwright.errors import PartitionError, listing, short
 from meshwright.partitioning.rules import read_spec
@@ -48,6 +51,56 @@ class DataShard:
             )
         size = batch // self.count
         return slice(self.index * size, (self.index + 1) * size)
+
+    def rows_of(self, source: Any, batch: int, *, step: int = 0) -> ShardRows:
+        """Return this process's rows of a source, from the batch of number `step` on.
+
+        `source` has rows by number, `len(source)` of them, in an order that is the same in every
+        process: a list, an array, a data source of Grain or PyTorch. Batch `n` is its rows from
+        `n * batch` on, however many processes there are: after a restart with fewer, `step=n` goes
+        on with batch `n`, and no row is repeated or left out. A last batch that is not full is.
+
+        >>> list(DataShard(0, 4).rows_of(range(100), 8, step=2))[:4]
+        [16, 17, 24, 25]
+        >>> list(DataShard(0, 2).rows_of(range(100), 8, step=3))[:4]
+        [24, 25, 26, 27]
+        """
+        own = self.rows(batch)
+        if own.start == own.stop:
+            raise PartitionError("a batch of 0 has no rows.", option="batch")
+        if not hasattr(source, "__getitem__") or not hasattr(source, "__len__"):
+            raise PartitionError(
+                f"{short(source)} has no rows by number. Pass a sequence, or a source with "
+                "__len__ and __getitem__.",
+                option="source",
+            )
+        if not _is_count(step):
+            raise PartitionError(f"step {short(step)} is not a count of batches.", option="step")
+        return ShardRows(source, int(batch), own.start, own.stop - own.start, int(step))
+
+
+class ShardRows(Sequence[Any]):
+    """One process's rows of a source, batch after batch. Made by `DataShard.rows_of`."""
+
+    def __init__(self, source: Any, batch: int, start: int, size: int, step: int) -> None:
+        self._source, self._batch, self._start, self._size = source, batch, start, size
+        self._step = step
+
+    def __len__(self) -> int:
+        return max(0, len(self._source) // self._batch - self._step) * self._size
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[at] for at in range(*number.indices(len(self)))]
+        at = operator.index(number)
+        at += len(self) if at < 0 else 0
+        if not 0 <= at < len(self):
+            raise IndexError(f"row {number} of {len(self)}")
+        batches, row = divmod(at, self._size)
+        return self._source[(self._step + batches) * self._batch + self._start + row]
+
+    def __repr__(self) -> str:
+        return short_repr(self, f"{len(self):,} rows of {len(self._source):,}")
 
 
 def _is_count(value: object) -> bool:

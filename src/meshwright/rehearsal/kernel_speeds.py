@@ -225,7 +225,8 @@ class Speeds:
     `tpu` has what is different on TPUs. `access`: bytes by how a fusion goes over memory;
     `kernels`: operations of whole kernels, by their kind; `iteration`: seconds from one round of a
     loop to the next, if its kernels take no longer. `products`: measured operations by dtype, at
-    sides of a square product; without it they are modelled.
+    sides of a square product; without it they are modelled. `sustained`: the most of them by dtype,
+    once power holds the clock down.
     """
 
     flops: float
@@ -245,6 +246,7 @@ class Speeds:
     iteration: float = 0.0
     products: Mapping[str, Sequence[tuple[float, float]]] = dataclasses.field(default_factory=dict)
     bus_to_host: float = 0.0
+    sustained: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def compute(self, flops: float, dtype: str, kind: str = "", keys: float = 0.0) -> float:
         """Seconds for this many operations on values of this dtype, in a kernel of a kind.
@@ -260,7 +262,10 @@ class Speeds:
             near = next((each for each in (dtype, *_ALIKE) if each in self.products), "")
             if near:
                 ratio = factor / _DTYPE_SPEED[self.family].get(near, 1.0)
-                return flops / (_at_side(self.products[near], side) * ratio)
+                reached = min(
+                    _at_side(self.products[near], side), self.sustained.get(near, math.inf)
+                )
+                return flops / (reached * ratio)
         relative = side / (side + _HALF_SIDE[self.family]) if flops else 1.0
         if self.family == "gpu":
             relative = min(relative, _SUSTAINED.get(dtype, 1.0) / _PRODUCTS["gpu"])
@@ -371,6 +376,7 @@ def _as_measured(table: Speeds, measured: Calibration) -> Speeds:
         start=measured.value("start kernel") or table.start,
         gap=min(table.gap, measured.value("start kernel") or table.gap),
         functions={**table.functions, **measured.values("function")},
+        sustained=measured.values("sustained"),
         irregular={**table.irregular, **measured.values("irregular")},
         loop=measured.value("loop fusion") or table.loop,
         access={name: copied * value / table.bytes for name, value in table.access.items()},

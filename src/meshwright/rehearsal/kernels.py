@@ -324,6 +324,8 @@ _TRANSCENDENTAL = frozenset(
     "exponential exponential-minus-one log log-plus-one logistic tanh erf sine cosine tan power "
     "rsqrt sqrt cbrt atan2 divide".split()
 )
+# Sorts by NVIDIA's library, as jax 0.10 and later ones call it.
+_CUB_SORTS = ('"__cub$DeviceRadixSort', '"xla.gpu.ext.cub_sort_')
 _IN_CACHE = 50 * 2**20  # bytes: the L2 of an H100 and an H200 (datasheet)
 _MOST_STAGES = 86  # as rows of 16,384 keys take on one H200
 _INTEGER = frozenset("add subtract multiply and or xor shift-left shift-right-logical".split())
@@ -360,7 +362,7 @@ def _irregular(
     operands = [
         each.shape.leaves[0] for each in computation.operands(instruction) if each.shape.leaves
     ]
-    if instruction.opcode == "sort" or '"__cub$DeviceRadixSort' in instruction.attributes:
+    if instruction.opcode == "sort" or any(each in instruction.attributes for each in _CUB_SORTS):
         keys = operands[0]
         if len(keys.dims) > 1 and keys.elements > max(keys.dims):
             return "sorted in rows", keys.elements * _sort_stages(keys.dims[-1])

@@ -20,9 +20,9 @@ from meshwright.watchdog.os_process import ExitStatus, Stands
 _STALE = 0.3
 # Seconds without a heartbeat that are no delay of a busy machine.
 _SURELY_SILENT = 1.0
-# Part of the heartbeat's timeout after which a process is given up that the operating system calls
-# stopped: it is not merely late, and all others shall be out in 2 s on a busy machine too.
-STOPPED_SHARE = 0.6
+# Seconds after which a process is given up that the operating system calls stopped: it is not
+# merely late, and all others shall be out in 2 s on a busy machine too.
+STOPPED_AFTER = 0.6
 # How a fault begins of a process that lives but whose interpreter does not go on.
 BLOCKED = "hangs, its interpreter blocked"
 STOPPED = "is stopped (SIGSTOP), last seen"
@@ -121,8 +121,7 @@ class FailureDetector:
         # A live process whose interpreter is blocked (a long C call that keeps the GIL) cannot
         # publish; it has as long as any task.
         timeout = state.timeout if status == os_process.ALIVE else self.heartbeat_timeout
-        share = STOPPED_SHARE if status == os_process.STOPPED else 1.0
-        if heartbeat.silent < share * timeout:
+        if heartbeat.silent < (STOPPED_AFTER if status == os_process.STOPPED else timeout):
             return None
         return fault_of(state, self.describe(status, heartbeat.silent))
 

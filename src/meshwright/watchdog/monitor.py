@@ -30,7 +30,7 @@ from meshwright.watchdog.failure_detector import (
     OVER,
     RUNNING,
     STOPPED,
-    STOPPED_SHARE,
+    STOPPED_AFTER,
     TERMINATED,
     FailureDetector,
     Fault,
@@ -217,9 +217,11 @@ class Monitor:
             # The trap for SIGABRT took the place of faulthandler's own handler.
             faulthandler.dump_traceback()
         error = self._sources.error
-        print_fault(fault, error if self._adds_to(fault, error) else None)
-        if not own:
-            self._resume(at_fault)
+        shown = error is None or self._error_shown or not says_more(error, fault)
+        print_fault(fault, None if shown else error)
+        if not own and self._resume(at_fault) and fault.process == 0:
+            # Its store answers again: it shall know why it ends, and so shall who was too late.
+            self._exchange.publish_final(fault, _REPORT_TIMEOUT)
         if self._process == 0:
             self._wait_until(_ACKNOWLEDGE_TIMEOUT, lambda: self._acknowledged(fault))
             time.sleep(_LAST_READ)
@@ -233,24 +235,15 @@ class Monitor:
             return ExitStatus.TERMINATED
         return fault.status if own or fault.process is None else ExitStatus.OTHERS_FAULT
 
-    def _resume(self, at_fault: State | None) -> None:
+    def _resume(self, at_fault: State | None) -> bool:
         """Let a stopped process of this machine go on, so that it ends like all others."""
         if at_fault is None or os_process.status(at_fault.identity) != os_process.STOPPED:
-            return
+            return False
         if at_fault.process == 0:
             # Its store answers again once it goes on: let the others notice its silence first.
             time.sleep(_ALL_NOTICE)
         os_process.resume(at_fault.identity)
-
-    def _adds_to(self, fault: Fault, error: BaseException | None) -> bool:
-        """Whether an error says more than the message does.
-
-        What JAX or Gloo raise because a peer is gone does not, unless it is the fault itself.
-        """
-        if error is None or self._error_shown:
-            return False
-        of_peers = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
-        return not of_peers or fault.what == describe_error(error)
+        return True
 
     def _acknowledged(self, fault: Fault) -> bool:
         """Whether every reachable process has acknowledged the fault."""
@@ -288,6 +281,7 @@ class FailureSources:
         self._sigterm = SignalTrap(signal.SIGTERM, "abs") if trap_sigterm else None
         self._number = 0  # of the last snapshot
         self._unread = 0.0  # seconds since
+        self._store_stopped = False
         self._failed = 0.0  # seconds since this process failed
         self._peers: Mapping[int, State] | None = None  # as they were then,
         self._peers_number = 0  # in this snapshot
@@ -299,7 +293,8 @@ class FailureSources:
 
     @property
     def store_answers(self) -> bool:
-        return not self._exchange.failures and self._unread < self._heartbeat_timeout
+        answers = self._unread < self._heartbeat_timeout and not self._store_stopped
+        return answers and not self._exchange.failures
 
     def can_read(self, peer: State, fault: Fault) -> bool:
         """Whether a peer may still read the store, as far as is known."""
@@ -331,6 +326,7 @@ class FailureSources:
         is_new = snapshot.number != self._number
         if is_new:
             self._unread, self._number = 0.0, snapshot.number
+            self._store_stopped = False
         if self.aborted or self.told or self.error is not None:
             return self._find_cause(snapshot, elapsed)
         return self._detector.update(snapshot.states, since_last) if is_new else None
@@ -340,11 +336,12 @@ class FailureSources:
         # JAX's client aborts this process when it loses the service: then one failed call is
         # enough. Otherwise a single one may be a hiccup of the network.
         broken = self._exchange.failures > (0 if self.aborted else 1)
-        if not (broken or self._unread >= STOPPED_SHARE * self._heartbeat_timeout):
+        if not (broken or self._unread >= min(STOPPED_AFTER, self._heartbeat_timeout)):
             return None
         host = snapshot.states.get(0, State(0))
         status = self._detector.status(host.identity)
-        if not (broken or status == os_process.STOPPED or self._unread >= self._heartbeat_timeout):
+        self._store_stopped = status == os_process.STOPPED
+        if not (broken or self._store_stopped or self._unread >= self._heartbeat_timeout):
             return None
         if status == os_process.ALIVE and self._unread < host.timeout and not broken:
             return None
@@ -404,6 +401,16 @@ def print_fault(fault: Fault, error: BaseException | None) -> None:
             sys.excepthook(type(error), error, error.__traceback__)
     with contextlib.suppress(Exception):  # stderr may be closed
         sys.stderr.write(f"{stack_text(fault)}{message(fault)}\n")
+
+
+def says_more(error: BaseException, fault: Fault) -> bool:
+    """Whether an error says more than the message of a fault does.
+
+    What JAX or Gloo raise because a peer is gone does not, unless it is the fault itself.
+    """
+    text = describe_error(error)  # not `str`, which may raise
+    of_peers = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in text
+    return not of_peers or fault.what == text
 
 
 def describe_error(error: BaseException) -> str:
