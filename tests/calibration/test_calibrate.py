@@ -14,25 +14,26 @@ from meshwright.cli.main import main
 from meshwright.errors import CalibrationError
 
 
+@pytest.mark.filterwarnings("ignore::meshwright.errors.IdleDevicesWarning")
 def test_every_collective_of_every_axis_is_fitted_at_six_sizes(tmp_path, capsys):
     out = tmp_path / "mine.json"
-    words = ["calibrate", "--quick", "--out", str(out), "--mesh", "dp:2, tp:4"]
+    words = ["calibrate", "--quick", "--out", str(out), "--mesh", "dp:2, tp:2"]
     assert main([*words, "--only", "collectives", "products"]) == 0
     shown = capsys.readouterr()
     assert "all-gather, tp" in shown.out and f"wrote {out}" in shown.err
     mine = json.loads(out.read_text())
-    assert mine["topology"] == "cpu:8" and mine["processes"] == [0] * 8
+    assert mine["topology"] == "cpu:4" and mine["processes"] == [0] * 4
     lines = {(each["kind"], each["axis"]): each for each in mine["links"]}
-    assert len(lines) == 2 * 5 and {each["members"] for each in lines.values()} == {2, 4}
+    assert len(lines) == 2 * 5 and {each["members"] for each in lines.values()} == {2}
     for line in lines.values():
-        assert len(line["points"]) == 6 and len(line["each"]) == 8 and line["links"] == "memory"
+        assert len(line["points"]) == 6 and len(line["each"]) == 4 and line["links"] == "memory"
         assert line["bandwidth"] > 0 and line["latency"] >= 0 and line["error"] >= 0
         assert all(seconds > 0 for _, seconds, _ in line["points"])
     figures = {each["name"]: each for each in mine["figures"]}
     assert set(figures) == {
         f"product {name} {side}" for name in ("bf16", "f32") for side in (128, 256)
     }
-    assert all(each["value"] > 0 and len(each["each"]) == 8 for each in figures.values())
+    assert all(each["value"] > 0 and len(each["each"]) == 4 for each in figures.values())
     # It is a calibration of these devices: a rehearsal for them goes by it.
     x = jax.ShapeDtypeStruct((256, 256), "float32")
     r = mw.rehearse(lambda w, x: x @ w, x, x, mesh=mw.mesh("fsdp:8"), speeds=out)

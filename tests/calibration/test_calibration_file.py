@@ -95,6 +95,7 @@ def test_a_rehearsal_says_whose_speeds_it_used(tmp_path):
     assert mine.time.total < table.time.total
     words = "mine.json, measured 2026-11-16 on 8 devices of cpu:8"
     assert words in str(mine) and words in mine._repr_html_()
+    assert "by meshwright&#x27;s table of cpu" in table._repr_html_()
     assert mine.to_json()["speeds"] == mine.time.to_json()["speeds"] == words
     assert "by meshwright's table of cpu" in str(table)
     assert table.to_json()["speeds"] == "meshwright's table of cpu"

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from meshwright._checks import check_flag
 from meshwright._processes import combine_texts
@@ -35,6 +35,7 @@ from meshwright.hardware.calibration_file import Calibration, Figure
 from meshwright.hardware.topology import Topology, topology
 from meshwright.meshes.build import explain_mesh
 from meshwright.placement.placement import Placement
+from meshwright.trees.specs import make_spec
 
 _WAIT = 300.0  # seconds for other processes: one may compile for a minute
 _LINKS_SECONDS = {True: 20.0, False: 120.0}  # if quick, or not
@@ -76,7 +77,7 @@ def calibrate(
     with showing(progress), Pulse(f"calibrating {placement.topology.name}") as pulse:
         try:
             session.measure(pulse.now)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, _OthersLeft):
             session.interrupted = True
     return session.result()
 
@@ -125,6 +126,10 @@ def _meshes(mesh: Mesh | None) -> tuple[Mesh, Placement]:
     return mesh, explain_mesh(mesh)
 
 
+class _OthersLeft(Exception):
+    """Another process of the job was interrupted, or has not answered for minutes."""
+
+
 @dataclasses.dataclass
 class _Session:
     """What was measured so far: seconds of every run by device, for each figure."""
@@ -163,10 +168,7 @@ class _Session:
             "calibrate", repr(value), lambda texts: repr(max(map(float, texts))), timeout=_WAIT
         )
         if not answer:
-            raise CalibrationError(
-                f"calibrate: another process of this job did not answer within {_WAIT:g} s; all "
-                "call calibrate together."
-            )
+            raise _OthersLeft
         return float(answer)
 
     def measure(self, tell: Callable[[str], None]) -> None:
@@ -220,7 +222,7 @@ class _Session:
 
         def make(probe: Probe) -> Timed:
             memory, words = memories[probe.name], probe.name.replace(" ", "_")
-            target = NamedSharding(self.local, PartitionSpec("device"), memory_kind=memory[1])
+            target = NamedSharding(self.local, make_spec(["device"]), memory_kind=memory[1])
             move = functools.partial(jax.device_put, device=target)
             name = f"calibrate_{words}"
             return Timed(name, move, probe.inputs, self.local, whole=False, memory=memory)
@@ -274,7 +276,7 @@ class _Session:
         )
         trace = run_all(list(programs.values()), self.target / 3, self.agreed)
         for probe, timed in programs.items():
-            own = timed.seconds(trace, probe.is_own(timed)) or timed.seconds(None)
+            own = timed.seconds(trace, probe.is_own(timed)) or timed.seconds(trace)
             self.links[probe] = self._placed(own)
 
     def result(self) -> Calibration:
@@ -311,7 +313,7 @@ class _Session:
             {"meshwright": __version__, **_versions()},
             clocks,
             tuple(
-                _figure(name, *data["units"][name], {int(k): v for k, v in runs.items()})
+                _figure(name, data["units"][name], {int(k): v for k, v in runs.items()})
                 for name, runs in data["runs"].items()
             ),
             collective_probes.fit_all(self.mesh, self.placement, links),
@@ -341,7 +343,8 @@ def _joined(texts: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _figure(name: str, unit: str, work: float, runs: Mapping[int, Sequence[float]]) -> Figure:
+def _figure(name: str, counted: tuple[str, float], runs: Mapping[int, Sequence[float]]) -> Figure:
+    unit, work = counted
     medians = {place: float(np.median(each)) for place, each in runs.items()}
     together = [seconds for each in runs.values() for seconds in each]
 

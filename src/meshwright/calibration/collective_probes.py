@@ -13,15 +13,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from meshwright.calibration.timing import Input, Seconds, Timed, spread
 from meshwright.hardware.calibration_file import LinkFigure
 from meshwright.placement.cost_model import INSIDE, links_text
 from meshwright.placement.placement import AxisPlan, Placement
+from meshwright.trees.specs import make_spec
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 _WIDTH = 4  # bytes of a float32
+_lax: Any = jax.lax  # in which collectives are untyped
 
 
 def sizes(family: str, quick: bool) -> tuple[int, ...]:
@@ -51,36 +53,45 @@ class CollectiveProbe:
         elements = max(members, self.size // _WIDTH // members * members)
         function = _FUNCTIONS[self.kind](self.axis, members)
         given = elements // members if self.kind == "all-gather" else elements
-        spec = PartitionSpec(mesh.axis_names)
+        spec = make_spec([mesh.axis_names])
         mapped = functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
         program = mapped(function, check_vma=False)
         return Timed(f"calibrate_{self.name}", program, [Input((given,))], mesh, whole=False)
 
     def is_own(self, timed: Timed) -> Callable[[str], bool]:
         """Whether an instruction of the program is the collective, by its opcode."""
+        computations = timed.program().computations
         opcodes = (self.kind, f"{self.kind}-start")
         own = {
             each.name
-            for computation in timed.program().computations.values()
+            for computation in computations.values()
             for each in computation.instructions
             if each.opcode in opcodes
+            or (
+                each.opcode == "async-start"  # as GPUs have it: the collective is what it calls
+                and any(
+                    inner.opcode == self.kind
+                    for _, name in each.called
+                    for inner in computations[name].instructions
+                )
+            )
         }
         return own.__contains__
 
 
 def _ring(axis: str, members: int) -> Callable[[jax.Array], jax.Array]:
     pairs = [(i, (i + 1) % members) for i in range(members)]
-    return lambda x: jax.lax.ppermute(x, axis, pairs)
+    return lambda x: _lax.ppermute(x, axis, pairs)
 
 
 def _all_to_all(axis: str, members: int) -> Callable[[jax.Array], jax.Array]:
-    return lambda x: jax.lax.all_to_all(x.reshape(members, -1), axis, 0, 0).reshape(-1)
+    return lambda x: _lax.all_to_all(x.reshape(members, -1), axis, 0, 0).reshape(-1)
 
 
 _FUNCTIONS: Mapping[str, Callable[[str, int], Callable[[jax.Array], Any]]] = {
-    "all-gather": lambda axis, _: lambda x: jax.lax.all_gather(x, axis, tiled=True),
-    "reduce-scatter": lambda axis, _: lambda x: jax.lax.psum_scatter(x, axis, tiled=True),
-    "all-reduce": lambda axis, _: lambda x: jax.lax.psum(x, axis),
+    "all-gather": lambda axis, _: lambda x: _lax.all_gather(x, axis, tiled=True),
+    "reduce-scatter": lambda axis, _: lambda x: _lax.psum_scatter(x, axis, tiled=True),
+    "all-reduce": lambda axis, _: lambda x: _lax.psum(x, axis),
     "all-to-all": _all_to_all,
     "collective-permute": _ring,
 }
@@ -149,7 +160,8 @@ def _of_groups(groups: np.ndarray, seconds: Seconds) -> np.ndarray:
         return np.empty((0, 0))
     runs = min(map(len, seconds.values()))
     table = np.array([seconds[int(place)][-runs:] for place in groups.ravel()])
-    return table.reshape(*groups.shape, runs).min(axis=1)
+    least: np.ndarray = table.reshape(*groups.shape, runs).min(axis=1)
+    return least
 
 
 def fit_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:

@@ -134,6 +134,7 @@ def _slow_processes(calibration: Calibration) -> Iterator[Slower]:
     usable = [each for each in calibration.figures if len(each.each) == calibration.devices]
     if count < 2 or not usable:
         return
+    usual = float(np.median([figure.spread for figure in usable]))
     ratios: dict[int, list[float]] = {}
     for figure in usable:
         own = _by_process(calibration, _times(figure))
@@ -144,7 +145,7 @@ def _slow_processes(calibration: Calibration) -> Iterator[Slower]:
         middle = float(np.median(every))
         # The spread of one process's ratios: how sure it is that it is slower, not a figure of it.
         least = float(np.quantile(every, 0.25))
-        if middle > 1 + _ALIKE and least > 1:
+        if middle > 1 + max(_ALIKE, usual) and least > 1:
             words = f"{sum(each > 1 for each in every)} of {len(every)} figures"
             where = processes_text(calibration.processes, process)
             yield Slower(where, words, "in the other processes", middle, middle - least)

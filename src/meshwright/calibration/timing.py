@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,26 +16,34 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from meshwright.calibration.trace import Event, Trace, record
 from meshwright.hlo.program import Program, read_program
+from meshwright.trees.specs import make_spec
 
 Seconds = dict[int, list[float]]  # of every run, by the device's number in this process
 
 # Kernels inside of a CUDA graph have no instruction's name in a trace, at 0.6 % of a step's time.
-_NAMED_KERNELS = {"gpu": {"xla_gpu_enable_command_buffer": ""}}
+_NAMED_KERNELS: dict[str, dict[str, str | bool]] = {"gpu": {"xla_gpu_enable_command_buffer": ""}}
+_wait: Any = jax.block_until_ready  # untyped in JAX
 _CONTAINERS = ("while", "call", "conditional")
-_LEAST_RUNS, _MOST_RUNS = 5, 60
+# Runs of a program; of simulated devices few, since writing their events takes long.
+_BATCHES, _MOST_RUNS = 5, {"cpu": 10}
+_MOST_RUNS_ELSEWHERE = 60
 
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """An argument of a program on every device: random numbers, below `high` where they count."""
+    """An argument of a program on every device: random numbers, below `high` where they count.
+
+    `normal`: as weights are spread. The clocks of multipliers fall with how many bits change.
+    """
 
     shape: tuple[int, ...]
     dtype: Any = jnp.float32
     high: int = 0
+    normal: bool = False
 
     def make(self, key: jax.Array, rows: int) -> jax.Array:
         shape = (rows * self.shape[0], *self.shape[1:])
@@ -42,9 +51,10 @@ class Input:
             return jax.random.randint(key, shape, 0, self.high, jnp.int32)
         if jnp.issubdtype(self.dtype, jnp.integer):
             return jax.random.randint(key, shape, -64, 64, jnp.int32).astype(self.dtype)
-        # Most of these are in [0, 1): functions of them stay finite, however often applied.
+        # Between 0 and 1 functions stay finite, however often they are applied.
         wide = self.dtype if jnp.dtype(self.dtype).itemsize > 1 else jnp.bfloat16
-        return jax.random.uniform(key, shape, wide).astype(self.dtype)
+        draw = jax.random.normal if self.normal else jax.random.uniform
+        return draw(key, shape, wide).astype(self.dtype)
 
 
 class Timed:
@@ -65,7 +75,7 @@ class Timed:
 
         `memory`: the kinds of memory of arguments and results.
         """
-        spec = PartitionSpec(mesh.axis_names)
+        spec = make_spec([mesh.axis_names])
         sharding, result = (NamedSharding(mesh, spec, memory_kind=kind) for kind in memory)
 
         def program(*args: jax.Array) -> Any:
@@ -79,37 +89,36 @@ class Timed:
         shapes = [_shape(each, mesh.size, sharding) for each in inputs]
         platform = mesh.devices.flat[0].platform
         options = _NAMED_KERNELS.get("gpu" if platform in ("cuda", "rocm") else platform)
-        moved = {"out_shardings": result} if memory[0] != memory[1] else {}
-        lowered = jax.jit(named, **moved).lower(*shapes)
+        moved = memory[0] != memory[1]
+        jitted = jax.jit(named, out_shardings=result) if moved else jax.jit(named)
+        lowered = jitted.lower(*shapes)
         self.compiled = lowered.compile(compiler_options=options if traced else None)
         self.module = f"jit_{name}"
         self.name, self.traced = name, traced
-        self._make = jax.jit(
-            lambda: tuple(each.make(jax.random.key(i), mesh.size) for i, each in enumerate(inputs)),
-            out_shardings=(sharding,) * len(inputs),
-        )
+        self._make = _maker(tuple(inputs), mesh.size, sharding)
+        self._most = _MOST_RUNS.get(platform, _MOST_RUNS_ELSEWHERE)
         self.runs = 0
         self.walls: list[float] = []
 
     def program(self) -> Program:
         """The optimised HLO as data."""
-        return read_program(self.compiled.as_text())
+        return read_program(self.compiled.as_text() or "")
 
     def run(self, target: float, agreed: Callable[[float], float]) -> None:
         """Run it for about so many seconds; `agreed` makes one number of all processes'."""
         args = self._make()
-        jax.block_until_ready(self.compiled(*args))
+        _wait(self.compiled(*args))
         began = time.perf_counter()
-        jax.block_until_ready(self.compiled(*args))
+        _wait(self.compiled(*args))
         one = agreed(time.perf_counter() - began)
-        batch = int(np.clip(target / max(one, 1e-6) / _LEAST_RUNS, 1, _MOST_RUNS // _LEAST_RUNS))
-        for _ in range(_LEAST_RUNS):
+        batch = int(np.clip(target / max(one, 1e-6) / _BATCHES, 1, self._most // _BATCHES))
+        for _ in range(_BATCHES):
             began = time.perf_counter()
             for _ in range(batch):
                 result = self.compiled(*args)
-            jax.block_until_ready(result)
+            _wait(result)
             self.walls.append((time.perf_counter() - began) / batch)
-        self.runs = 2 + _LEAST_RUNS * batch
+        self.runs = 2 + _BATCHES * batch
 
     def seconds(self, trace: Trace | None, chosen: Callable[[str], bool] | None = None) -> Seconds:
         """Every run's seconds on each device, of the chosen instructions, or of all that work."""
@@ -139,6 +148,17 @@ class Timed:
             for each in computation.instructions
             if each.opcode in _CONTAINERS
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _maker(inputs: tuple[Input, ...], devices: int, sharding: NamedSharding) -> Callable[[], Any]:
+    """What makes arguments of a kind; programs with the same ones share it."""
+
+    def make() -> tuple[jax.Array, ...]:
+        keys = jax.random.split(jax.random.key(0), len(inputs))
+        return tuple(each.make(key, devices) for each, key in zip(inputs, keys, strict=True))
+
+    return jax.jit(make, out_shardings=(sharding,) * len(inputs))
 
 
 def _with_name(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -186,7 +206,7 @@ def run_all(
     return recording.trace
 
 
-def spread(runs: Sequence[float]) -> float:
+def spread(runs: Sequence[float] | np.ndarray) -> float:
     """Half of what lies between the slowest and the fastest tenth, as a part of the median."""
     low, middle, high = np.quantile(np.asarray(runs), [0.1, 0.5, 0.9])
     return float((high - low) / 2 / middle) if middle > 0 else 0.0

@@ -62,13 +62,13 @@ _COMMANDS = {
     "mesh": ("mesh_commands", "MeshCommand"),
     "rehearse": ("rehearse", "RehearseCommand"),
     "measure": ("measure_command", "MeasureCommand"),
+    "calibrate": ("rehearse", "CalibrateCommand"),
     "partition": ("mesh_commands", "PartitionCommand"),
     "schedule": ("schedule", "ScheduleCommand"),
     "devices": ("mesh_commands", "DevicesCommand"),
     "hardware": ("mesh_commands", "HardwareCommand"),
     "models": ("rehearse", "ModelsCommand"),
     "cache": ("rehearse", "CacheCommand"),
-    "calibrate": ("rehearse", "CalibrateCommand"),
     "completion": ("terminal", "CompletionCommand"),
 }
 

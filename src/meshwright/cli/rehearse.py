@@ -309,7 +309,8 @@ class CalibrateCommand(Command):
 
     def run(self) -> int | None:
         if self.compare is not None:
-            return self._compare(self.compare)
+            self._compare(self.compare)
+            return None
         if self.others is not None:
             raise CalibrationError(f"{self.others}: a file goes with --compare.")
         if self.out is not None and not self.out.parent.is_dir():

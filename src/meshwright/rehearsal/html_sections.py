@@ -111,7 +111,7 @@ def _tiles(result: Rehearsal) -> Html:
     left = f"of {amount(memory.limit)}, {amount(abs(memory.margin))} {sign}"
     tiles = [("memory of a device", f"{memory.peak / memory.limit:.0%}", left)]
     if timing is not None:
-        tiles.append(("modelled step", duration(timing.total), "by the model"))
+        tiles.append(("modelled step", duration(timing.total), f"by {timing.speeds}"))
         if result.tokens_per_second is not None:
             tiles.append(("tokens a second", f"{result.tokens_per_second:,.0f}", "on all devices"))
         elif result.examples_per_second is not None:
