@@ -112,7 +112,8 @@ def _in_a_loop(side: int, times: int) -> Callable[..., Any]:
         # Numbers around 0 that keep their size: products of others need less power.
         scale = jnp.asarray((12 / side) ** 0.5, x.dtype)
         x, w = x - jnp.asarray(0.5, x.dtype), (w - jnp.asarray(0.5, w.dtype)) * scale
-        return jax.lax.fori_loop(0, times, lambda _, x: x @ w, x)
+        result: jax.Array = jax.lax.fori_loop(0, times, lambda _, x: x @ w, x)
+        return result
 
     return products
 
