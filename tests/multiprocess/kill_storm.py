@@ -144,7 +144,7 @@ def worker(folder: str, port: int, me: int, count: int, kill: Kill | None, pipe:
 def start_processes():
     """Start processes from one that has imported everything, which saves seconds for each."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__"])
+    context.set_forkserver_preload([worker.__module__])
     return context.Process
 
 
@@ -193,8 +193,9 @@ def run(folder: Path, count: int, kill: Kill | None, delay: float = 0.0) -> Roun
 PHASES = {"write": 6, "manifest": 1, "sync": 16, "rename": 4, "deletion": 12, "any time": 1}
 
 
-def storm(folder: Path, count: int, kills: int, rng: random.Random) -> int:
+def storm(folder: Path, count: int, kills: int, seed: int) -> int:
     """Kill so many times, in each phase in turn; return how often an interval was lost."""
+    rng = random.Random(seed)  # noqa: S311
     newest = lost = 0
     for number, phase in zip(range(kills + 1), itertools.cycle(PHASES)):
         victim = rng.randrange(count) if phase == "any time" else 0  # which does the changes
@@ -217,7 +218,7 @@ def main() -> None:
     for count in options.processes:
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            lost = storm(Path(folder), count, options.kills, random.Random(options.seed))  # noqa: S311
+            lost = storm(Path(folder), count, options.kills, options.seed)
         print(
             f"{count} processes, {options.kills} kills: always a whole checkpoint with the right "
             f"values, {lost} times that of one interval before the last save that returned; "
