@@ -318,7 +318,8 @@ def _run(second_half: _SecondHalf, failures: list[Exception]) -> None:
 def _print_unheard(failures: Sequence[Exception]) -> None:
     """Print failures that no call has raised, when the object or the program ends."""
     for failure in failures:
-        print(f"meshwright: {failure}", file=sys.stderr, flush=True)
+        hint = "Call Checkpoints.wait, or use it with `with`, to have this raised."
+        print(f"meshwright: {failure} {hint}", file=sys.stderr, flush=True)
 
 
 def _own(array: Any) -> Any:
