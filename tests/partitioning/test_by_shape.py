@@ -167,7 +167,7 @@ def test_padding_below_one_half_counts_as_none():
         ((8, 512, 64), P("tp", "fsdp")),
         ((2, 4, 512, 64), P(None, "tp", "fsdp")),
         ((512, 3, 8, 64), P("fsdp", None, "tp")),
-        ((2, 512, 16, 16), P(None, ("tp", "fsdp"))),  # but few heads, which are repeated
+        ((2, 512, 16, 16), P(None, "fsdp", "tp")),  # no window before 2 channels
     ],
 )
 def test_heads_are_what_a_tensor_axis_cuts_in_a_kernel_of_attention(shape, spec):

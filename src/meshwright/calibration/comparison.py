@@ -145,7 +145,8 @@ def _slow_processes(calibration: Calibration) -> Iterator[Slower]:
         middle = float(np.median(every))
         # The spread of one process's ratios: how sure it is that it is slower, not a figure of it.
         least = float(np.quantile(every, 0.25))
-        if middle > 1 + max(_ALIKE, usual) and least > 1:
+        # The middle of n figures is surer than one of them.
+        if middle > 1 + max(_ALIKE, usual / len(every) ** 0.5) and least > 1:
             words = f"{sum(each > 1 for each in every)} of {len(every)} figures"
             where = processes_text(calibration.processes, process)
             yield Slower(where, words, "in the other processes", middle, middle - least)
