@@ -62,6 +62,7 @@ class LinkFigure:
 
     @property
     def name(self) -> str:
+        """What was measured, over which links."""
         return f"{self.kind} over {self.members} by {self.links}"
 
 

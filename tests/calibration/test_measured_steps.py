@@ -99,7 +99,12 @@ def test_a_step_that_donates_is_measured_and_shows_itself(tmp_path):
     assert [device.position for device in m.devices] == list(range(8))
 
     text = str(m)
-    for words in ("matrix products", "exposed communication", "test_measure.py:", "rehearsed"):
+    for words in (
+        "matrix products",
+        "exposed communication",
+        "test_measured_steps.py:",
+        "rehearsed",
+    ):
         assert words in text
     data = json.loads(json.dumps(m.to_json()))
     assert data["rehearsed"]["seconds"] == r.time.total
