@@ -8,6 +8,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -151,9 +152,10 @@ def assert_loopback_alone(mark: str, *programs: str) -> None:
 
 # A network that has loopback alone, for engines that listen on every address there is. And no logs
 # of libtpu, which Ray would print as its own whoever has written them.
-_ALONE = """\
+_LOGS = Path(tempfile.gettempdir()) / "tpu_logs"
+_ALONE = f"""\
 ip link set lo up || exit 1
-if [ -d /tmp/tpu_logs ]; then mount -t tmpfs none /tmp/tpu_logs || exit 1; fi
+if [ -d {_LOGS} ]; then mount -t tmpfs none {_LOGS} || exit 1; fi
 exec "$0" "$@"
 """
 ISOLATED = ("unshare", "--net", "--mount", "sh", "-c", _ALONE)

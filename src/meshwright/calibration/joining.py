@@ -6,6 +6,7 @@ processes can exchange; `join` sets the records of all devices beside the progra
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import statistics
@@ -134,19 +135,8 @@ def record_device(
 
 def _near(spans: list[tuple[float, float]], event: Event) -> list[tuple[float, float]]:
     """The spans that may cover an event: the lists are long, and an event meets few of them."""
-    starts = [start for start, _ in spans] if len(spans) < 64 else None
-    if starts is not None:
-        return spans
-    first = max(0, _search(spans, event.start) - 1)
-    return spans[first : _search(spans, event.end) + 1]
-
-
-def _search(spans: list[tuple[float, float]], moment: float) -> int:
-    low, high = 0, len(spans)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if spans[middle][0] < moment else (low, middle)
-    return low
+    first = max(0, bisect.bisect_left(spans, (event.start,)) - 1)
+    return spans[first : bisect.bisect_left(spans, (event.end,))]
 
 
 @dataclasses.dataclass(frozen=True)

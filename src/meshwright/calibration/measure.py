@@ -26,9 +26,15 @@ from meshwright._checks import check_flag
 from meshwright._processes import combine_texts
 from meshwright._progress import Pulse, showing
 from meshwright._text import plural
-from meshwright.calibration.joining import Instructions, join, read_records, record_device
+from meshwright.calibration.joining import (
+    DeviceRecord,
+    Instructions,
+    join,
+    read_records,
+    record_device,
+)
 from meshwright.calibration.measurement import Measurement
-from meshwright.calibration.trace import record
+from meshwright.calibration.trace import Event, Trace, record
 from meshwright.errors import CalibrationError, short
 from meshwright.hardware.calibration_file import Calibration
 from meshwright.hardware.topology import measured_by
@@ -271,6 +277,21 @@ class _Run:
         self.traced = self._compile(_NO_GRAPHS)
         self.round(1)
 
+    def all_notes(self) -> tuple[str, ...]:
+        """What is different from a plain run."""
+        notes = list(self.notes)
+        if self.platform == "cpu":
+            notes.append(
+                "Simulated devices share this machine's cores: counts, waiting and order are real, "
+                "speeds are not those of any accelerator."
+            )
+        if self.traced is not self.compiled:
+            notes.append(
+                "Traced without CUDA graphs (command buffers), which hide the names of kernels; "
+                "the step's own time is with them."
+            )
+        return tuple(notes)
+
     @property
     def text(self) -> str:
         """The program that was traced."""
@@ -336,7 +357,7 @@ def _difference(before: list[Any], after: list[Any]) -> str:
 def _measurement(
     run: _Run,
     placement: Placement,
-    trace: Any,
+    trace: Trace,
     steps: int,
     times: Sequence[float],
     traced: float,
@@ -348,33 +369,10 @@ def _measurement(
     collectives = analyze(program, placement)
     instructions = Instructions(program, collectives)
     events = trace.of(text.split(maxsplit=2)[1].rstrip(","))
-    here = [device for device in run.mesh.devices.flat if device.process_index == _process()]
-    positions = {device.id: number for number, device in enumerate(run.mesh.devices.flat)}
-    records = []
-    for device in here:
-        # Simulated devices are noted by their number in the job, others by that on their host.
-        noted = device.id if run.platform == "cpu" else device.local_hardware_id
-        own = [event for event in events if event.device == noted]
-        name = f"{device.platform}:{device.id}"
-        place = positions[device.id]
-        records.append(
-            record_device(own, instructions, place, name, device.process_index, _peak(device))
-        )
-    records = _of_all_processes(records)
+    records = _of_all_processes(_own_records(run, events, instructions))
     chip = placement.topology.chip
     joined = join(records, instructions, collectives, placement, kernel_speeds(chip), steps)
     modelled = step_time(program, collectives, chip, find_repeated_work(program, placement, ()))
-    notes = list(run.notes)
-    if run.platform == "cpu":
-        notes.append(
-            "Simulated devices share this machine's cores: counts, waiting and order are real, "
-            "speeds are not those of any accelerator."
-        )
-    if run.traced is not run.compiled:
-        notes.append(
-            "Traced without CUDA graphs (command buffers), which hide the names of kernels; the "
-            "step's own time is with them."
-        )
     return Measurement(
         called,
         str(placement.spec),
@@ -392,14 +390,28 @@ def _measurement(
         joined.devices,
         joined.unknown,
         joined.silent,
-        tuple(notes),
+        run.all_notes(),
         rehearsal,
         run.results,
     )
 
 
-def _process() -> int:
-    return jax.process_index()
+def _own_records(
+    run: _Run, events: Sequence[Event], instructions: Instructions
+) -> list[DeviceRecord]:
+    """What the devices of this process did."""
+    records = []
+    for position, device in enumerate(run.mesh.devices.flat):
+        if device.process_index != jax.process_index():
+            continue
+        # Simulated devices are noted by their number in the job, others by that on their host.
+        noted = device.id if run.platform == "cpu" else device.local_hardware_id
+        own = [event for event in events if event.device == noted]
+        name = f"{device.platform}:{device.id}"
+        records.append(
+            record_device(own, instructions, position, name, device.process_index, _peak(device))
+        )
+    return records
 
 
 def _peak(device: Any) -> int | None:
@@ -407,7 +419,7 @@ def _peak(device: Any) -> int | None:
     return stats.get("peak_bytes_in_use")
 
 
-def _of_all_processes(records: list[Any]) -> list[Any]:
+def _of_all_processes(records: list[DeviceRecord]) -> list[DeviceRecord]:
     """In process 0 the records of all processes, in others their own."""
     if jax.process_count() == 1:
         return records

@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack, cast
 
 from jax.sharding import Mesh
 
@@ -206,8 +206,7 @@ def _mesh_of_what_is_left(spec: SpecLike) -> Mesh:
             f"does: mesh='{nearest_spec(parsed, devices)}'. ({reason}.)",
             option="mesh",
         ) from error
-    assert isinstance(built, Mesh)  # noqa: S101  without a name of hardware it has devices
-    return built
+    return cast(Mesh, built)  # without a name of hardware it has devices
 
 
 def nearest_spec(spec: MeshSpec, devices: int) -> MeshSpec:
