@@ -149,6 +149,8 @@ def test_steps_of_nnx_and_equinox_and_partials():
     forward = eqx.filter_jit(lambda module, x: jax.vmap(module)(x))
     assert mw.measure(forward, module, x, mesh=mesh, steps=1).results.shape == (16, 8)
 
+    named = jax.jit(lambda x, by: by * x, static_argnames="by")
+    assert mw.measure(functools.partial(named, by=3), x, steps=1).results.shape == (16, 8)
     scaled = functools.partial(jax.jit(lambda by, x: by * x), 2.0)
     assert float(mw.measure(scaled, x, steps=1).results[0, 0]) == pytest.approx(0.02)
 
@@ -172,6 +174,10 @@ def pipelined():
 BAD = [
     (lambda: mw.measure(3), "cannot be called"),
     (lambda: mw.measure(pipelined()), "step.timeline("),
+    (
+        lambda: mw.measure(jax.jit(lambda x, n: x * n, static_argnums=1), jnp.ones(4), 3),
+        "static_argnames",
+    ),
     (lambda: mw.measure(jnp.sin, jnp.ones(3), steps=0), "from 1 on"),
     (lambda: mw.measure(jnp.sin, jnp.ones(3), rehearsal="r"), "not what rehearse returns"),
     (lambda: mw.measure(jnp.sin, jax.ShapeDtypeStruct((3,), "f4")), "mw.rehearse(step"),

@@ -216,6 +216,15 @@ class _Run:
         if not is_jitted(function):
             function = jax.jit(function)
         lowered = function.lower(*bound, *self.args, **named)
+        info = getattr(lowered, "args_info", None)
+        if info is not None:  # static arguments are not among those of a compiled program
+            if len(info[0]) != len(bound) + len(self.args):
+                raise CalibrationError(
+                    "step: it has static arguments by number. Bind them by name: "
+                    "functools.partial(jax.jit(f, static_argnames='train'), train=True).",
+                    option="step",
+                )
+            named = {name: value for name, value in named.items() if name in info[1]}
         self.donated = _donated(lowered, len(bound))
         compiled = lowered.compile(options) if options else lowered.compile()
         return functools.partial(compiled, *bound, **named) if bound or named else compiled
