@@ -31,11 +31,10 @@ def launch(worker, processes, *arguments, deadline=300):
     return [json.loads(output.splitlines()[-1]) for _, output, _ in done]
 
 
-@functools.cache
-def _ended(worker, processes, arguments, deadline):
-    """Exit status, output and errors of each process; one that is late is killed."""
+@contextlib.contextmanager
+def begun(worker, processes, *arguments):
+    """The processes while they run; those that are left at the end are killed."""
     port = free_port()
-    end = time.monotonic() + deadline
     with contextlib.ExitStack() as stack:
         running = []
         for me in range(processes):
@@ -46,6 +45,14 @@ def _ended(worker, processes, arguments, deadline):
             stack.enter_context(process)
             stack.callback(process.kill)
             running.append(process)
+        yield running
+
+
+@functools.cache
+def _ended(worker, processes, arguments, deadline):
+    """Exit status, output and errors of each process; one that is late is killed."""
+    end = time.monotonic() + deadline
+    with begun(worker, processes, *arguments) as running:
         return [_finish(process, end) for process in running]
 
 

@@ -40,13 +40,13 @@ LONG, DEADLINE = 60.0, 90.0
 NO_HANG = ("kill", "stop", "raise", "exit 0", "sigterm", "segfault")
 HANG = ("sleep before", "sleep inside", "lock", "busy loop", "read", "callback", "gil")
 # The engine sends SIGTERM to the others when one was killed, or to all; another batch in one.
-ENGINE = ("killed, then told", "all told", "saved", "shape")
+ENGINE = ("killed, then told", "killed, then told to save", "all told", "saved", "shape")
 KINDS = NO_HANG + HANG
 
 
 def happen(kind: str) -> None:
     """What goes wrong."""
-    if kind in ("kill", "killed, then told"):
+    if kind == "kill" or kind.startswith("killed"):
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -118,6 +118,9 @@ def loop(case: Case, me: int, watch: Watchdog, here: Connection) -> None:
         if sick[0] and case.kind == "healthy":
             compile_long()  # in one process, while the others wait for it
             here.send(time.monotonic())
+        if case.kind == "killed, then told to save":  # the others do not wait inside of the step
+            time.sleep(0.01)
+            return x
         return jax.block_until_ready(compiled(x))
 
     step = watch.wrap(train_step) if case.told == "wrap" else train_step
@@ -171,7 +174,7 @@ def worker(case: Case, me: int, port: int, output: str, here: Connection) -> Non
     warnings.simplefilter("error")
     start(port, me, case.count, 1)
     options: dict = {"check_steps": case.kind == "shape"}
-    if case.kind == "saved":
+    if case.kind in ("saved", "killed, then told to save"):
         options |= {"on_preemption": "save", "save": lambda: print("saved", watch.step, flush=True)}
     with Watchdog(timeout=case.timeout, **options) as watch:
         loop(case, me, watch, here)
@@ -237,11 +240,11 @@ def run(case: Case) -> list[Ended]:
 
 def tell(case: Case, running: list) -> None:
     """Send SIGTERM as an engine does."""
-    if case.kind == "killed, then told":
+    if case.kind.startswith("killed"):
         running[case.victim].join(DEADLINE)
     if case.kind == "healthy":
         pause(running, 20)
-    if case.kind in ("killed, then told", "all told", "saved"):
+    if case.kind.startswith("killed") or case.kind in ("all told", "saved"):
         for each in running:
             if each.is_alive():
                 os.kill(each.pid, signal.SIGTERM)

@@ -31,8 +31,9 @@ def test_who_hangs_inside_the_step_is_named_and_its_stack_shown_by_all():
     assert [end.code for end in ended] == [OTHERS, MACHINE]
 
 
-def test_a_dead_process_is_at_fault_though_the_engine_stops_all():
-    case = Case("killed, then told", count=2, victim=1)
+@pytest.mark.parametrize("kind", ["killed, then told", "killed, then told to save"])
+def test_a_dead_process_is_at_fault_though_the_engine_stops_all(kind):
+    case = Case(kind, count=2, victim=1)
     died = "meshwright: process 1 died, last seen "
     ended = ended_as(case, lambda end: end.line.startswith(died) and end.code == OTHERS)
     assert ended[1].code == -9

@@ -296,6 +296,8 @@ class State:
     compiling: bool = False
     moving: bool = False  # it goes on, in what is not counted
     told: bool = False  # to stop, by SIGTERM
+    halted: int = -1  # see `preemption`
+    save_before: int = -1
     thread: int = 0
     dump: str = ""  # see `os_process.StackDump`
 

@@ -54,6 +54,7 @@ from meshwright.watchdog.os_process import (
     exit_status,
     unhandled,
 )
+from meshwright.watchdog.preemption import Preemption
 
 # All times are in seconds. Those between a fault and the exit are short because `Watchdog` promises
 # that all processes end within 2 s, half of which may pass before a silent one is given up.
@@ -82,7 +83,9 @@ class Monitor:
         get_state: Callable[[], State],
         heartbeat_timeout: float,
         sigterm: bool,
+        preemption: Preemption | None = None,
     ) -> None:
+        self._preemption = preemption
         self._client, self._process, self.count = client, process, count
         self.name, self._error_shown = name, False
         self._get_state, self._phase, self._heartbeat = get_state, RUNNING, 0
@@ -153,7 +156,11 @@ class Monitor:
 
     def _next_state(self) -> State:
         self._heartbeat += 1
-        return self._state()
+        state = self._state()
+        if self._preemption is None:
+            return state
+        halted, save_before = self._preemption.exchange(self._exchange.snapshot.states)
+        return dataclasses.replace(state, halted=halted, save_before=save_before)
 
     def _state(self) -> State:
         return dataclasses.replace(

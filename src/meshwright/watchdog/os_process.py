@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # A process whose interpreter is blocked for seconds publishes nothing, but is neither dead nor
@@ -143,6 +143,22 @@ class SignalTrap:
         with contextlib.suppress(ValueError):
             _active.remove(self)
         self.set = False
+
+
+def keep_action(number: signal.Signals) -> Callable[[], None]:
+    """Return a function that puts back what handles a signal now, Python's code or C's.
+
+    To be called in the main thread. Without GNU's libc a handler of C code becomes the default.
+    """
+    handler = signal.getsignal(number)
+    action = _get_action(number) if hasattr(ctypes.CDLL(None), "sysv_signal") else None
+
+    def put_back() -> None:
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if handler is None and action is not None:
+            ctypes.CDLL(None).sigaction(int(number), ctypes.byref(action), None)
+
+    return put_back
 
 
 def unhandled(number: signal.Signals) -> bool:

@@ -7,10 +7,8 @@ import collections
 import dataclasses
 import functools
 import hashlib
-import itertools
 import math
 import numbers
-import signal
 import sys
 import threading
 import time
@@ -29,19 +27,17 @@ from meshwright.watchdog.failure_detector import State
 from meshwright.watchdog.monitor import Monitor
 from meshwright.watchdog.os_process import (
     ExitStatus,
-    SignalTrap,
     Standing,
     context_switches,
     standing,
 )
+from meshwright.watchdog.preemption import Preemption
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 # How many watchdogs of a name were started: the n-th of one process meets the n-th of the others.
 _started: collections.Counter[str] = collections.Counter()
-# JAX wants numbers that grow, over all watchdogs of a process.
-_sync_points = itertools.count()
 # Seconds without progress after which a process says where it stands.
 _STILL = 1.0
 _END_TIMEOUT = 10.0
@@ -130,9 +126,8 @@ class Watchdog:
         self._seen: tuple[int, float] = (-1, 0.0)  # the progress, and since when
         self._stack = ""
         self._sleeps = ""
-        self._preemption: Callable[[], bool] | None = None
+        self._preemption: Preemption | None = None
         self._saved = False
-        self._trap: SignalTrap | None = None
         self._monitor: Monitor | None = None
 
     @property
@@ -238,8 +233,13 @@ class Watchdog:
         self._calls = 0
         self.enter(number)
         self._thread = threading.get_ident()
-        if self._preemption is not None and number is not None and self._preemption():
-            self._save_and_leave()
+        if self._preemption is not None and number is not None:
+            if self._preemption.reached(on_wait=self._wait_for_halt):
+                self._save_and_leave()
+            self._waiting = ""
+
+    def _wait_for_halt(self) -> None:
+        self.waiting = "all to say which step they are at"
 
     def _save_and_leave(self) -> None:
         self.timeout, self.doing = math.inf, "save"
@@ -299,7 +299,7 @@ class Watchdog:
         if client is None or count == 1:
             client, process, count = LocalStore(), 0, 1
         if self._save is not None:
-            self._preemption = self._notice_preemption(count)
+            self._preemption = Preemption(process, count)
         turn, _started[self.name] = _started[self.name], _started[self.name] + 1
         self._monitor = Monitor(
             client,
@@ -309,25 +309,10 @@ class Watchdog:
             get_state=lambda: self._state(process),
             heartbeat_timeout=self.heartbeat_timeout,
             sigterm=self.sigterm and self._save is None,
+            preemption=self._preemption,
         )
         atexit.register(self._at_exit)
         return self
-
-    def _notice_preemption(self, count: int) -> Callable[[], bool]:
-        """Return what says, once before each step, whether all processes save there."""
-        if count == 1:
-            self._trap = trap = SignalTrap(signal.SIGTERM, "abs")
-            return lambda: trap.triggered
-        reached = _compat.reached_preemption_sync_point
-        try:
-            reached(next(_sync_points))
-        except RuntimeError as error:
-            raise PipelineError(
-                "Watchdog: on_preemption='save' needs JAX's preemption service. Set "
-                "jax_enable_preemption_service=True before jax.distributed.initialize().",
-                option="on_preemption",
-            ) from error
-        return lambda: reached(next(_sync_points))
 
     def close(self) -> None:
         """Wait until all other processes are done too, then stop watching."""
@@ -336,8 +321,8 @@ class Watchdog:
         if monitor is not None:
             atexit.unregister(self._at_exit)
             monitor.close()
-        if self._trap is not None:
-            self._trap.restore()
+        if self._preemption is not None:
+            self._preemption.close()
 
     def _at_exit(self) -> None:
         # Python exits and this watchdog is still open. If an exception ended it, that was shown
