@@ -184,7 +184,9 @@ class Output:
     path: Path
 
     def text(self) -> str:
-        return self.path.read_text(errors="replace") if self.path.exists() else ""
+        text = self.path.read_text(errors="replace") if self.path.exists() else ""
+        # mpirun tags every piece that it reads of a line, not every line.
+        return re.sub(r"\[\d+,\d+\]<std(?:out|err)>:", "", text)
 
     def wait_for(self, pattern: str, start: int = 0, deadline: float = START) -> re.Match[str]:
         """Wait for a match after `start`, a place in the text; not if the program has failed."""
