@@ -7,10 +7,10 @@ its parts take at unit speed. The step is modelled as
 
     products / PRODUCTS[side of the multipliers] + multiplied + vectors * OPERATIONS + rest
 
-with `TPU_PRODUCTS` and `TPU_OPERATIONS` of `kernel_speeds` as unknowns; `rest` is all that has a
-source of its own (memory, wires, the bus to the host, launches). The unknowns are those of the
-least relative squares, held near what is likely (`EXPECTED`) where rows say little: ten rows are
-few. A row far off counts less (Huber): it may not be the program that was run. Each row is also
+with `part cycles` and `attention operations` of the chips' files as unknowns; `rest` is all that
+has a source of its own (memory, wires, the bus to the host, launches). The unknowns are those of
+the least relative squares, held near what is likely (`EXPECTED`) where rows say little: ten rows
+are few. A row far off counts less (Huber): it may not be the program that was run. Each row is also
 modelled by a fit to the others (leave-one-out).
 """
 
@@ -27,8 +27,7 @@ import numpy as np
 
 from meshwright.hardware.chips import Chip
 from meshwright.hlo.program import Program
-from meshwright.rehearsal import kernel_speeds
-from meshwright.rehearsal.kernel_speeds import speeds
+from meshwright.rehearsal.kernel_speeds import TPU_MULTIPLIER, speeds
 from meshwright.rehearsal.kernels import kernels, running
 from meshwright.rehearsal.step_time import StepTime
 
@@ -48,26 +47,20 @@ ROW = ("name", "chip", "published", "parts")  # what a row has
 
 def parts_of(program: Program, time: StepTime, chip: Chip) -> dict[str, float]:
     """Return the parts of a modelled step at unit speed, as the fit needs them."""
-    speed = speeds(chip)
-    products = _product_cycles(program, chip) / (kernel_speeds.TPU_CLOCK[chip.name] * 1e9)
+    speed, table = speeds(chip), chip.speeds
+    products = _product_cycles(program, chip) / table["clock"]
     multiplied = sum(speed.compute(kernel.flops, "bf16") for kernel in time.custom)
     in_kernels = sum(kernel.seconds for kernel in time.custom)
-    vectors = max(0.0, in_kernels - multiplied) / kernel_speeds.TPU_OPERATIONS
-    rest = (
-        time.total
-        - products / kernel_speeds.TPU_PRODUCTS[kernel_speeds.TPU_MULTIPLIER[chip.name]]
-        - in_kernels
-    )
+    vectors = max(0.0, in_kernels - multiplied) / table["attention operations"]
+    rest = time.total - products / table["part cycles"] - in_kernels
     return {"products": products, "multiplied": multiplied, "vectors": vectors, "rest": rest}
 
 
 def _product_cycles(program: Program, chip: Chip) -> float:
     """Cycles of all kernels with products, as the compiler expects them, or would (`EXPECTED`)."""
-    flops = (
-        chip.tflops * 1e12 / chip.cores / (kernel_speeds.TPU_CLOCK[chip.name] * 1e9)
-    )  # in a cycle
+    flops = chip.tflops * 1e12 / chip.cores / chip.speeds["clock"]  # in a cycle
     return sum(
-        (kernel.cycles or kernel_speeds.TPU_EXPECTED * kernel.flops / flops)
+        (kernel.cycles or chip.speeds["expected cycles"] * kernel.flops / flops)
         * program.run_count(computation.name).count
         for computation in running(program)
         for kernel in kernels(program, computation)
@@ -109,7 +102,7 @@ def _least_squares(
 
 
 def _side(row: Row) -> str:
-    return str(kernel_speeds.TPU_MULTIPLIER[row["chip"]])
+    return str(TPU_MULTIPLIER[row["chip"]])
 
 
 def modelled(row: Row, constants: Mapping[str, float]) -> float:

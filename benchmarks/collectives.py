@@ -37,7 +37,7 @@ def modelled(row: dict[str, Any]) -> float:
     chip, nodes = CHIPS[row["chip"]], row["nodes"]
     if row["kind"] == "collective-permute":
         speed = chip.network if nodes > 1 else chip.link
-        return copy_seconds(row["bytes"], speed, network=nodes > 1)
+        return copy_seconds(row["bytes"], speed, nodes > 1, chip.speeds)
     group = Group(chip.name, row["gpus"] // nodes, nodes, chip.link, chip.network)
     return collective_seconds(row["kind"], row["bytes"], group)
 

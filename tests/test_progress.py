@@ -83,3 +83,27 @@ def run_apart(script):
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return done.stdout, done.stderr
+
+
+BAR_SCRIPT = """
+import jax, jax.numpy as jnp
+import meshwright as mw
+from meshwright import _progress
+_progress._QUIET, _progress._BEAT, _progress._LINES = 0.0, 0.01, 0.01
+mw.calibrate(quick=True, only=["functions"])
+mw.measure(lambda x: jnp.tanh(x @ x), jnp.ones((512, 512)), steps=20, name="mine")
+"""
+
+
+@pytest.mark.slow
+def test_calibrate_and_measure_show_a_bar_on_a_terminal_and_lines_elsewhere():
+    seen = run_on_a_terminal("-c", BAR_SCRIPT, errors=True).decode()
+    bars = [line.split("\x1b")[0] for line in seen.split("\r") if "\u2588" in line]
+    for words in ("calibrating cpu:1: functions, ", "measuring mine: 20 steps, round "):
+        assert any(words in line and line.endswith("% done") for line in bars), words
+    # It grows, and never shrinks.
+    full = [line.count("\u2588") for line in bars if "calibrating" in line]
+    assert full == sorted(full) and len(set(full)) > 2
+    out, err = run_apart(BAR_SCRIPT)
+    assert out == "" and "\u2588" not in err and "\r" not in err
+    assert "calibrating cpu:1: functions, " in err and "% done" in err

@@ -5,9 +5,10 @@ Each returns the argument in its plain form, or raises an error that names it an
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from meshwright.errors import MeshwrightError, RehearsalError, ScheduleError, SpecError, near, short
@@ -170,3 +171,74 @@ def argument_numbers(what: str, numbers: int | Sequence[int], count: int) -> tup
                 f"{what}: {short(number)} is no argument; they are counted from 0 to {count - 1}."
             )
     return several
+
+
+@dataclasses.dataclass(frozen=True)
+class JsonFields:
+    """One object of a file that others may have written: its fields as what they should be.
+
+    Raises `ValueError` that says where which field is wrong. Numbers are finite, texts short and
+    printable, lists and objects what they are.
+
+    >>> JsonFields({"members": -1}, "figure 3").count("members", 2)
+    Traceback (most recent call last):
+    ValueError: figure 3: members is -1, not an integer from 2 to 4194304
+    """
+
+    data: Mapping[str, Any]
+    where: str
+
+    def wrong(self, name: str, value: object, words: str) -> ValueError:
+        return ValueError(f"{self.where}: {name} is {short(value)}, not {words}")
+
+    def get(self, name: str) -> Any:
+        if name not in self.data:
+            raise ValueError(f"{self.where}: there is no {name!r}")
+        return self.data[name]
+
+    def text(self, name: str) -> str:
+        return self.as_text(name, self.get(name))
+
+    def as_text(self, name: str, value: Any) -> str:
+        if not isinstance(value, str) or len(value) > 1000:
+            raise self.wrong(name, value, "a text of at most 1,000 characters")
+        if value.isprintable():
+            return value
+        return "".join(each if each.isprintable() else "?" for each in value)
+
+    def number(self, name: str, least: float = 0.0) -> float:
+        return self.as_number(name, self.get(name), least)
+
+    def as_number(self, name: str, value: Any, least: float = 0.0) -> float:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not least <= value <= 1e25:
+            raise self.wrong(name, value, f"a number from {least:g} to 1e25")
+        return float(value)
+
+    def numbers(self, name: str, least: float = 0.0) -> tuple[float, ...]:
+        return tuple(self.as_number(name, value, least) for value in self.list_of(name))
+
+    def count(self, name: str, least: int) -> int:
+        return self.as_count(name, self.get(name), least)
+
+    def as_count(self, name: str, value: Any, least: int) -> int:
+        is_count = isinstance(value, int) and not isinstance(value, bool)
+        if not is_count or not least <= value <= 2**22:
+            raise self.wrong(name, value, f"an integer from {least} to {2**22}")
+        return int(value)
+
+    def list_of(self, name: str) -> list[Any]:
+        if not isinstance(value := self.get(name), list):
+            raise self.wrong(name, value, "a list")
+        return value
+
+    def object_of(self, name: str) -> dict[str, Any]:
+        if not isinstance(value := self.get(name), dict):
+            raise self.wrong(name, value, "an object")
+        return value
+
+    def rows(self, name: str) -> Iterator[JsonFields]:
+        for number, row in enumerate(self.list_of(name)):
+            if not isinstance(row, dict):
+                raise self.wrong(f"{name} {number}", row, "an object")
+            yield JsonFields(row, f"{name} {number}")

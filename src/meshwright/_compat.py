@@ -10,7 +10,7 @@ import importlib.util
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -333,6 +333,17 @@ def is_literal(atom: Atom) -> bool:
     return isinstance(atom, jaxprs().Literal)
 
 
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Count the constants and the carried values among a scan's operands.
+
+    jax 0.12 keeps trees of the operands (constants, carry, stacks) where 0.10 has numbers.
+    """
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carry, _ = (len(list(part)) for part in params["ft_in"].unpack())
+    return constants, carry
+
+
 def constants_as_inputs(jaxpr: Jaxpr) -> Jaxpr:
     """Return a jaxpr without constants: its `constvars` become its first `invars`.
 
@@ -412,16 +423,6 @@ def coordination_place() -> tuple[int, int]:
     return distributed.global_state.process_id, distributed.global_state.num_processes
 
 
-def reached_preemption_sync_point(step: int) -> bool:
-    """Return whether all processes have agreed on this step after one of them got SIGTERM.
-
-    Experimental in jax 0.10 to 0.12. Raises `RuntimeError` without JAX's preemption service.
-    """
-    from jax.experimental import multihost_utils
-
-    return bool(multihost_utils.reached_preemption_sync_point(step))
-
-
 def equation_context(context: Any, mesh: Any) -> Any:
     """Return the context of an equation (what it was traced under) with another abstract mesh.
 
@@ -470,3 +471,28 @@ def custom_call_stacks(code: bytes, targets: Collection[str]) -> list[list[tuple
             for region in operation.regions:
                 pending += [each.operation for block in region.blocks for each in block.operations]
     return stacks
+
+
+@contextlib.contextmanager
+def at_equation(eqn: Any) -> Iterator[None]:
+    """Trace inside of the block as if at an equation's own line, under its name scopes.
+
+    `jax.extend.source_info_util` has no way to set these (jax 0.10 to 0.12).
+    """
+    from jax._src import source_info_util
+
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack):
+        yield
+
+
+def forget_profiler() -> None:
+    """Let another trace begin after one whose files could not be written.
+
+    `jax.profiler.stop_trace` then raises before it forgets the session (jax 0.10), and every later
+    `start_trace` of the process is told that a profiler is running.
+    """
+    from jax._src import profiler
+
+    with profiler._profile_state.lock:
+        profiler._profile_state.reset()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Names of a package that are looked up on first use, so that importing it costs nothing."""
+"""Names that are looked up on first use, so that importing what has them costs nothing."""
 
 from __future__ import annotations
 
@@ -43,3 +43,15 @@ def attach(
         return value
 
     return lookup, lambda: sorted({*public, *module_of}), public
+
+
+def later(module: str, name: str) -> Callable[..., Any]:
+    """Return a function that looks up another one when it is called, and calls that.
+
+    So a method can offer what a room below its own does, which imports this one.
+    """
+
+    def call(*args: Any, **options: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(*args, **options)
+
+    return call

@@ -11,7 +11,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import json
 import math
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +29,7 @@ Combine = Callable[[Sequence[str]], str]
 
 # The store wants a number. A caller without a timeout has a watchdog that ends the process.
 _WEEK = 60 * 60 * 24 * 7.0
+_FAREWELL = 5.0  # seconds for the others to come where they are told of a failure
 _calls: collections.Counter[str] = collections.Counter()
 
 
@@ -107,6 +110,89 @@ def fail_together(purpose: str, error: type[Exception]) -> Iterator[None]:
         raise problem
     if first:
         raise error(first)
+
+
+class Interrupted(Exception):
+    """Some processes got Ctrl-C, or failed with a problem; if none is named, some are silent."""
+
+    def __init__(self, processes: Sequence[int] = (), problem: str = "") -> None:
+        self.processes, self.problem = tuple(processes), problem
+        who = f"process {', '.join(map(str, self.processes))}"
+        what = f"{who} failed: {problem}" if problem else f"{who} was interrupted (Ctrl-C)"
+        super().__init__(what if processes else "a process of the job did not answer in time")
+
+
+# Where processes run programs together, one that leaves at once lets the others wait in the next
+# program, for as long as its collectives may take. So Ctrl-C is only noted, and all leave at the
+# next point that they agree on; a second one ends the process at once.
+class Together:
+    """Lets processes go on point by point, and end at the same one when some get Ctrl-C.
+
+    A process alone is interrupted as usual.
+
+    >>> with Together("calibrate", timeout=60.0) as together:
+    ...     together.agree(0.5)
+    0.5
+    """
+
+    def __init__(self, purpose: str, timeout: float) -> None:
+        self._purpose, self._timeout = purpose, timeout
+        self._previous: Any = None
+        self.asked = False
+
+    def agree(self, value: float = 0.0) -> float:
+        """Return the largest value of all processes; raise `Interrupted` in all of them."""
+        text = json.dumps([value, self.asked, ""])
+        answer = combine_texts(self._purpose, text, _agreed, timeout=self._timeout)
+        if not answer:
+            raise Interrupted
+        largest, processes, problem = json.loads(answer)
+        if processes:
+            raise Interrupted(processes, problem)
+        return float(largest)
+
+    def fail(self, problem: Exception) -> None:
+        """Tell the others, at the point that they come to next, that this process gives up."""
+        line = (str(problem).strip() or type(problem).__name__).splitlines()[0]
+        here = _compat.coordination_place()[0]
+        combine_texts(
+            self._purpose,
+            json.dumps([0.0, False, line]),
+            _agreed,
+            timeout=_FAREWELL,
+            on_absent=lambda _: json.dumps([0.0, [here], line]),  # for those that come later
+        )
+
+    def go_on(self, value: float = 0.0) -> float:
+        """Return the value; raise `KeyboardInterrupt` if this process has been interrupted."""
+        if self.asked:
+            raise KeyboardInterrupt
+        return value
+
+    def __enter__(self) -> Together:
+        several = _compat.coordination_client() is not None and _compat.coordination_place()[1] > 1
+        main = threading.current_thread() is threading.main_thread()
+        # A handler of the user's own is left alone.
+        if several and main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._previous = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+            self._previous = None
+
+    def _note(self, number: int, frame: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+def _agreed(texts: Sequence[str]) -> str:
+    values, asked, problems = zip(*map(json.loads, texts), strict=True)
+    if failed := [number for number, problem in enumerate(problems) if problem]:
+        return json.dumps([0.0, failed[:1], problems[failed[0]]])
+    return json.dumps([max(values), [number for number, each in enumerate(asked) if each], ""])
 
 
 def _next_prefix(purpose: str) -> str:

@@ -1,8 +1,9 @@
 """What is going on while something takes long: what is done, and the time that has passed.
 
 Nothing is said in the first two seconds. On a terminal it is one line on stderr, which goes away
-with the work; in a notebook a line of output that does so, too; elsewhere, as in a job's log, a
-line every 15 seconds. `progress=False` of the functions that take long switches it off.
+with the work, with a bar where it is known how much of that is done; in a notebook a line of output
+that goes away, too; elsewhere, as in a job's log, a line every 15 seconds. `progress=False` of the
+functions that take long switches it off.
 """
 
 from __future__ import annotations
@@ -42,19 +43,24 @@ class Pulse:
     def __init__(self, what: str):
         self.what, self.doing = what, ""
         self.usual: float | None = None
+        self.done: float | None = None
         self.began = time.monotonic()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def now(self, doing: str, usual: float | None = None) -> None:
-        """Say what is being done, and the seconds that it took the last time, where known."""
-        self.doing, self.usual = doing, usual
+    def now(self, doing: str, usual: float | None = None, done: float | None = None) -> None:
+        """Say what is being done, and the seconds that it took the last time, where known.
+
+        `done` is the part of all the work that is behind it, from 0 to 1, where that is known.
+        """
+        self.doing, self.usual, self.done = doing, usual, done
 
     def line(self) -> str:
         """What is being done, for how long, and what to expect."""
         passed = _clock(time.monotonic() - self.began)
         expected = f"; the last like it took {_clock(self.usual)}" if self.usual else ""
-        return f"{self.what}: {self.doing}, {passed}{expected}"
+        much = "" if self.done is None else f", {self.done:.0%} done"
+        return f"{self.what}: {self.doing}, {passed}{expected}{much}"
 
     def __enter__(self) -> Pulse:
         if _SHOWN.get():
@@ -90,7 +96,8 @@ class Pulse:
         with contextlib.suppress(ValueError, OSError):  # a terminal that went away
             while not self._ended.wait(_BEAT):
                 columns = shutil.get_terminal_size().columns
-                text = f"{frames[number % len(frames)]} {self.line()}"[: columns - 1]
+                bar = "" if self.done is None else f"{_bar(self.done, can_dot)} "
+                text = f"{frames[number % len(frames)]} {bar}{self.line()}"[: columns - 1]
                 sys.stderr.write(f"\r{text}\x1b[K")
                 sys.stderr.flush()
                 number += 1
@@ -117,6 +124,18 @@ def _in_notebook() -> bool:
     ipython: Any = sys.modules.get("IPython")  # which is there if its kernel runs
     shell = None if ipython is None else ipython.get_ipython()
     return getattr(shell, "kernel", None) is not None
+
+
+def _bar(done: float, can_block: bool, width: int = 20) -> str:
+    """Draw a part of a whole.
+
+    >>> _bar(0.25, can_block=False, width=8)
+    '[##......]'
+    """
+    full = round(min(max(done, 0.0), 1.0) * width)
+    if can_block:
+        return "\u2588" * full + "\u2591" * (width - full)
+    return f"[{'#' * full}{'.' * (width - full)}]"
 
 
 def _clock(seconds: float) -> str:

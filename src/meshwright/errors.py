@@ -87,6 +87,10 @@ class CalibrationError(MeshwrightError):
     """A step or a machine that cannot be measured, or a file of speeds that is not one."""
 
 
+class PlanningError(MeshwrightError):
+    """A step that cannot be planned for: nothing to shard, nothing that fits, a bad option."""
+
+
 class ModelError(MeshwrightError):
     """A model, its settings or its batch are unknown or do not fit together."""
 
@@ -105,6 +109,10 @@ class CheckpointWarning(UserWarning):
 
 class MeshOrderWarning(UserWarning):
     """Two meshes hold the same devices in a different order."""
+
+
+class PlanChangedWarning(UserWarning):
+    """A saved plan is used for another program or hardware; the text says what differs."""
 
 
 class RecompilationWarning(UserWarning):

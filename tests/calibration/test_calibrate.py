@@ -14,6 +14,7 @@ from meshwright.cli.main import main
 from meshwright.errors import CalibrationError
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::meshwright.errors.IdleDevicesWarning")
 def test_every_collective_of_every_axis_is_fitted_at_six_sizes(tmp_path, capsys):
     out = tmp_path / "mine.json"
@@ -82,12 +83,49 @@ def test_what_is_slower_is_named():
         for each in usual.figures
     )
     [process] = compare(dataclasses.replace(usual, figures=halved)).processes
-    assert str(process).startswith("process 2 (devices 4-5): 6 of 6 figures takes 2.00 times")
+    assert str(process).startswith("process 2 (devices 4-5): 7 of 7 figures takes 2.00 times")
     links = tuple(dataclasses.replace(line, bandwidth=100e9) for line in usual.links)
     told = compare(dataclasses.replace(usual, links=links, file="today.json"), usual)
     assert {entry.what for entry in told.slower} == {line.name for line in links}
     assert "today.json" in str(told) and told.to_json()["slower"][0]["ratio"] > 3
     assert any("table of h200" in entry.than for entry in compare(usual).slower)
+
+
+def test_a_file_is_compared_with_the_table_of_its_chip(tmp_path, capsys):
+    usual = a_calibration()
+    table = mw.topology("h200:8").speeds
+    shipped = table.save(tmp_path / "shipped.json")
+    today = usual.save(tmp_path / "today.json")
+    # A copy at 4 TB/s is within the spread of the table's own 4.22.
+    slow = {entry.what for entry in compare(usual).slower}
+    assert slow == {
+        *("product bf16 1024", "product bf16 4096", "bus to host"),
+        "all-gather over 8 by NVLink, inside",
+    }
+    for words in ([str(today)], [str(today), "table"], [str(shipped), str(today)]):
+        assert main(["calibrate", "--compare", *words]) == 0
+        shown = capsys.readouterr().out
+        assert "product bf16 4096" in shown and "4 slower figures" in shown
+        assert ("shipped.json" in shown) == (len(words) == 2 and "table" not in words)
+    assert [e.ratio for e in compare(usual, table).slower] == [
+        e.ratio for e in compare(usual).slower
+    ]
+    # Links: a gather over 8 by NVLink has 411 GB/s in the table.
+    lines = tuple(dataclasses.replace(line, bandwidth=200e9) for line in usual.links)
+    told = compare(dataclasses.replace(usual, links=lines))
+    assert {
+        "all-gather over 8 by NVLink, inside",
+        "collective-permute over 8 by NVLink, inside",
+    } == {entry.what for entry in told.slower if " over " in entry.what}
+    gather = next(entry for entry in told.slower if entry.what.startswith("all-gather"))
+    assert gather.ratio == pytest.approx(2.05, abs=0.05) and gather.than.endswith("table of h200")
+    # Two tables: by name.
+    half = tuple(
+        dataclasses.replace(each, value=each.value / 2) if each.name == "function tanh" else each
+        for each in table.figures
+    )
+    [one] = compare(dataclasses.replace(table, figures=half), table).slower
+    assert (one.what, one.ratio) == ("function tanh", 2.0)
 
 
 def test_bad_requests_are_refused_before_anything_is_measured(tmp_path, capsys):

@@ -178,6 +178,7 @@ def test_moments_are_stored_as_asked():
     )
 
 
+@pytest.mark.slow
 def test_a_batch_in_parts_is_the_same_step():
     model, whole = tiny(accumulation=2), tiny()
     batch = model.example(4)
@@ -214,6 +215,7 @@ def test_other_options_are_refused_by_name():
         mw.models.model("moe-tiny", products="int8")
 
 
+@pytest.mark.slow
 def test_the_stream_between_layers_can_be_split():
     model = mw.models.model("tiny", layers=1, split_embed=True)
     with jax.sharding.use_abstract_mesh(mw.abstract_mesh("fsdp:2, tp:4")):

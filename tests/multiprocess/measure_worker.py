@@ -1,8 +1,11 @@
 """A step that is measured by several processes, one device of which is slow.
 
-python measure_worker.py PORT ME PROCESSES DEVICES
+python measure_worker.py PORT ME PROCESSES DEVICES [INTERRUPTED]
+INTERRUPTED is the number of a process that gets Ctrl-C while `measure` traces the step.
 """
 
+import os
+import signal
 import sys
 
 import jax
@@ -11,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from joining import start, tell
 
 import meshwright as mw
+from meshwright import _progress
 
 SLOW = 3  # of all devices
 
@@ -19,6 +23,9 @@ def report():
     mesh = mw.mesh("dp:-1")
 
     def body(x):
+        if me == interrupted:
+            os.kill(os.getpid(), signal.SIGINT)
+
         def work(x):
             return jax.lax.fori_loop(0, 1500, lambda _, y: jnp.tanh(y @ y), x)
 
@@ -30,7 +37,10 @@ def report():
     x = jax.jit(jnp.ones, static_argnums=0, out_shardings=NamedSharding(mesh, spec))(
         (128 * mesh.size, 128)
     )
-    m = mw.measure(jax.jit(step), x, steps=4)
+    try:
+        m = mw.measure(jax.jit(step), x, steps=4)
+    except (mw.errors.CalibrationError, KeyboardInterrupt) as error:
+        return {"ended": [type(error).__name__, str(error)]}
     return {
         "devices": [device.process for device in m.devices],
         "runs": [entry.runs for entry in m.collectives],
@@ -39,6 +49,9 @@ def report():
 
 
 if __name__ == "__main__":
-    port, me, processes, devices = map(int, sys.argv[1:])
+    port, me, processes, devices, *more = map(int, sys.argv[1:])
+    [interrupted] = more or [-1]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
+    _progress._LINES = 0.05  # so that tests see what is going on
     start(port, me, processes, devices)
     tell(report)

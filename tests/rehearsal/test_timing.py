@@ -43,15 +43,17 @@ def test_a_large_product_waits_for_the_multipliers():
     time = step_time(program(dot("d", root=True)), Collectives(()), CHIPS["h100"])
     assert time.flops == 2 * 4096**3
     assert time.bytes == 3 * 2 * 4096**2
-    # As measured on an H200: 692 to 772 of 990 TFLOP/s at this size.
-    assert 0.70 < 2 * 4096**3 / 990e12 / time.compute < 0.78
+    # One after the other, as a step runs: 660 to 690 of 990 TFLOP/s on an H200.
+    assert 0.66 < 2 * 4096**3 / 990e12 / time.compute < 0.70
     assert time.memory == time.exposed == 0.0
 
 
-@pytest.mark.parametrize(("side", "reached"), [(2048, 0.56), (4096, 0.74), (8192, 0.80)])
-def test_small_products_reach_less(side, reached):
+@pytest.mark.parametrize(
+    ("side", "microseconds"), [(1024, 5.9), (2048, 23.3), (4096, 167), (8192, 1319)]
+)
+def test_small_products_reach_less(side, microseconds):
     seconds = speeds(CHIPS["h200"]).compute(2 * side**3, "bf16")
-    assert 2 * side**3 / 990e12 / seconds == pytest.approx(reached, rel=0.2)
+    assert seconds * 1e6 == pytest.approx(microseconds, rel=0.07)
 
 
 def test_short_kernels_take_as_long_as_their_launch():
@@ -130,6 +132,31 @@ def test_a_kernel_that_slices_moves_the_slice():
     assert found["new"] == 2 * row + 4
 
 
+def test_a_kernel_that_updates_some_of_its_results_in_place_writes_slices_and_the_others():
+    fused = """\
+%f (s: f32[64,128,512], x: f32[128,512], i: s32[]) -> (f32[64,128,512], f32[128,512]) {
+  %s = f32[64,128,512] parameter(0)
+  %x = f32[128,512] parameter(1)
+  %i = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %y = f32[128,512] multiply(%x, %x)
+  %part = f32[1,128,512] bitcast(%y)
+  %new = f32[64,128,512] dynamic-update-slice(%s, %part, %i, %zero, %zero)
+  ROOT %both = (f32[64,128,512], f32[128,512]) tuple(%new, %y)
+}
+
+"""
+    body = """\
+  %stack = f32[64,128,512] constant(0)
+  %array = f32[128,512] constant(0)
+  %at = s32[] constant(3)
+  ROOT %r = (f32[64,128,512], f32[128,512]) fusion(%stack, %array, %at), kind=kLoop, calls=%f
+"""
+    read = program(body, fused)
+    [kernel] = [each for each in kernels(read, read.entry) if each.instruction.name == "r"]
+    assert kernel.bytes == pytest.approx(3 * 128 * 512 * 4, abs=16)
+
+
 def test_communication_hides_behind_what_runs_meanwhile():
     start = f"  %s = f32[64] all-reduce-start(%b), {GROUPS}, to_apply=%add\n"
     done = "  %e = f32[64] all-reduce-done(%s)\n"
@@ -163,9 +190,8 @@ def test_gradients_of_convolutions_by_cudnn_have_the_products_of_the_convolution
 
 def test_types_have_their_own_speed():
     gpu, tpu = speeds(CHIPS["h100"]), speeds(CHIPS["v5e"])
-    assert gpu.compute(1e10, "f32") == pytest.approx(2.3 * gpu.compute(1e10, "bf16"), rel=0.01)
-    # Large products of bf16 are held down by power: 675 to 731 TFLOP/s on one H200.
-    assert gpu.compute(2e12, "bf16") == pytest.approx(2e12 / 705e12, rel=0.04)
+    assert gpu.compute(2e12, "f32") == pytest.approx(2.04 * gpu.compute(2e12, "bf16"), rel=0.01)
+    assert gpu.compute(2e12, "bf16") == pytest.approx(2e12 / 833e12, rel=0.02)
     assert tpu.compute(1e12, "f32") == tpu.compute(1e12, "bf16")
 
 
@@ -236,23 +262,29 @@ def attention(target, mask, head=128):
 @pytest.mark.parametrize(
     ("target", "mask", "head", "products", "efficiency"),
     [
-        ("__cudnn$fmhaSoftmax", "NO_MASK", 128, 2, 0.58),
-        ("__cudnn$fmhaSoftmax", "CAUSAL", 128, 1, 0.58),
-        ("__cudnn$fmhaSoftmaxBackward", "CAUSAL", 128, 2.5, 0.52),
-        ("__cudnn$fmhaSoftmax", "CAUSAL", 64, 1, 0.43),
-        ("__cudnn$fmhaSoftmaxBackward", "NO_MASK", 64, 5, 0.40),
+        ("__cudnn$fmhaSoftmax", "NO_MASK", 128, 2, 0.60),
+        ("__cudnn$fmhaSoftmax", "CAUSAL", 128, 1, 0.60),
+        ("__cudnn$fmhaSoftmaxBackward", "CAUSAL", 128, 2.5, 0.54),
+        ("__cudnn$fmhaSoftmax", "CAUSAL", 64, 1, 0.42),
+        ("__cudnn$fmhaSoftmaxBackward", "NO_MASK", 64, 5, 0.41),
     ],
 )
 def test_attention_of_cudnn_has_its_products_and_its_own_speed(
     target, mask, head, products, efficiency
 ):
-    time = step_time(program(attention(target, mask, head)), Collectives(()), CHIPS["h100"])
+    read, chip = program(attention(target, mask, head)), CHIPS["h100"]
+    time, speed = step_time(read, Collectives(()), chip), speeds(chip).in_step(read)
     [kernel] = time.custom
     assert kernel.flops == time.flops == products * 2 * 4 * 8 * 2048**2 * head
     assert (kernel.kind, kernel.trust) == ("cuDNN attention", "counted")
     # A little more with more keys: 2,048 of them, of which a causal mask leaves half.
-    reached = efficiency * (0.96 if mask == "CAUSAL" else 1.0)
-    assert kernel.seconds == pytest.approx(kernel.flops / (990e12 * reached), rel=0.002)
+    reached = efficiency * speed.clock * (0.96 if mask == "CAUSAL" else 1.0147)
+    # The output is cleared first; backward, all results and a float32 copy of a gradient are, rows
+    # are multiplied with their gradients, and the copy is rounded.
+    array = 4 * 2048 * 8 * head * 2
+    around = (12.4 if "Backward" in target else 1) * array / speed.bytes
+    assert kernel.seconds - around == pytest.approx(kernel.flops / (990e12 * reached), rel=0.002)
+    assert 0.8 < speed.clock <= 1
 
 
 def test_a_call_that_nobody_knows_is_told():
@@ -356,6 +388,33 @@ def test_a_softmax_with_a_mask_takes_longer_than_its_bytes():
     assert seconds(body, chip="h200", before=add + fused) == pytest.approx(6.99e-3, rel=0.15)
 
 
+@pytest.mark.parametrize(
+    ("shape", "dim", "measured"),
+    [
+        ("8192,16384", 1, 121.5e-6),  # along rows that lie in memory from end to end
+        ("24576,5120", 1, 117.2e-6),
+        ("128,256,4096", 1, 127.7e-6),  # along columns
+    ],
+)
+def test_long_rows_are_reduced_faster_than_columns(shape, dim, measured):
+    # Kernels of one H200, of f32.
+    array = f"f32[{shape}]"
+    left = ",".join(size for n, size in enumerate(shape.split(",")) if n != dim)
+    fused = (
+        f"%f (x: {array}) -> f32[{left}] {{\n  %x = {array} parameter(0)\n"
+        f"  %z = f32[] constant(0)\n  ROOT %r = f32[{left}] reduce(%x, %z), "
+        f"dimensions={{{dim}}}, to_apply=%add\n}}\n\n"
+    )
+    add = (
+        "%add (p: f32[], q: f32[]) -> f32[] {\n  %p = f32[] parameter(0)\n"
+        "  %q = f32[] parameter(1)\n  ROOT %s = f32[] add(%p, %q)\n}\n\n"
+    )
+    body = (
+        f"  %x = {array} constant(0)\n  ROOT %r = f32[{left}] fusion(%x), kind=kInput, calls=%f\n"
+    )
+    assert seconds(body, chip="h200", before=add + fused) == pytest.approx(measured, rel=0.15)
+
+
 def test_eight_bit_products_bring_their_operands_into_order():
     # fp8 products of 8,192 x 4,096 x 4,096 on one H200: 160 us, 112 for the weight in another
     # order and 41 for rounding; int8 alike.
@@ -393,7 +452,16 @@ def test_a_gather_moves_the_rows_that_it_takes():
     )
     call = body.partition("  ROOT")[0]
     call += "  ROOT %rows = bf16[8192,4096] fusion(%table, %ids), kind=kLoop, calls=%f\n"
-    assert seconds(call, before=fused) == pytest.approx(seconds(body))
+    assert seconds(body) < seconds(call, before=fused) < 60e-6
+    # A table that is converted on the way: its rows are read as wide as they are in memory.
+    converted = fused.replace("bf16[32000,4096]", "f32[32000,4096]").replace(
+        "  ROOT %g = bf16[8192,4096] gather(%t",
+        "  %c = bf16[32000,4096] convert(%t)\n  ROOT %g = bf16[8192,4096] gather(%c",
+    )
+    call = call.replace("bf16[32000,4096]", "f32[32000,4096]")
+    assert seconds(call, before=converted) == pytest.approx(
+        1.5 * seconds(body) * 0.88 / 0.75, rel=0.1
+    )
 
 
 def test_rows_that_are_added_at_places_of_a_table_take_atomics():

@@ -40,22 +40,23 @@ def product(cycles):
 
 def test_a_product_takes_the_cycles_that_its_compiler_expects():
     time = step_time(product(3_000_000), Collectives(()), CHIPS["v5e"])
-    assert time.compute == pytest.approx(2e-3 / kernel_speeds.TPU_PRODUCTS[128])  # at 1.5 GHz
+    assert time.compute == pytest.approx(2e-3 / CHIPS["v5e"].speeds["part cycles"])  # at 1.5 GHz
     assert time.memory == 0.0
 
 
 def test_a_product_without_an_expectation_goes_at_the_speed_of_large_ones():
     plain = program(f"  ROOT %d = bf16[512,512] dot(%a, %a), {DIMS}\n")
     time = step_time(plain, Collectives(()), CHIPS["v6e"])
-    slow = 3 * 2 * 512**2 / 1.6e12 / kernel_speeds.TPU_MEMORY
-    fast = 2 * 512**3 / 918e12 / kernel_speeds.TPU_NOMINAL
+    slow = 3 * 2 * 512**2 / 1.6e12 / CHIPS["v6e"].speeds["part memory"]
+    fast = 2 * 512**3 / 918e12 / CHIPS["v6e"].speeds["part products"]
     assert time.total - time.start == pytest.approx(max(slow, fast))
 
 
 def test_other_kernels_take_their_bytes_and_not_their_cycles():
     copied = program(f"  ROOT %c = bf16[512,512] copy(%a){CYCLES % 9_000_000}\n")
     time = step_time(copied, Collectives(()), CHIPS["v5p"])
-    assert time.memory == pytest.approx(2 * 2 * 512**2 / 2.765e12 / kernel_speeds.TPU_MEMORY)
+    part = CHIPS["v5p"].speeds["part memory"]
+    assert time.memory == pytest.approx(2 * 2 * 512**2 / 2.765e12 / part)
 
 
 def test_copies_to_the_memory_on_chip_run_beside_kernels():
@@ -65,7 +66,8 @@ def test_copies_to_the_memory_on_chip_run_beside_kernels():
   ROOT %c = bf16[512,512] copy(%d)
 """
     time = step_time(program(body), Collectives(()), CHIPS["v5e"])
-    assert time.memory == pytest.approx(2 * 512**2 / 0.82e12 / kernel_speeds.TPU_MEMORY)
+    part = CHIPS["v5e"].speeds["part memory"]
+    assert time.memory == pytest.approx(2 * 512**2 / 0.82e12 / part)
 
 
 def test_the_end_of_a_collective_that_kernels_carry_is_no_kernel():
@@ -131,7 +133,8 @@ def test_a_row_that_is_left_out_does_not_shape_its_own_figure(fitting):
 def test_the_constants_are_those_of_the_fit(fitting):
     rows = json.loads(fitting.PARTS.read_text(encoding="utf-8"))["rows"]
     constants = fitting.fit(rows)
-    assert constants.pop("operations") == pytest.approx(kernel_speeds.TPU_OPERATIONS, rel=0.02)
-    assert constants == pytest.approx(
-        {str(side): reached for side, reached in kernel_speeds.TPU_PRODUCTS.items()}, rel=0.02
-    )
+    operations = constants.pop("operations")
+    for name, side in kernel_speeds.TPU_MULTIPLIER.items():
+        table = CHIPS[name].speeds
+        assert operations == pytest.approx(table["attention operations"], rel=0.02)
+        assert constants[str(side)] == pytest.approx(table["part cycles"], rel=0.02)

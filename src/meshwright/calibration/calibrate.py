@@ -1,7 +1,8 @@
 """`calibrate`: measure what the devices that are here do, part by part, each bounded in time.
 
-All processes of a job call it together. Every process measures its own devices at the same time;
-collectives run over the whole mesh. Process 0 joins what all have measured into a `Calibration`.
+All processes of a job call it together. Every process measures its own devices: accelerators at the
+same time, CPUs in turns, since processes of a host share its cores. Collectives run over the whole
+mesh. Process 0 joins what all have measured into a `Calibration`.
 """
 
 from __future__ import annotations
@@ -23,18 +24,21 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from meshwright._checks import check_flag
-from meshwright._processes import combine_texts
+from meshwright._processes import Interrupted, Together, combine_texts
 from meshwright._progress import Pulse, showing
 from meshwright._version import __version__
 from meshwright.calibration import collective_probes
 from meshwright.calibration.collective_probes import CollectiveProbe
 from meshwright.calibration.probes import Probe, parts
-from meshwright.calibration.timing import Input, Seconds, Timed, run_all, spread
-from meshwright.errors import CalibrationError, near, short
+from meshwright.calibration.timing import Input, Seconds, Timed, fastest, run_all, spread
+from meshwright.calibration.trace import Trace
+from meshwright.errors import BackendError, CalibrationError, near, short
 from meshwright.hardware.calibration_file import Calibration, Figure
 from meshwright.hardware.topology import Topology, topology
 from meshwright.meshes.build import explain_mesh
+from meshwright.meshes.devices import live_devices
 from meshwright.placement.placement import Placement
+from meshwright.rehearsal.kernel_speeds import speeds as kernel_speeds
 from meshwright.trees.specs import make_spec
 
 _WAIT = 300.0  # seconds for other processes: one may compile for a minute
@@ -51,7 +55,8 @@ def calibrate(
     """Measure the speeds of the devices that are here: products, memory, functions, collectives.
 
     It takes minutes on accelerators, and nothing else may run on them meanwhile. After Ctrl-C it
-    returns what was measured until then (`interrupted`).
+    returns what was measured until then (`interrupted`); of several processes one that gets it is
+    enough, and `left_out` names it.
 
     Args:
       mesh: the mesh over whose axes collectives are measured. By default one axis for what joins
@@ -72,14 +77,37 @@ def calibrate(
     check_flag("quick", quick, error=CalibrationError)
     check_flag("progress", progress, error=CalibrationError)
     chosen = _checked_parts(only)
-    mesh, placement = _meshes(mesh)
-    session = _Session(mesh, placement, quick, chosen)
-    with showing(progress), Pulse(f"calibrating {placement.topology.name}") as pulse:
+    with Together("calibrate", _WAIT) as together:
         try:
-            session.measure(pulse.now)
-        except (KeyboardInterrupt, _OthersLeft):
+            return _calibrated(mesh, quick, chosen, progress, together)
+        except Interrupted as ended:
+            raise CalibrationError(f"{ended} All processes end.") from ended
+        except Exception as error:
+            together.fail(error)
+            raise
+
+
+def _calibrated(
+    mesh: Mesh | None, quick: bool, chosen: frozenset[str], progress: bool, together: Together
+) -> Calibration:
+    mesh, placement = _meshes(mesh)
+    # Of several processes, which measure alike, one says so.
+    speaks = progress and jax.process_index() == 0
+    with showing(speaks), Pulse(f"calibrating {placement.topology.name}") as pulse:
+        session = _Session(mesh, placement, quick, chosen, pulse, together)
+        try:
+            together.agree()
+            session.measure()
+        except Interrupted as ended:
+            if ended.problem:
+                raise
+            session.interrupted, session.alone = True, not ended.processes
+            session.left_out.append(f"{pulse.doing} and what comes after: {ended}")
+        except KeyboardInterrupt:
+            if jax.process_count() > 1:  # the second one
+                raise
             session.interrupted = True
-    return session.result()
+        return session.result()
 
 
 PARTS = (
@@ -106,7 +134,10 @@ def _checked_parts(only: Sequence[str]) -> frozenset[str]:
 
 def _meshes(mesh: Mesh | None) -> tuple[Mesh, Placement]:
     if mesh is None:
-        live = topology(jax.devices())
+        try:
+            live = topology(live_devices())
+        except BackendError as error:
+            raise CalibrationError(f"there is nothing to calibrate: {error}") from error
         slices = live.num_slices
         shape = (slices, live.num_devices // slices)
         grid = np.array(live.devices, dtype=object)[live.index.ravel()].reshape(shape)
@@ -126,10 +157,6 @@ def _meshes(mesh: Mesh | None) -> tuple[Mesh, Placement]:
     return mesh, explain_mesh(mesh)
 
 
-class _OthersLeft(Exception):
-    """Another process of the job was interrupted, or has not answered for minutes."""
-
-
 @dataclasses.dataclass
 class _Session:
     """What was measured so far: seconds of every run by device, for each figure."""
@@ -138,11 +165,16 @@ class _Session:
     placement: Placement
     quick: bool
     only: frozenset[str]
+    pulse: Pulse
+    together: Together
     runs: dict[str, dict[int, list[float]]] = dataclasses.field(default_factory=dict)
     units: dict[str, tuple[str, float]] = dataclasses.field(default_factory=dict)
     links: dict[CollectiveProbe, Seconds] = dataclasses.field(default_factory=dict)
     left_out: list[str] = dataclasses.field(default_factory=list)
     interrupted: bool = False
+    alone: bool = False  # the others do not answer any more
+    done: int = 0  # programs that were compiled or run, of so many
+    total: int = 1
 
     @functools.cached_property
     def own(self) -> list[int]:
@@ -162,28 +194,47 @@ class _Session:
         """Seconds for which a program is run."""
         return 0.03 if self.quick else 0.15
 
-    # Decisions are made together: the n-th program of one process is the n-th of every other one.
-    def agreed(self, value: float) -> float:
-        answer = combine_texts(
-            "calibrate", repr(value), lambda texts: repr(max(map(float, texts))), timeout=_WAIT
-        )
-        if not answer:
-            raise _OthersLeft
-        return float(answer)
-
-    def measure(self, tell: Callable[[str], None]) -> None:
+    def measure(self) -> None:
         """Measure part after part."""
         chip = self.placement.topology.chip
-        for name, (probes, seconds) in parts(chip, self.quick).items():
-            if name in self.only:
-                tell(name)
-                self._part(name, probes, seconds)
+        listed = {name: part for name, part in parts(chip, self.quick).items() if name in self.only}
+        links = list(collective_probes.probes(self.mesh, chip.family, self.quick))
+        links = links if "collectives" in self.only else []
+        self.total = 2 * (sum(len(probes) for probes, _ in listed.values()) + len(links)) or 1
+        for name, (probes, seconds) in listed.items():
+            self._part(name, probes, seconds)
         if "host" in self.only:
-            tell("host transfers")
+            self.pulse.now("host transfers", done=self.done / self.total)
             self._host_transfers()
-        if "collectives" in self.only:
-            tell("collectives")
-            self._collectives(_LINKS_SECONDS[self.quick])
+        if links:
+            self._collectives(links, _LINKS_SECONDS[self.quick])
+
+    def _tell(self, doing: str, done: int = 0) -> None:
+        self.done += done
+        self.pulse.now(doing, done=min(1.0, self.done / self.total))
+
+    # Programs of this process's own devices. Processes on CPUs take turns: each is alone on the
+    # cores of its host, and a slow one is not hidden by what the others do there.
+    def _run_own(self, name: str, programs: Sequence[Timed]) -> Trace | None:
+        count, here = jax.process_count(), jax.process_index()
+
+        def ran() -> None:
+            self._tell(f"{name}, running", 1)
+
+        if count == 1 or self.placement.topology.chip.family != "cpu":
+            return run_all(programs, self.target, self.together.agree, ran)
+        trace = None
+        for turn in range(count):
+            if turn == here:
+                try:
+                    trace = run_all(programs, self.target, self.together.go_on, ran)
+                except KeyboardInterrupt:
+                    if not self.together.asked:
+                        raise
+            else:
+                self._tell(f"{name}, process {turn} of {count} running")
+            self.together.agree()
+        return trace
 
     def _part(self, name: str, probes: Sequence[Probe], seconds: float) -> None:
         def make(probe: Probe) -> Timed:
@@ -191,7 +242,7 @@ class _Session:
             return Timed(words, probe.function, probe.inputs, self.local, traced=not probe.rounds)
 
         programs = dict(self._compiled(name, probes, make, seconds))
-        trace = run_all(list(programs.values()), self.target, self.agreed)
+        trace = self._run_own(name, list(programs.values()))
         for probe, timed in programs.items():
             if probe.rounds:
                 runs = timed.walls
@@ -204,10 +255,30 @@ class _Session:
                 self.left_out.append(f"{probe.name}: the compiler makes something else of it")
                 continue
             by_device = timed.seconds(trace, chosen.__contains__ if probe.counted else None)
+            if by_device and trace is not None and timed.module not in trace.events:
+                self.left_out.append(f"{probe.name}: by the clock, its trace has no event")
+            if probe.counted and self.placement.topology.chip.family == "gpu":
+                aside = probe.aside(timed.program(), self._copied(), self._sort_start())
+                by_device = {
+                    device: [max(seconds - aside, seconds / 2) for seconds in runs]
+                    for device, runs in by_device.items()
+                }
+            if probe.burst:
+                by_device = {device: fastest(runs) for device, runs in by_device.items()}
             if by_device:
                 self._keep(probe, by_device, work)
             else:
                 self.left_out.append(f"{probe.name}: the trace has no event of it")
+
+    def _copied(self) -> float:
+        """Bytes a second of a copy, as measured; by the table where that was not asked for."""
+        runs = [s for each in self.runs.get("memory copy", {}).values() for s in each]
+        if not runs:
+            return kernel_speeds(self.placement.topology.chip).bytes
+        return self.units["memory copy"][1] / float(np.median(runs))
+
+    def _sort_start(self) -> float:
+        return self.placement.topology.chip.speeds.value("start sort") or 0.0
 
     def _host_transfers(self) -> None:
         kinds = {memory.kind for memory in self.local.devices.flat[0].addressable_memories()}
@@ -232,7 +303,7 @@ class _Session:
             for name in memories
         ]
         programs = dict(self._compiled("host", probes, make, 30.0))
-        trace = run_all(list(programs.values()), self.target, self.agreed)
+        trace = self._run_own("host transfers", list(programs.values()))
         for probe, timed in programs.items():
             self._keep(probe, timed.seconds(trace), probe.work)
 
@@ -251,7 +322,9 @@ class _Session:
         """Compile programs until the time of the part is up; say what is left out."""
         began = time.monotonic()
         for number, probe in enumerate(probes):
-            if self.agreed(time.monotonic() - began) > seconds:
+            self._tell(f"{part}, compiling", 1)
+            # Decided together: the n-th program of one process is the n-th of every other one.
+            if self.together.agree(time.monotonic() - began) > seconds:
                 rest = ", ".join(each.name for each in probes[number : number + 3])
                 more = "" if number + 3 >= len(probes) else ", ..."
                 self.left_out.append(f"{part}: {seconds:g} s were over before {rest}{more}")
@@ -261,20 +334,17 @@ class _Session:
                 timed = make(probe)
             except Exception as error:  # the compiler has no such kernel for this chip
                 problem = (str(error).strip() or type(error).__name__).splitlines()[0]
-            if not self.agreed(float(timed is None)) and timed is not None:
+            if not self.together.agree(float(timed is None)) and timed is not None:
                 yield probe, timed
             else:
                 self.left_out.append(f"{probe.name}: {short(problem) or 'failed elsewhere'}")
 
-    def _collectives(self, seconds: float) -> None:
-        family = self.placement.topology.chip.family
-        probes = list(collective_probes.probes(self.mesh, family, self.quick))
-        if not probes:
-            return
+    def _collectives(self, probes: Sequence[CollectiveProbe], seconds: float) -> None:
         programs = dict(
             self._compiled("collectives", probes, lambda probe: probe.timed(self.mesh), seconds)
         )
-        trace = run_all(list(programs.values()), self.target / 3, self.agreed)
+        told = functools.partial(self._tell, "collectives, running", 1)
+        trace = run_all(list(programs.values()), self.target / 3, self.together.agree, told)
         for probe, timed in programs.items():
             own = timed.seconds(trace, probe.is_own(timed)) or timed.seconds(trace)
             self.links[probe] = self._placed(own)
@@ -288,10 +358,13 @@ class _Session:
             "interrupted": self.interrupted,
             "left_out": self.left_out,
         }
-        answer = combine_texts(
-            "calibrate result", json.dumps(part), lambda texts: json.dumps(_joined(texts))
-        )
-        data = json.loads(answer or "{}")
+        text = json.dumps(part)
+        answer = None
+        if not self.alone:
+            answer = combine_texts(
+                "calibrate result", text, lambda texts: json.dumps(_joined(texts)), timeout=_WAIT
+            )
+        data = json.loads(answer) if answer else _joined([text]) | {"interrupted": True}
         return self._calibration(data)
 
     def _calibration(self, data: Mapping[str, Any]) -> Calibration:

@@ -59,9 +59,12 @@ class CollectiveProbe:
         return Timed(f"calibrate_{self.name}", program, [Input((given,))], mesh, whole=False)
 
     def is_own(self, timed: Timed) -> Callable[[str], bool]:
-        """Whether an instruction of the program is the collective, by its opcode."""
+        """Whether an instruction of the program is the collective, by its opcode.
+
+        Its end is one too: on a TPU it takes as long as the device waits there.
+        """
         computations = timed.program().computations
-        opcodes = (self.kind, f"{self.kind}-start")
+        opcodes = (self.kind, f"{self.kind}-start", f"{self.kind}-done", "async-done")
         own = {
             each.name
             for computation in computations.values()

@@ -15,15 +15,21 @@ import numpy as np
 
 from meshwright._show import Sheet, Shown, Table
 from meshwright._text import duration, plural
-from meshwright.errors import CalibrationError
+from meshwright.errors import CalibrationError, MeshwrightError
 from meshwright.hardware.calibration_file import (
     Calibration,
     Figure,
+    LinkFigure,
     measured_text,
     processes_text,
+    shipped_speeds,
 )
-from meshwright.hardware.chips import CHIPS
+from meshwright.hardware.chips import CHIPS, Chip
+from meshwright.hardware.topology import Topology, topology
+from meshwright.placement.placer import placement_of
+from meshwright.rehearsal.collectives.costs import group_cost, pairs_cost
 from meshwright.rehearsal.kernel_speeds import speeds
+from meshwright.spec.mesh_spec import MeshSpec
 
 # GPUs of one node differ by up to 5 % (stas00/ml-engineering, compute/accelerator).
 _ALIKE = 0.05
@@ -50,7 +56,7 @@ class CalibrationComparison(Shown):
     """What is slower in a calibration, the worst first. Prints itself; HTML; `to_json()`.
 
     `processes` are those that are slower than the others of their job in most figures; `slower`
-    has single figures, against the other file, the table, or other processes of the job.
+    has single figures and links, against the other file, the table, or others of the job.
     """
 
     first: Calibration
@@ -83,6 +89,8 @@ class CalibrationComparison(Shown):
 
 
 def _name(calibration: Calibration) -> str:
+    if calibration.is_table and not calibration.file:
+        return f"meshwright's table of {calibration.chip}"
     return calibration.file or f"a calibration of {calibration.topology}"
 
 
@@ -91,12 +99,15 @@ def compare_calibrations(
 ) -> CalibrationComparison:
     """Find what is slower in one calibration than in another, or in some of its own devices.
 
-    With one alone, also what is slower than in the table of its chip. Raises `CalibrationError` for
-    two kinds of chips.
+    With one alone, also what is slower than in the table of its chip; that of meshwright,
+    `topology(name).speeds`, is a value like any other. Raises `CalibrationError` for two kinds of
+    chips.
 
     >>> import meshwright as mw
     >>> measured = mw.calibrate(quick=True, only=["launches"], progress=False)
     >>> mw.compare_calibrations(measured, measured).processes
+    ()
+    >>> mw.compare_calibrations(measured, mw.topology("cpu:8").speeds).processes
     ()
     """
     if second is not None and first.chip != second.chip:
@@ -108,8 +119,9 @@ def compare_calibrations(
     both = [first] if second is None else [first, second]
     processes = [entry for each in both for entry in _slow_processes(each)]
     slower = [entry for each in both for entry in _slow_devices(each)]
-    if second is None:
-        slower += _against_table(first)
+    if second is None or second.is_table != first.is_table:
+        table, one = (first, second) if first.is_table else (second, first)
+        slower += [] if one is None else _against_table(one, table or shipped_speeds(one.chip))
     else:
         slower += [*_against(first, second), *_against(second, first)]
     ordered = (sorted(entries, key=lambda entry: -entry.ratio) for entries in (processes, slower))
@@ -140,7 +152,7 @@ def _slow_processes(calibration: Calibration) -> Iterator[Slower]:
         own = _by_process(calibration, _times(figure))
         for process, seconds in own.items():
             others = np.median([each for other, each in own.items() if other != process])
-            ratios.setdefault(process, []).append(seconds / float(others))
+            ratios.setdefault(process, []).append(seconds / max(float(others), 1e-15))
     for process, every in ratios.items():
         middle = float(np.median(every))
         # The spread of one process's ratios: how sure it is that it is slower, not a figure of it.
@@ -164,6 +176,8 @@ def _slow_devices(calibration: Calibration) -> Iterator[Slower]:
         if times.size != calibration.devices or times.size < 2:
             continue
         usual = float(np.median(times))
+        if usual <= 0:  # shorter than the trace can tell
+            continue
         for device in np.flatnonzero(times > usual * (1 + max(_ALIKE, 2 * spread))):
             values = _values(times[device], unit), _values(usual, unit)
             ratio = float(times[device]) / usual
@@ -206,23 +220,75 @@ def _if_slower(
         yield Slower(_name(calibration), figure.name, than, ratio, spread, values)
 
 
-def _against_table(calibration: Calibration) -> Iterator[Slower]:
-    """What is slower than the table of the chip has it."""
+def _against_table(calibration: Calibration, table: Calibration) -> Iterator[Slower]:
+    """What is slower than a table of the chip has it."""
     chip = CHIPS.get(calibration.chip)
     if chip is None or chip.family == "cpu":  # its table are assumptions
         return
-    table = speeds(chip)
-    known = {"memory copy": table.bytes, "start kernel": table.start, "loop fusion": table.loop}
-    known |= {f"function {name}": value for name, value in table.functions.items()}
-    known |= {f"irregular {name}": value for name, value in table.irregular.items()}
-    known |= {f"kernel {name}": value for name, value in table.kernels.items()}
-    known |= {"bus to device": table.bus, "bus to host": table.bus}
+    chip = dataclasses.replace(chip, measured=table)
+    speed = speeds(chip)
+    known = {"memory copy": speed.bytes, "start kernel": speed.start, "loop fusion": speed.loop}
+    known |= {f"function {name}": value for name, value in speed.functions.items()}
+    known |= {f"irregular {name}": value for name, value in speed.irregular.items()}
+    known |= {f"kernel {name}": value for name, value in speed.kernels.items()}
+    known |= {"bus to device": speed.bus, "bus to host": speed.bus}
     for name in (each.name for each in calibration.figures if each.name.startswith("product ")):
         _, dtype, side = name.split()
         work = 2.0 * int(side) ** 3
-        known[name] = work / table.compute(work, dtype)
+        known[name] = work / speed.compute(work, dtype)
     for figure in calibration.figures:
         usual = known.get(figure.name)
         if usual and not math.isinf(usual):
-            than = f"meshwright's table of {chip.name}"
-            yield from _if_slower(calibration, figure, usual, figure.spread, than)
+            spread = math.hypot(figure.spread, _spread_of(table, figure.name))
+            yield from _if_slower(calibration, figure, usual, spread, _name(table))
+    yield from _links_against_table(calibration, chip, _name(table))
+
+
+def _spread_of(table: Calibration, name: str) -> float:
+    """The spread of what a table goes by for a figure: itself, or the part of nominal."""
+    first = name.split()[0]
+    words = {"memory": "part memory", "bus": "part bus", "product": "part products"}
+    words |= {"kernel": f"part {name}"}
+    figure = table.figure(name) or table.figure(words.get(first, name))
+    return figure.spread if figure is not None else 0.0
+
+
+# Twice the mean error of the modelled collectives against published ones (docs/cost_model.md).
+_MODELLED = 0.11
+
+
+def _links_against_table(calibration: Calibration, chip: Chip, than: str) -> Iterator[Slower]:
+    """The links whose largest collective takes longer than it is modelled without the file."""
+    try:
+        hardware = dataclasses.replace(topology(calibration.topology), chip=chip)
+    except MeshwrightError:  # a part of a machine has no name
+        return
+    for line in calibration.links:
+        usual = _modelled(line, hardware)
+        size = line.points[-1][0] if line.points else 0.0
+        own = line.latency + size / line.bandwidth
+        spread = math.hypot(line.error, _MODELLED)
+        if usual and own > usual * (1 + spread):
+            values = duration(own), duration(usual)
+            where = _name(calibration)
+            yield Slower(where, f"{line.name}, {line.axis}", than, own / usual, spread, values)
+
+
+def _modelled(line: LinkFigure, hardware: Topology) -> float | None:
+    """Seconds of the largest collective of a line on this hardware, `None` if no group is alike."""
+    others, rest = divmod(hardware.num_devices, line.members)
+    if rest or not line.points:
+        return None
+    try:
+        spec = MeshSpec.parse([("group", line.members), ("others", others)])
+        placed = placement_of(spec, hardware, {"group": line.slices})
+    except MeshwrightError:
+        return None
+    size = int(line.points[-1][0])
+    if line.kind == "collective-permute":
+        places = np.arange(hardware.num_devices).reshape(line.members, others)
+        pairs = np.stack([places, np.roll(places, -1, axis=0)], axis=-1).reshape(-1, 2)
+        cost = pairs_cost(size, pairs, placed)
+    else:
+        cost = group_cost(line.kind, size, placed.axes[0], hardware)
+    return cost.seconds if cost.links == line.links else None

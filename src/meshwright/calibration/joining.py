@@ -13,7 +13,9 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from meshwright.calibration.kernel_classes import kernel_class, modelled_kernels
 from meshwright.calibration.measurement import (
@@ -83,6 +85,26 @@ class Instructions:
         """Whether an instruction only runs others: its time is theirs."""
         instruction = self.by_name.get(name)
         return instruction is not None and instruction.only_calls
+
+
+def own_records(
+    mesh: Mesh, events: Sequence[Event], instructions: Instructions
+) -> list[DeviceRecord]:
+    """What the devices of this process did of a program that runs on a mesh."""
+    by_device: dict[int, list[Event]] = collections.defaultdict(list)
+    for event in events:
+        by_device[event.device].append(event)
+    records = []
+    for position, device in enumerate(mesh.devices.flat):
+        if device.process_index != jax.process_index():
+            continue
+        # Simulated devices are noted by their number in the job, others by that on their host.
+        noted = device.id if device.platform == "cpu" else device.local_hardware_id
+        name, peak = f"{device.platform}:{device.id}", device.memory_stats() or {}
+        most = peak.get("peak_bytes_in_use")
+        own = by_device[noted]
+        records.append(record_device(own, instructions, position, name, device.process_index, most))
+    return records
 
 
 def record_device(
@@ -167,6 +189,7 @@ def join(
     steps: int,
 ) -> Joined:
     """Set what was measured beside the model of the same program."""
+    speed = speed.in_step(instructions.program)
     rows = list(_kernel_rows(records, instructions.program, speed, steps))
     known = {row.name for row in rows} | set(instructions.collective)
     unknown: dict[str, float] = collections.defaultdict(float)

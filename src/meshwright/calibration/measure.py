@@ -8,53 +8,83 @@ profiler: the step is timed as it is, and traced as it is compiled without them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from meshwright._checks import check_flag
-from meshwright._processes import combine_texts
+from meshwright._processes import Interrupted, Together, combine_texts
 from meshwright._progress import Pulse, showing
 from meshwright._text import plural
 from meshwright.calibration.joining import (
     DeviceRecord,
     Instructions,
     join,
+    own_records,
     read_records,
-    record_device,
 )
 from meshwright.calibration.measurement import Measurement
-from meshwright.calibration.trace import Event, Trace, record
+from meshwright.calibration.pipeline_measurement import PipelineMeasurement
+from meshwright.calibration.pipeline_steps import measure_pipeline
+from meshwright.calibration.timing import (
+    NO_GRAPHS,
+    changed_argument,
+    elements,
+    refuse_donation,
+    structure,
+    wait,
+)
+from meshwright.calibration.trace import Trace, record
 from meshwright.errors import CalibrationError, short
 from meshwright.hardware.calibration_file import Calibration
 from meshwright.hardware.topology import measured_by
 from meshwright.hlo.program import read_program
 from meshwright.meshes.build import explain_mesh
+from meshwright.meshes.devices import live_devices
+from meshwright.pipelines.step import PipelineStep
 from meshwright.placement.placement import Placement
 from meshwright.placement.placer import measure as measure_placement
 from meshwright.rehearsal.collectives.analyze import analyze
 from meshwright.rehearsal.kernel_speeds import speeds as kernel_speeds
+from meshwright.rehearsal.pipelines import PipelineRehearsal
 from meshwright.rehearsal.repeated_work import find_repeated_work
 from meshwright.rehearsal.result import Rehearsal
 from meshwright.rehearsal.step_arguments import argument_names, is_jitted, unbound
 from meshwright.rehearsal.step_time import step_time
 from meshwright.trees.walk import walk
 
-_ROUNDS = 3  # of timing
+# Rounds of timing: at the least, and for how many seconds on an accelerator. Power and heat change
+# its clock for the first second, and from one second to the next.
+_ROUNDS, _MOST_ROUNDS, _SECONDS = 3, 100, 2.0
+_WARM, _STEADY = 1.0, 0.02  # seconds at the least; by how much two rounds may differ
 _MOST_COMPILES = 3  # until the step gives back what it takes
-_NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 
 
+@overload
+def measure(
+    step: PipelineStep,
+    *args: Any,
+    rehearsal: PipelineRehearsal | None = None,
+    steps: int = 5,
+    speeds: str | os.PathLike[str] | Calibration | None = None,
+    trace: str | Path | None = None,
+    progress: bool = True,
+    name: str | None = None,
+) -> PipelineMeasurement: ...
+
+
+@overload
 def measure(
     step: Callable[..., Any],
     *args: Any,
@@ -65,7 +95,20 @@ def measure(
     trace: str | Path | None = None,
     progress: bool = True,
     name: str | None = None,
-) -> Measurement:
+) -> Measurement: ...
+
+
+def measure(
+    step: Callable[..., Any],
+    *args: Any,
+    rehearsal: Rehearsal | PipelineRehearsal | None = None,
+    mesh: Mesh | None = None,
+    steps: int = 5,
+    speeds: str | os.PathLike[str] | Calibration | None = None,
+    trace: str | Path | None = None,
+    progress: bool = True,
+    name: str | None = None,
+) -> Measurement | PipelineMeasurement:
     """Run a step on the devices that are here, and say what every part of it takes.
 
     The step runs as in a training loop: what it returns in place of a donated argument goes into
@@ -74,7 +117,8 @@ def measure(
     the others their own.
 
     Args:
-      step: the step, bare or with `jax.jit`, `nnx.jit` or `eqx.filter_jit`.
+      step: the step, bare or with `jax.jit`, `nnx.jit` or `eqx.filter_jit`. Of what `pipeline`
+        returned a `PipelineMeasurement` comes out, as from `step.measure(...)`.
       *args: its arguments, arrays on the devices.
       rehearsal: the rehearsal of this step, whose promises are shown beside.
       mesh: the mesh of the devices; by default that of the arguments' shardings.
@@ -100,34 +144,90 @@ def measure(
     """
     if type(steps) is not int or steps < 1:
         raise CalibrationError(f"steps: {short(steps)} is not a number from 1 on.", option="steps")
-    if rehearsal is not None and not isinstance(rehearsal, Rehearsal):
-        raise CalibrationError(
-            f"rehearsal: {short(rehearsal)} is not what rehearse returns.", option="rehearsal"
-        )
     if not callable(step):
         raise CalibrationError(f"step: {short(step)} cannot be called.", option="step")
-    if hasattr(step, "call_compiled"):  # a pipeline's: many programs, on groups of devices
-        raise CalibrationError(
-            "step: a pipeline runs many programs at once. step.timeline(*args) measures when each "
-            "of its tasks ran.",
-            option="step",
-        )
     check_flag("progress", progress)
-    called = name or str(getattr(unbound(step), "__name__", "step"))
     folder = None if trace is None else _trace_folder(trace)
+    if isinstance(step, PipelineStep):
+        _check_rehearsal(rehearsal, PipelineRehearsal, "rehearse_pipeline")
+        _check_pipeline(step, args, mesh)
+        called = name or str(getattr(step.fn, "__name__", "step"))
+        speaks = progress and jax.process_index() == 0
+        with showing(speaks), Pulse(f"measuring {called}") as pulse:
+            return measure_pipeline(
+                step,
+                args,
+                rehearsal if isinstance(rehearsal, PipelineRehearsal) else None,
+                steps,
+                functools.partial(_placement, speeds=speeds),
+                folder,
+                called,
+                pulse,
+            )
+    _check_rehearsal(rehearsal, Rehearsal, "rehearse")
+    called = name or str(getattr(unbound(step), "__name__", "step"))
     on_mesh = _mesh_of(args, mesh, argument_names(unbound(step), len(args)))
     placement = _placement(on_mesh, speeds)
-    with showing(progress), Pulse(f"measuring {called}") as pulse:
-        run = _Run(step, args, on_mesh, pulse)
+    speaks = progress and jax.process_index() == 0
+    with showing(speaks), Pulse(f"measuring {called}") as pulse, _ending_together() as together:
+        run = _Run(step, args, on_mesh, pulse, together)
         times = run.times(steps)
-        pulse.now(f"{plural(steps, 'step')} under the profiler")
         run.without_graphs()
+        run.warm_up(steps)
+        together.agree()
+        pulse.now(f"{plural(steps, 'step')} under the profiler", done=_done(_ROUNDS + 1))
         with record(folder) as recording:
             traced = run.round(steps)
-        pulse.now("reading the trace")
-        return _measurement(
-            run, placement, recording.trace, steps, times, traced, called, rehearsal
+        together.agree()
+        pulse.now("reading the trace", done=_done(_ROUNDS + 2))
+        beside = rehearsal if isinstance(rehearsal, Rehearsal) else None
+        return _measurement(run, placement, recording.trace, steps, times, traced, called, beside)
+
+
+def _done(phases: int) -> float:
+    """The part of the work behind: compiling, rounds of timing, one under the profiler, reading."""
+    return phases / (_ROUNDS + 3)
+
+
+# Processes that run a step together: one that leaves at once would let the others wait in the next
+# one. After Ctrl-C in one of them all end after the round that they are in.
+@contextlib.contextmanager
+def _ending_together() -> Iterator[Together]:
+    with Together("measuring", math.inf) as together:
+        try:
+            yield together
+        except Interrupted as ended:
+            if jax.process_index() in ended.processes and not ended.problem:
+                raise KeyboardInterrupt from ended
+            raise CalibrationError(f"{ended}. All end; nothing was measured.") from ended
+        except CalibrationError as error:
+            together.fail(error)
+            raise
+        except Exception as error:
+            together.fail(error)
+            error.add_note("The step raised this while measure ran it; nothing was measured.")
+            raise
+
+
+def _check_rehearsal(rehearsal: Any, wanted: type, maker: str) -> None:
+    if rehearsal is not None and not isinstance(rehearsal, wanted):
+        raise CalibrationError(
+            f"rehearsal: {short(rehearsal)} is not what {maker} returns.", option="rehearsal"
         )
+
+
+def _check_pipeline(step: PipelineStep, args: Sequence[Any], mesh: Mesh | None) -> None:
+    """Refuse what a pipeline cannot be measured with; its arguments it checks itself."""
+    if mesh is not None:
+        raise CalibrationError("mesh: a pipeline has its groups; leave it out.", option="mesh")
+    if step.groups.compile_only:
+        raise CalibrationError(
+            "step: its groups are on hardware that is not here. rehearse_pipeline(step, ...) "
+            "compiles every task for it.",
+            option="step",
+        )
+    if not args:
+        raise CalibrationError("step: pass its arguments, to run it with.", option="args")
 
 
 def _trace_folder(trace: str | Path) -> Path:
@@ -161,7 +261,7 @@ def _mesh_of(args: Sequence[Any], mesh: Mesh | None, names: Sequence[str]) -> Me
                 devices |= dict.fromkeys(sharding.device_set)
     if mesh is not None:
         return mesh
-    used = sorted(devices, key=lambda device: device.id) or jax.devices()[:1]
+    used = sorted(devices, key=lambda device: device.id) or live_devices()[:1]
     return Mesh(np.array(used), ("devices",))
 
 
@@ -177,8 +277,16 @@ def _placement(mesh: Mesh, speeds: str | os.PathLike[str] | Calibration | None) 
 class _Run:
     """A step that is compiled, and run again and again on what it returns."""
 
-    def __init__(self, step: Callable[..., Any], args: Sequence[Any], mesh: Mesh, pulse: Pulse):
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        mesh: Mesh,
+        pulse: Pulse,
+        together: Together,
+    ):
         self.step, self.args, self.mesh, self.pulse = step, list(args), mesh, pulse
+        self.together = together
         self.names = argument_names(unbound(step), len(args))
         self.notes: list[str] = []
         self.platform = next(iter(mesh.devices.flat)).platform
@@ -186,8 +294,9 @@ class _Run:
         # Donated arguments, and the result that takes the place of each; unknown until it has run.
         self.taken: dict[int, int] | None = None
         for compiles in range(_MOST_COMPILES):
-            pulse.now("compiling")
+            pulse.now("compiling", done=0.0)
             self.compiled = self._compile({})
+            together.agree()
             before = _looks(self.args)
             self._once()
             if _looks(self.args) == before:
@@ -233,58 +342,91 @@ class _Run:
         """Run a step; what it returns takes the place of what it has used up."""
         compiled = self.traced if hasattr(self, "traced") else self.compiled
         self.results = compiled(*self.args)
-        elements = _elements(self.results)
+        given = elements(self.results)
         if self.taken is None:
-            _wait(self.results)
-            self.taken = self._match(elements)
+            wait(self.results)
+            self.taken = self._match(given)
         for number, result in self.taken.items():
-            self.args[number] = elements[result]
+            self.args[number] = given[result]
 
-    def _match(self, elements: Sequence[Any]) -> dict[int, int]:
+    def _match(self, given: Sequence[Any]) -> dict[int, int]:
         """Find the result that takes the place of each argument that is used up."""
-        free, taken = list(range(len(elements))), {}
+        free, taken = list(range(len(given))), {}
         for number, arg in enumerate(self.args):
             gone = _is_gone(arg)
             if not gone and number not in self.donated:
                 continue
-            wanted = _structure(arg)
-            match = next((n for n in free if _structure(elements[n]) == wanted), None)
+            wanted = structure(arg)
+            match = next((n for n in free if structure(given[n]) == wanted), None)
+            name = self.names[number]
             if match is None and not gone:  # a donation that the compiler has no use for
+                if problem := changed_argument(name, arg, given):
+                    raise problem
                 continue
             if match is None:
-                raise CalibrationError(
-                    f"{self.names[number]} is donated, and no result of the step has its structure "
-                    "and shapes: the step cannot be run again. Return the new one, or do not "
-                    "donate it.",
-                    option="step",
-                )
+                raise refuse_donation(name, arg, given)
             free.remove(match)
             taken[number] = match
         return taken
 
     def round(self, steps: int) -> float:
         """Seconds of a step, the mean of some in a row."""
-        _wait(self.args)
+        wait(self.args)
         began = time.perf_counter()
         for _ in range(steps):
             self._once()
             if self.platform == "cpu":  # simulated devices share threads: one step at a time
-                _wait(self.results)
-        _wait((self.results, self.args))
+                wait(self.results)
+        wait((self.results, self.args))
         return (time.perf_counter() - began) / steps
 
     def times(self, steps: int) -> list[float]:
-        self.pulse.now(f"{plural(steps, 'step')}, three times")
-        self.round(1)
-        return sorted(self.round(steps) for _ in range(_ROUNDS))
+        self.warm_up(steps)
+        times: list[float] = []
+        while len(times) < _ROUNDS or self._goes_on(times, steps):
+            number = min(len(times) + 1, _ROUNDS)
+            words = f"{plural(steps, 'step')}, round {len(times) + 1}"
+            self.pulse.now(words, done=_done(number))
+            self.together.agree()
+            times.append(self.round(steps))
+        return sorted(times)
+
+    def _goes_on(self, times: Sequence[float], steps: int) -> bool:
+        """Whether more rounds are run; processes decide alike, by numbers that all of them have."""
+        if self.platform == "cpu" or len(times) >= _MOST_ROUNDS:
+            return False
+        return self._longest(sum(times) * steps) < _SECONDS
+
+    def _longest(self, seconds: float) -> float:
+        """The longest of all processes': they run as many steps each."""
+        if jax.process_count() == 1:
+            return seconds
+        answer = combine_texts(
+            "measure round", repr(seconds), lambda texts: repr(max(map(float, texts)))
+        )
+        return float(answer) if answer else math.inf
+
+    def warm_up(self, steps: int) -> None:
+        """Run until the clock is what it is in a long run: a second, and two rounds alike."""
+        once = self.round(1)
+        if self.platform == "cpu":
+            return
+        last = spent = self._longest(once)
+        few = int(np.clip(_WARM / 5 / last, 1, steps))
+        while spent < 3 * _WARM:
+            self.together.agree()
+            now = self._longest(self.round(few))
+            spent += now * few
+            if spent >= _WARM and abs(now - last) <= _STEADY * now:
+                return
+            last = now
 
     def without_graphs(self) -> None:
         """On a GPU, compile the step that is traced so that kernels keep their names."""
         if self.platform != "gpu":
             return
-        self.pulse.now("compiling without CUDA graphs")
-        self.traced = self._compile(_NO_GRAPHS)
-        self.round(1)
+        self.pulse.now("compiling without CUDA graphs", done=_done(_ROUNDS + 1))
+        self.traced = self._compile(NO_GRAPHS)
 
     def all_notes(self) -> tuple[str, ...]:
         """What is different from a plain run."""
@@ -311,14 +453,6 @@ class _Run:
         return str(compiled.as_text())
 
 
-def _wait(values: Any) -> None:
-    jax.block_until_ready(values)  # type: ignore[no-untyped-call]
-
-
-def _elements(results: Any) -> list[Any]:
-    return list(results) if isinstance(results, (tuple, list)) else [results]
-
-
 def _donated(lowered: Any, bound: int) -> set[int]:
     """Which arguments a step donates, as far as its `jit` says; the first ones are bound."""
     positional, _ = getattr(lowered, "args_info", ((), {}))
@@ -331,11 +465,6 @@ def _donated(lowered: Any, bound: int) -> set[int]:
 
 def _is_gone(arg: Any) -> bool:
     return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(arg))
-
-
-def _structure(tree: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef, tuple((np.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves)
 
 
 def _looks(args: Sequence[Any]) -> list[tuple[str, Any]]:
@@ -378,7 +507,7 @@ def _measurement(
     collectives = analyze(program, placement)
     instructions = Instructions(program, collectives)
     events = trace.of(text.split(maxsplit=2)[1].rstrip(","))
-    records = _of_all_processes(_own_records(run, events, instructions))
+    records = _of_all_processes(own_records(run.mesh, events, instructions))
     chip = placement.topology.chip
     joined = join(records, instructions, collectives, placement, kernel_speeds(chip), steps)
     modelled = step_time(program, collectives, chip, find_repeated_work(program, placement, ()))
@@ -403,29 +532,6 @@ def _measurement(
         rehearsal,
         run.results,
     )
-
-
-def _own_records(
-    run: _Run, events: Sequence[Event], instructions: Instructions
-) -> list[DeviceRecord]:
-    """What the devices of this process did."""
-    records = []
-    for position, device in enumerate(run.mesh.devices.flat):
-        if device.process_index != jax.process_index():
-            continue
-        # Simulated devices are noted by their number in the job, others by that on their host.
-        noted = device.id if run.platform == "cpu" else device.local_hardware_id
-        own = [event for event in events if event.device == noted]
-        name = f"{device.platform}:{device.id}"
-        records.append(
-            record_device(own, instructions, position, name, device.process_index, _peak(device))
-        )
-    return records
-
-
-def _peak(device: Any) -> int | None:
-    stats = device.memory_stats() or {}
-    return stats.get("peak_bytes_in_use")
 
 
 def _of_all_processes(records: list[DeviceRecord]) -> list[DeviceRecord]:

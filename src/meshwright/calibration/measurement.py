@@ -185,23 +185,12 @@ class Measurement(Shown):
 
     def save(self, path: str | Path) -> Path:
         """Write a page that works offline, or JSON where the name ends in `.json`."""
-        path = Path(path)
-        if path.suffix not in (".html", ".json"):
-            raise CalibrationError(
-                f"save: {short(path.name)} ends in neither .html nor .json.", option="path"
-            )
-        html = path.suffix == ".html"
-        text = self.page() if html else json.dumps(self.to_json(), indent=2)
-        try:
-            write_text(path, text)
-        except OSError as error:
-            raise CalibrationError(f"save: {path}: {error.strerror}.", option="path") from error
-        return path
+        return save(self, path)
 
     def page(self) -> str:
         """All of it as one page of HTML that works offline."""
         title = f"{self.name} on {self.on}, measured"
-        return page(title, self._sheet().inside(), css=style() + _PAGE, body_class="mw")
+        return page(title, self._sheet().inside(), css=style() + PAGE, body_class="mw")
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but the results as plain data; times in seconds, sizes in bytes."""
@@ -273,19 +262,17 @@ class Measurement(Shown):
 
     def _parts_table(self) -> Table:
         heading = ["part of a step", "runs", "modelled", "measured", "modelled / measured"]
-        rows = [
-            _row(part.name, str(part.runs), part.modelled, part.measured) for part in self.parts
-        ]
+        rows = [row(part.name, str(part.runs), part.modelled, part.measured) for part in self.parts]
         if self.unknown:
-            rows.append(_row("not in the program's text", "", 0.0, sum(self.unknown.values())))
+            rows.append(row("not in the program's text", "", 0.0, sum(self.unknown.values())))
         if self.collectives:
             runs = str(sum(entry.runs for entry in self.collectives))
             measured = sum(entry.measured for entry in self.collectives)
             hidden = max(0.0, round(measured - self.exposed, 9))  # not what rounding leaves
-            exposed = _row("exposed communication", runs, self.time.exposed, self.exposed)
-            rows += [exposed, _row("hidden communication", "", self.time.hidden, hidden)]
-        rows.append(_row("idle, starting kernels", "", self.time.start, self.idle))
-        rows.append(_row("a step", "", self.time.total, self.seconds))
+            exposed = row("exposed communication", runs, self.time.exposed, self.exposed)
+            rows += [exposed, row("hidden communication", "", self.time.hidden, hidden)]
+        rows.append(row("idle, starting kernels", "", self.time.start, self.idle))
+        rows.append(row("a step", "", self.time.total, self.seconds))
         right = [False, True, True, True, True]
         if self.rehearsal is not None and self.rehearsal.time is not None:
             heading = [*heading[:2], "rehearsed", *heading[2:]]
@@ -298,8 +285,8 @@ class Measurement(Shown):
                 "a step": rehearsed.total,
             }
             rows = [
-                [*row[:2], duration(told[row[0]]) if row[0] in told else "", *row[2:]]
-                for row in rows
+                [*cells[:2], duration(told[cells[0]]) if cells[0] in told else "", *cells[2:]]
+                for cells in rows
             ]
             right = [*right, True]
         return Table(heading, rows, right)
@@ -311,10 +298,10 @@ class Measurement(Shown):
         rows = []
         for entry in entries[:_MOST_COLLECTIVES]:
             what = entry.collective
-            row = [what.kind.removeprefix("collective-"), what.shape, what.over, str(entry.runs)]
+            cells = [what.kind.removeprefix("collective-"), what.shape, what.over, str(entry.runs)]
             times = (entry.modelled, entry.measured, entry.waiting, entry.exposed)
-            row += [*map(duration, times), entry.late or ""]
-            rows.append([*row, str(what.source or "unknown"), what.cause])
+            cells += [*map(duration, times), entry.late or ""]
+            rows.append([*cells, str(what.source or "unknown"), what.cause])
         more = len(entries) - _MOST_COLLECTIVES
         left_out = f"... and {plural(more, 'more collective')}" if more > 0 else ""
         right = [False] * 3 + [True] * 5 + [False] * 3
@@ -330,7 +317,7 @@ class Measurement(Shown):
             rows.append(
                 [
                     *first,
-                    *_row("", "", kernel.modelled, kernel.measured)[2:],
+                    *row("", "", kernel.modelled, kernel.measured)[2:],
                     str(kernel.source or "unknown"),
                 ]
             )
@@ -396,7 +383,7 @@ class Measurement(Shown):
 
 
 _WAITED, _LAST = 0.05, 0.6  # of a step that others wait; of its collectives that it is last in
-_PAGE = ":root{color-scheme:light dark}body{margin:0}.mw{padding:20px;min-height:100vh}"
+PAGE = ":root{color-scheme:light dark}body{margin:0}.mw{padding:20px;min-height:100vh}"
 
 
 def _alike(entries: Sequence[MeasuredCollective]) -> list[MeasuredCollective]:
@@ -430,6 +417,23 @@ def _class_seconds(rehearsal: Rehearsal) -> dict[str, float]:
     return class_seconds(rehearsal.program, speeds(rehearsal.placement.topology.chip))
 
 
-def _row(name: str, runs: str, modelled: float, measured: float) -> Sequence[str]:
+def save(measured: Any, path: str | Path) -> Path:
+    """Write a measurement as a page or as JSON, by the ending of the file's name."""
+    path = Path(path)
+    if path.suffix not in (".html", ".json"):
+        raise CalibrationError(
+            f"save: {short(path.name)} ends in neither .html nor .json.", option="path"
+        )
+    html = path.suffix == ".html"
+    text = measured.page() if html else json.dumps(measured.to_json(), indent=2)
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise CalibrationError(f"save: {path}: {error.strerror}.", option="path") from error
+    return path
+
+
+def row(name: str, runs: str, modelled: float, measured: float) -> Sequence[str]:
+    """Cells of a table: modelled and measured seconds, and the one by the other."""
     ratio = f"{modelled / measured:.2f}" if measured > 0 and modelled > 0 else "-"
     return [name, runs, duration(modelled), duration(measured), ratio]

@@ -18,15 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from meshwright.calibration.trace import Event, Trace, record
+from meshwright.calibration.trace import Event, Trace, length, record, union
+from meshwright.errors import CalibrationError
 from meshwright.hlo.program import Program, read_program
 from meshwright.trees.specs import make_spec
 
 Seconds = dict[int, list[float]]  # of every run, by the device's number in this process
 
 # Kernels inside of a CUDA graph have no instruction's name in a trace, at 0.6 % of a step's time.
-_NAMED_KERNELS: dict[str, dict[str, str | bool]] = {"gpu": {"xla_gpu_enable_command_buffer": ""}}
-_wait: Any = jax.block_until_ready  # untyped in JAX
+NO_GRAPHS: dict[str, str | bool] = {"xla_gpu_enable_command_buffer": ""}
+_NAMED_KERNELS = {"gpu": NO_GRAPHS}
+wait: Any = jax.block_until_ready  # untyped in JAX
 _CONTAINERS = ("while", "call", "conditional")
 # Runs of a program; of simulated devices few, since writing their events takes long.
 _BATCHES, _MOST_RUNS = 5, {"cpu": 10}
@@ -96,6 +98,9 @@ class Timed:
         self.module = f"jit_{name}"
         self.name, self.traced = name, traced
         self._make = _maker(tuple(inputs), mesh.size, sharding)
+        # A TPU's trace has an asynchronous operation up to three times: its start, its end, and
+        # on a line of its own all that lies between.
+        self._at_once = platform == "tpu"
         self._most = _MOST_RUNS.get(platform, _MOST_RUNS_ELSEWHERE)
         self.runs = 0
         self.walls: list[float] = []
@@ -107,16 +112,16 @@ class Timed:
     def run(self, target: float, agreed: Callable[[float], float]) -> None:
         """Run it for about so many seconds; `agreed` makes one number of all processes'."""
         args = self._make()
-        _wait(self.compiled(*args))
+        wait(self.compiled(*args))
         began = time.perf_counter()
-        _wait(self.compiled(*args))
+        wait(self.compiled(*args))
         one = agreed(time.perf_counter() - began)
         batch = int(np.clip(target / max(one, 1e-6) / _BATCHES, 1, self._most // _BATCHES))
         for _ in range(_BATCHES):
             began = time.perf_counter()
             for _ in range(batch):
                 result = self.compiled(*args)
-            _wait(result)
+            wait(result)
             self.walls.append((time.perf_counter() - began) / batch)
         self.runs = 2 + _BATCHES * batch
 
@@ -129,7 +134,7 @@ class Timed:
         else:
             events = [each for each in events if chosen(each.instruction)]
         if events:
-            return _by_run(events, self.runs)
+            return _by_run(events, self.runs, self._at_once)
         if chosen is not None:
             return {}
         return {device.local_hardware_id or i: self.walls for i, device in enumerate(self.local)}
@@ -178,31 +183,57 @@ def _shape(each: Input, devices: int, sharding: NamedSharding) -> jax.ShapeDtype
 # In: the events of some runs. Out: each device's seconds of every run but the first two, which warm
 # up. Invariant: an instruction has as many events in each run, which a trace has in order. Example:
 # of 6 events of `fusion` and 3 of `copy` in 3 runs, a run has two of the one and one of the other.
-def _by_run(events: Sequence[Event], runs: int) -> Seconds:
+# `at_once`: events may lie upon each other, and what counts is the time that they cover.
+def _by_run(events: Sequence[Event], runs: int, at_once: bool = False) -> Seconds:
     by_device: dict[int, dict[str, list[float]]] = collections.defaultdict(dict)
+    spans: dict[int, dict[str, list[tuple[float, float]]]] = collections.defaultdict(dict)
     for event in events:
         by_device[event.device].setdefault(event.instruction, []).append(event.seconds)
+        spans[event.device].setdefault(event.instruction, []).append((event.start, event.end))
     seconds: Seconds = {}
     for device, instructions in by_device.items():
         if any(len(each) % runs for each in instructions.values()):
-            seconds[device] = [sum(map(sum, instructions.values())) / runs]
+            together = [span for each in spans[device].values() for span in each]
+            total = length(union(together)) if at_once else sum(map(sum, instructions.values()))
+            seconds[device] = [total / runs]
+            continue
+        if at_once:
+            seconds[device] = _covered(list(spans[device].values()), runs)[min(2, runs - 1) :]
             continue
         each_run = [np.reshape(each, (runs, -1)).sum(1) for each in instructions.values()]
         seconds[device] = np.sum(each_run, axis=0)[min(2, runs - 1) :].tolist()
     return seconds
 
 
+def _covered(instructions: Sequence[Sequence[tuple[float, float]]], runs: int) -> list[float]:
+    """The time that all events of each run cover; every instruction has as many in each."""
+    each_run: list[list[tuple[float, float]]] = [[] for _ in range(runs)]
+    for spans in instructions:
+        count = len(spans) // runs
+        for run in range(runs):
+            each_run[run] += spans[run * count : (run + 1) * count]
+    return [length(union(spans)) for spans in each_run]
+
+
 def run_all(
-    programs: Sequence[Timed], target: float, agreed: Callable[[float], float]
+    programs: Sequence[Timed],
+    target: float,
+    agreed: Callable[[float], float],
+    tell: Callable[[], None] = lambda: None,
 ) -> Trace | None:
-    """Run programs one after the other, under one trace where they want one."""
-    if not any(each.traced for each in programs):
+    """Run programs one after the other, under one trace where they want one; `tell` after each."""
+
+    def run() -> None:
         for each in programs:
             each.run(target, agreed)
+            tell()
+
+    if not any(each.traced for each in programs):
+        run()
         return None
     with record() as recording:
-        for each in programs:
-            each.run(target, agreed)
+        agreed(0.0)  # before anyone waits in a collective, all have a profiler
+        run()
     return recording.trace
 
 
@@ -210,3 +241,60 @@ def spread(runs: Sequence[float] | np.ndarray) -> float:
     """Half of what lies between the slowest and the fastest tenth, as a part of the median."""
     low, middle, high = np.quantile(np.asarray(runs), [0.1, 0.5, 0.9])
     return float((high - low) / 2 / middle) if middle > 0 else 0.0
+
+
+def fastest(runs: Sequence[float]) -> list[float]:
+    """The fastest tenth of some runs, at least one.
+
+    >>> fastest([3.0, 1.0, 2.0])
+    [1.0]
+    """
+    return sorted(runs)[: max(1, len(runs) // 10)]
+
+
+# Steps that are run again and again, on what they return.
+
+
+def elements(results: Any) -> list[Any]:
+    """The results of a step, one by one."""
+    return list(results) if isinstance(results, (tuple, list)) else [results]
+
+
+def structure(tree: Any) -> Any:
+    """What a result must have to take the place of an argument: its tree, shapes and dtypes."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple((np.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves)
+
+
+def changed_argument(name: str, arg: Any, given: Sequence[Any]) -> CalibrationError | None:
+    """What is wrong if a result has the tree of a donated argument, but not its shapes.
+
+    Of a bare array nobody knows which result is meant to take its place.
+    """
+    tree, leaves = structure(arg)
+    for other, changed in map(structure, given):
+        if other != tree or jax.tree_util.treedef_is_leaf(tree) or leaves == changed:
+            continue
+        where = next(number for number, leaf in enumerate(leaves) if leaf != changed[number])
+        path = jax.tree_util.tree_flatten_with_path(arg)[0][where][0]
+        old, new = (_type_text(each[where]) for each in (leaves, changed))
+        return CalibrationError(
+            f"{name}{jax.tree_util.keystr(path)}: the step takes {old} and gives back {new}. A "
+            "loop would compile it anew each time: keep shapes and types as they are.",
+            option="step",
+        )
+    return None
+
+
+def refuse_donation(name: str, arg: Any, given: Sequence[Any]) -> CalibrationError:
+    """What is raised where no result of a step can take the place of a donated argument."""
+    return changed_argument(name, arg, given) or CalibrationError(
+        f"{name} is donated, and no result of the step has its structure and shapes: the step "
+        "cannot be run again. Return the new one, or do not donate it.",
+        option="step",
+    )
+
+
+def _type_text(leaf: tuple[tuple[int, ...], Any]) -> str:
+    shape, dtype = leaf
+    return f"{getattr(dtype, 'name', dtype)}[{','.join(map(str, shape))}]"

@@ -5,7 +5,9 @@ What the profiler writes, by platform (jax 0.10 to 0.12):
 - simulated CPU devices: all in the plane `/host:CPU`, one device's events on several threads;
   every event has its device's number;
 - GPUs: a plane for each, `/device:GPU:0`, with a line for each stream;
-- TPUs: a plane for each, `/device:TPU:0`, with the lines `XLA Ops` and `Async XLA Ops`.
+- TPUs: a plane for each, `/device:TPU:0`, with the lines `XLA Ops` and `Async XLA Ops`; those of
+  their sparse cores, `/device:TPU:0 SparseCore 0`, are left out. Where an event does not say whose
+  it is, its name is the instruction, and the line `XLA Modules` has the program of that time.
 
 The name of an instruction is in the event; what it is, only the program says: in a trace an
 all-reduce may be called `psum.7`.
@@ -13,6 +15,7 @@ all-reduce may be called `psum.7`.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import contextlib
 import dataclasses
@@ -26,10 +29,13 @@ from typing import Any
 
 import jax
 
-from meshwright.errors import CalibrationError, short
+from meshwright import _compat
+from meshwright.errors import CalibrationError
 
 _DEVICE = re.compile(r"/device:(GPU|TPU):(\d+)")
 _TPU_LINES = ("XLA Ops", "Async XLA Ops")
+_TPU_PROGRAMS = "XLA Modules"
+_NAME = re.compile(r"%?([\w.-]+)")  # of `fusion.3`, `%fusion.3 = ...` and `jit_step(123)`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,17 +107,17 @@ def record(keep: Path | None = None) -> Iterator[Recording]:
         try:
             yield recording
         except BaseException:
-            with contextlib.suppress(Exception):  # what the block raised is the news
+            try:
                 jax.profiler.stop_trace()  # type: ignore[no-untyped-call]
+            except Exception:  # what the block raised is the news
+                _compat.forget_profiler()
             raise
         try:
             jax.profiler.stop_trace()  # type: ignore[no-untyped-call]
             profile = _read(folder)
         except (OSError, RuntimeError) as error:
-            raise CalibrationError(
-                f"the profiler's trace could not be written to {folder}: {_line(error)}. It takes "
-                "about 1 MB a step and device; make room, or point TMPDIR elsewhere."
-            ) from error
+            _compat.forget_profiler()
+            raise _no_room(folder, keep, error) from error
         recording._trace = read_trace(profile)
 
 
@@ -121,11 +127,25 @@ def _folder(keep: Path | None) -> Iterator[Path]:
         yield keep
         return
     # A folder of its own: the profiler names traces by the second.
-    folder = Path(tempfile.mkdtemp(prefix="meshwright-trace-"))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="meshwright-trace-"))
+    except OSError as error:
+        raise _no_room(Path(tempfile.gettempdir()), keep, error) from error
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _no_room(folder: Path, keep: Path | None, error: Exception) -> CalibrationError:
+    """What is raised where the profiler's files cannot be written."""
+    # XLA writes `RESOURCE_EXHAUSTED: <a long path>; No space left on device`.
+    why = str(getattr(error, "strerror", None) or _line(error, most=2000)).rpartition(";")[2]
+    other = "name another folder" if keep is not None else "point TMPDIR elsewhere"
+    return CalibrationError(
+        f"the profiler's trace could not be written to {folder}: {why.strip()[:200]}. It takes "
+        f"about 1 MB a step and device; make room, or {other}."
+    )
 
 
 def _start(folder: Path, options: Any) -> None:
@@ -147,8 +167,8 @@ def _read(folder: Path) -> Any:
     return jax.profiler.ProfileData.from_file(str(files[-1]))
 
 
-def _line(error: Exception) -> str:
-    return short((str(error).strip() or type(error).__name__).splitlines()[0].rstrip("."))
+def _line(error: Exception, most: int = 80) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")[:most]
 
 
 def read_trace(profile: Any) -> Trace:
@@ -158,10 +178,11 @@ def read_trace(profile: Any) -> Trace:
         # Reading statistics warns of a type without `__module__` (jax 0.11, Python 3.12).
         warnings.simplefilter("ignore", DeprecationWarning)
         for plane in profile.planes:
-            accelerator = _DEVICE.match(plane.name)
+            accelerator = _DEVICE.fullmatch(plane.name)
             if accelerator:
                 lines = [line for line in plane.lines if _is_of_programs(accelerator[1], line.name)]
-                _read_lines(lines, int(accelerator[2]), events)
+                programs = _program_spans(plane) if accelerator[1] == "TPU" else []
+                _read_lines(lines, int(accelerator[2]), events, programs)
             elif plane.name == "/host:CPU":
                 _read_lines(plane.lines, None, events)
     for each in events.values():
@@ -174,11 +195,34 @@ def _is_of_programs(kind: str, line: str) -> bool:
     return line in _TPU_LINES if kind == "TPU" else line.startswith("Stream")
 
 
-def _read_lines(lines: Sequence[Any], device: int | None, events: dict[str, list[Event]]) -> None:
+def _program_spans(plane: Any) -> list[tuple[float, float, str]]:
+    """When which program ran on a TPU: start, end (ns) and name, in order."""
+    lines = [line for line in plane.lines if line.name == _TPU_PROGRAMS]
+    return sorted(
+        (event.start_ns, event.start_ns + event.duration_ns, named[1])
+        for line in lines
+        for event in line.events
+        if (named := _NAME.match(event.name))
+    )
+
+
+def _read_lines(
+    lines: Sequence[Any],
+    device: int | None,
+    events: dict[str, list[Event]],
+    programs: Sequence[tuple[float, float, str]] = (),
+) -> None:
+    starts = [start for start, _, _ in programs]
     for line in lines:
         for event in line.events:
             stats = dict(event.stats)
             where = stats.get("device_ordinal") if device is None else device
+            if programs and "hlo_op" not in stats and (named := _NAME.match(event.name)):
+                stats["hlo_op"] = named[1]
+            if programs and "hlo_module" not in stats:
+                at = bisect.bisect_right(starts, event.start_ns) - 1
+                if at >= 0 and event.start_ns < programs[at][1]:
+                    stats["hlo_module"] = programs[at][2]
             if "hlo_op" not in stats or "hlo_module" not in stats or where is None:
                 continue
             name, module = str(stats["hlo_op"]), str(stats["hlo_module"])

@@ -1,6 +1,7 @@
 """Table of the known chips: speeds, memory, host and slice shapes; what XLA is told of GPUs.
 
-Numbers are nominal and one-way unless said.
+Every speed is in the chip's own file, `speeds/v5p.json`, with its source. Numbers are nominal and
+one-way unless said.
 
 Sources: "cloud docs" are the vendor's public pages for each TPU version (per-chip tables);
 "datasheet" is the vendor's product sheet of the GPU. A caller who measured better numbers
@@ -10,13 +11,16 @@ passes them: `topology("v5p:4x4x4", speeds={"link": 90})`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from meshwright._show import short_repr
 from meshwright.errors import TopologyError, listing
-from meshwright.hardware.calibration_file import Calibration
+from meshwright.hardware.calibration_file import Calibration, Figure, shipped_speeds
+
+Family = Literal["tpu", "gpu", "cpu"]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -36,10 +40,12 @@ class Chip:
     - `gathers_planes`: whether its compiler gathers over several whole wrapped directions at once
       (docs/cost_model.md has the evidence).
     - `measured`: what `calibrate` has measured, which goes before all of these.
+    - `given`: the names of those above that the caller gave in place of the table's.
+    - `like`: the chip whose file it takes where it has none of its own.
     """
 
     name: str
-    family: Literal["tpu", "gpu", "cpu"]
+    family: Family
     kinds: tuple[str, ...]
     tflops: float
     memory_gb: float
@@ -56,173 +62,75 @@ class Chip:
     pod: int = 0
     gathers_planes: bool = False
     measured: Calibration | None = None
+    given: tuple[str, ...] = ()
+    like: str = ""
 
     def __repr__(self) -> str:
         return short_repr(self, f"{self.name}: {self.tflops:g} TFLOP/s, {self.memory_gb:g} GB")
 
+    @functools.cached_property
+    def speeds(self) -> Calibration:
+        """Every figure that results go by: what was given or measured, else that of the table."""
+        table = shipped_speeds(self.like or self.name)
+        own = tuple(
+            Figure(
+                name, getattr(self, field) * factor, unit, 0.0, source="given, or of this machine"
+            )
+            for field, (name, unit, factor) in FIGURES.items()
+            if getattr(self, field) != (table.value(name) or 0.0) / factor
+        )
+        measured = table if self.measured is None else self.measured.over(table)
+        return dataclasses.replace(measured, figures=own).over(measured) if own else measured
+
     def whose_speeds(self, devices: int) -> str:
         """Say whose speeds a result for so many devices of this chip goes by."""
-        return (
-            self.measured.note(devices) if self.measured else f"meshwright's table of {self.name}"
-        )
+        words = (self.measured or shipped_speeds(self.like or self.name)).note(devices)
+        return words + (f"; as given: {', '.join(self.given)}" if self.given else "")
 
+
+# The fields of a chip that are figures of its file: their name, unit and factor there.
+FIGURES = {
+    "tflops": ("nominal bf16", "FLOP/s", 1e12),
+    "memory_gb": ("capacity memory", "B", 1e9),
+    "memory_tbps": ("nominal memory", "B/s", 1e12),
+    "link": ("nominal link", "B/s", 1e9),
+    "network": ("nominal network", "B/s", 1e9),
+    "bus": ("nominal bus", "B/s", 1e9),
+    "ram_gb": ("capacity host memory", "B", 1e9),
+    "core": ("nominal core", "B/s", 1e9),
+}
+
+
+def chip_of_file(name: str, family: Family, *kinds: str, **shape: Any) -> Chip:
+    """Return a chip of this shape with the nominal speeds of its file."""
+    table = shipped_speeds(name)
+    nominal: dict[str, Any] = {
+        field: (table.value(figure) or 0.0) / factor
+        for field, (figure, _, factor) in FIGURES.items()
+    }
+    return Chip(name, family, kinds, **nominal, **shape)
+
+
+_CUBES = {"torus": 3, "host": (2, 2, 1), "gathers_planes": True}
+_PLANES = {"torus": 2, "host": (2, 2), "pod": 256}  # cloud docs, TPU v5e and v6e: pod size
+_HGX = {"host": (8,), "domain": 8}
 
 CHIPS: Mapping[str, Chip] = {
     chip.name: chip
     for chip in (
-        Chip(
-            "v4",
-            "tpu",
-            ("TPU v4",),
-            tflops=275,  # cloud docs, TPU v4: bf16 peak per chip
-            memory_gb=32,  # cloud docs, TPU v4: HBM2 capacity
-            memory_tbps=1.2,  # cloud docs, TPU v4: HBM2 bandwidth 1,200 GB/s
-            link=50,  # cloud docs, TPU v4: 6 links, 300 GB/s a chip one way
-            network=25 / 4,  # 25 GB/s a host, 4 chips a host
-            bus=16,  # scaling book, "All about TPUs": PCIe, 16 GB/s each way
-            torus=3,
-            host=(2, 2, 1),
-            pod=4096,  # cloud docs, TPU v4: pod size
-            gathers_planes=True,
-        ),
-        Chip(
-            "v5e",
-            "tpu",
-            ("TPU v5 lite", "TPU v5e", "TPU v5litepod"),
-            tflops=197,  # cloud docs, TPU v5e: bf16 peak per chip
-            memory_gb=16,  # cloud docs, TPU v5e: HBM2 capacity
-            memory_tbps=0.82,  # cloud docs, TPU v5e: 819 GB/s
-            link=50,  # cloud docs, TPU v5e: 400 GB/s both ways over 4 links
-            network=25 / 8,  # cloud docs, TPU v5e: 6.4 Tb/s for a pod of 256
-            bus=15,  # scaling book, "All about TPUs": PCIe, typically 1.5e10 bytes/s a chip
-            ram_gb=48,  # cloud docs, TPU v5e: 192 GB for 4 chips (ct5lp-hightpu-4t), 384 for 8
-            torus=2,
-            host=(2, 2),
-            pod=256,  # cloud docs, TPU v5e: pod size
-        ),
-        Chip(
-            "v5p",
-            "tpu",
-            ("TPU v5", "TPU v5p"),
-            tflops=459,  # cloud docs, TPU v5p: bf16 peak per chip
-            memory_gb=95,  # cloud docs, TPU v5p: HBM2e capacity
-            memory_tbps=2.765,  # cloud docs, TPU v5p: 2,765 GB/s
-            link=100,  # cloud docs, TPU v5p: 1,200 GB/s both ways over 6 links
-            network=25 / 4,  # cloud docs, TPU v5p: 50 Gb/s a chip
-            bus=15,  # scaling book, as of v5e
-            ram_gb=112,  # machine types of the cloud: 448 GB for 4 chips (ct5p-hightpu-4t)
-            torus=3,
-            host=(2, 2, 1),
-            pod=8960,  # cloud docs, TPU v5p: 16x20x28
-            gathers_planes=True,
-        ),
-        Chip(
-            "v6e",
-            "tpu",
-            ("TPU v6 lite", "TPU v6e"),
-            tflops=918,  # cloud docs, TPU v6e: bf16 peak per chip
-            memory_gb=32,  # cloud docs, TPU v6e: HBM capacity
-            memory_tbps=1.6,  # cloud docs, TPU v6e: 1,600 GB/s
-            link=100,  # cloud docs, TPU v6e: 800 GB/s both ways over 4 links
-            network=100 / 8,  # cloud docs, TPU v6e: 100 Gb/s a chip
-            bus=32,  # scaling book, "All about TPUs": PCIe of v6e
-            ram_gb=180,  # machine types of the cloud: 720 GB for 4 chips (ct6e-standard-4t)
-            torus=2,
-            host=(2, 2),
-            pod=256,  # cloud docs, TPU v6e: pod size
-        ),
-        Chip(
-            "tpu7x",
-            "tpu",
-            ("TPU7x", "TPU v7x", "TPU v7"),
-            tflops=2307,  # cloud docs, TPU7x: bf16 peak per chip
-            memory_gb=192,  # cloud docs, TPU7x: HBM capacity
-            memory_tbps=7.38,  # cloud docs, TPU7x: 7,380 GB/s
-            link=100,  # cloud docs, TPU7x: 1,200 GB/s both ways over 6 links
-            network=50 / 4,  # cloud docs, TPU7x: 100 Gb/s a chip
-            ram_gb=240,  # machine types of the cloud: 960 GB for 4 chips (tpu7x-standard-4t)
-            torus=3,
-            cores=2,  # cloud docs, TPU7x: two chiplets, each a device to JAX
-            core=600,  # cloud docs, TPU7x: die to die about six times a link
-            host=(2, 2, 1),
-            pod=9216,  # cloud docs, TPU7x: pod size
-            gathers_planes=True,
-        ),
-        Chip(
-            "a100",
-            "gpu",
-            ("NVIDIA A100",),
-            tflops=312,  # datasheet: bf16 dense
-            memory_gb=80,  # datasheet, 80 GB version
-            memory_tbps=2.0,  # datasheet: 2,039 GB/s
-            link=300,  # datasheet: NVLink 3, 600 GB/s both ways
-            network=200 / 8,  # HGX with eight 200 Gb/s adapters
-            bus=31.5,  # PCIe 4 with 16 lanes
-            host=(8,),
-            domain=8,
-        ),
-        Chip(
-            "h100",
-            "gpu",
-            ("NVIDIA H100",),
-            tflops=990,  # datasheet, SXM: bf16 dense
-            memory_gb=80,  # datasheet, SXM
-            memory_tbps=3.35,  # datasheet, SXM
-            link=450,  # datasheet: NVLink 4, 900 GB/s both ways
-            network=400 / 8,  # HGX with eight 400 Gb/s adapters
-            bus=63,  # PCIe 5 with 16 lanes
-            host=(8,),
-            domain=8,
-        ),
-        Chip(
-            "h200",
-            "gpu",
-            ("NVIDIA H200",),
-            tflops=990,  # datasheet, SXM: bf16 dense
-            memory_gb=141,  # datasheet, SXM
-            memory_tbps=4.8,  # datasheet, SXM
-            link=450,  # datasheet: NVLink 4, 900 GB/s both ways
-            network=400 / 8,  # HGX with eight 400 Gb/s adapters
-            bus=63,  # PCIe 5 with 16 lanes
-            host=(8,),
-            domain=8,
-        ),
-        Chip(
-            "b200",
-            "gpu",
-            ("NVIDIA B200",),
-            tflops=2250,  # datasheet, HGX: bf16 dense
-            memory_gb=192,  # datasheet, HGX
-            memory_tbps=8.0,  # datasheet, HGX
-            link=900,  # datasheet: NVLink 5, 1,800 GB/s both ways
-            network=400 / 8,  # HGX with eight 400 Gb/s adapters
-            bus=63,  # PCIe 5 with 16 lanes
-            host=(8,),
-            domain=8,
-        ),
-        Chip(
-            "gb200",
-            "gpu",
-            ("NVIDIA GB200",),
-            tflops=2500,  # datasheet, NVL72: bf16 dense
-            memory_gb=186,  # datasheet, NVL72
-            memory_tbps=8.0,  # datasheet, NVL72
-            link=900,  # datasheet: NVLink 5, 1,800 GB/s both ways
-            network=3600 / 72,  # 3,600 GB/s out of a domain of 72
-            bus=225,  # NVLink-C2C, 900 GB/s both ways; the two GPUs of a CPU share it
-            host=(4,),  # datasheet: a compute tray holds four GPUs
-            domain=72,
-        ),
-        Chip(
-            "cpu",
-            "cpu",
-            ("cpu",),
-            tflops=0.1,  # an assumption: one core of a server, order of magnitude only
-            memory_gb=4,  # an assumption
-            memory_tbps=0.02,  # an assumption
-            link=10,  # an assumption: copies through shared memory
-            network=1,  # an assumption: 10 Gb/s Ethernet
-        ),
+        chip_of_file("v4", "tpu", "TPU v4", **_CUBES, pod=4096),  # cloud docs, TPU v4: pod size
+        chip_of_file("v5e", "tpu", "TPU v5 lite", "TPU v5e", "TPU v5litepod", **_PLANES),
+        chip_of_file("v5p", "tpu", "TPU v5", "TPU v5p", **_CUBES, pod=8960),  # docs: 16x20x28
+        chip_of_file("v6e", "tpu", "TPU v6 lite", "TPU v6e", **_PLANES),
+        # Cloud docs, TPU7x: pod size; two chiplets, each a device to JAX.
+        chip_of_file("tpu7x", "tpu", "TPU7x", "TPU v7x", "TPU v7", **_CUBES, pod=9216, cores=2),
+        chip_of_file("a100", "gpu", "NVIDIA A100", **_HGX),
+        chip_of_file("h100", "gpu", "NVIDIA H100", **_HGX),
+        chip_of_file("h200", "gpu", "NVIDIA H200", **_HGX),
+        chip_of_file("b200", "gpu", "NVIDIA B200", **_HGX),
+        # Datasheet: a compute tray holds four GPUs, an NVLink domain 72.
+        chip_of_file("gb200", "gpu", "NVIDIA GB200", host=(4,), domain=72),
+        chip_of_file("cpu", "cpu", "cpu"),
     )
 }
 

@@ -17,12 +17,19 @@ import numpy as np
 
 from meshwright._compat import is_compile_only
 from meshwright.errors import TopologyError, listing, short
-from meshwright.hardware.chips import Chip, can_twist, chip_of_kind, shape_text, wraparound
+from meshwright.hardware.chips import (
+    Chip,
+    can_twist,
+    chip_of_file,
+    chip_of_kind,
+    shape_text,
+    wraparound,
+)
 from meshwright.hardware.named import SpeedsLike, network_axis, torus_axes, with_speeds
 from meshwright.hardware.topology import PhysicalAxis, Topology
 
 # An accelerator we have no table for: relative speeds still rank placements.
-UNKNOWN = Chip("unknown", "gpu", (), 100, 16, 1, link=100, network=10)
+UNKNOWN = chip_of_file("unknown", "gpu")
 
 
 def from_devices(

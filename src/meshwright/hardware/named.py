@@ -20,6 +20,7 @@ from meshwright.errors import TopologyError, listing, near, short
 from meshwright.hardware.calibration_file import Calibration, read_speeds
 from meshwright.hardware.chips import (
     CHIPS,
+    FIGURES,
     Chip,
     can_twist,
     check_shape,
@@ -44,7 +45,8 @@ def from_name(
     """Build the topology of a name; the options are those of `topology`."""
     meant, machine_speeds = read_cloud_name(name)
     chip, shape, says_twisted = parse_name(meant)
-    chip = with_speeds(with_speeds(chip, machine_speeds), speeds)
+    chip = dataclasses.replace(with_speeds(chip, machine_speeds), given=())  # they are ours
+    chip = with_speeds(chip, speeds)
     slices = check_count("slices", slices)
     if says_twisted is not None and twisted not in (None, says_twisted):
         raise TopologyError(
@@ -98,7 +100,7 @@ def with_speeds(chip: Chip, speeds: SpeedsLike) -> Chip:
             "`meshwright calibrate`.",
             option="speeds",
         )
-    known = ("link", "network", "bus", "core", "tflops", "memory_gb", "memory_tbps", "ram_gb")
+    known = tuple(FIGURES)
     for key, value in (speeds or {}).items():
         if key not in known:
             raise TopologyError(
@@ -110,7 +112,8 @@ def with_speeds(chip: Chip, speeds: SpeedsLike) -> Chip:
                 f"speeds: {key} = {short(value)} is not a number above 0.", option="speeds"
             )
     floats = {key: float(value) for key, value in (speeds or {}).items()}
-    return dataclasses.replace(chip, **floats)  # type: ignore[arg-type]
+    given = tuple(dict.fromkeys((*chip.given, *floats)))
+    return dataclasses.replace(chip, given=given, **floats)  # type: ignore[arg-type]
 
 
 def check_count(what: str, value: object) -> int:

@@ -117,6 +117,11 @@ class Topology(Shown):
         """Grid coordinates of every device, `(devices, directions)`, in grid order."""
         return np.stack(np.unravel_index(np.arange(self.num_devices), self.shape), axis=-1)
 
+    @property
+    def speeds(self) -> Calibration:
+        """Every figure of its chip that results go by, with its source."""
+        return self.chip.speeds
+
     def size_of(self, kind: Kind) -> int:
         """Return the number of devices along all directions of one kind, 1 if there is none."""
         return math.prod(axis.size for axis in self.axes if axis.kind == kind)

@@ -43,6 +43,7 @@ class KernelWork:
     type `dtype`, 0 if `trust` is "unknown". `bytes` are those of main memory, `None` if they are
     its operands and results. `transcendentals` are counted by HLO's name. `speed` names the class
     of kernels whose efficiency it has, `keys` how many keys a query of attention meets on average.
+    `apart`: bytes that small kernels move before and after it, at the speed of a copy.
     """
 
     kind: str
@@ -53,6 +54,7 @@ class KernelWork:
     transcendentals: Mapping[str, float] = dataclasses.field(default_factory=dict)
     speed: str = ""
     keys: float = 0.0
+    apart: float = 0.0
 
 
 # In: a custom call, its computation, and what is known of values (for the tables that a kernel
@@ -229,6 +231,8 @@ def _unescape(text: str) -> bytes:
 
 _HALF = frozenset({"CAUSAL", "PADDING_CAUSAL", "CAUSAL_BOTTOM_RIGHT"})
 _SMALL_HEAD = 64  # at most: efficiency was measured at 64 and at 128
+# Products of gradients and outputs, row by row, are read at 1.96 TB/s where a copy has 4.3.
+_ROW_PRODUCTS = 2.2
 
 
 def _cudnn_attention(
@@ -247,6 +251,9 @@ def _cudnn_attention(
     pairs = min(pairs, float(queries * window)) if window > 0 else pairs
     head = query.dims[-1]
     size = "64" if head <= _SMALL_HEAD else "128"
+    width = query.bytes / max(1, query.elements)
+    grads = width * batch * keys * head * _key_heads(instruction, computation, batch * keys * head)
+    apart = _around_attention(query.bytes, grads, grads < width * batch * heads * keys * head)
     return KernelWork(
         "cuDNN attention",
         "counted",
@@ -256,4 +263,21 @@ def _cudnn_attention(
         {},
         f"cudnn attention {'backward' if backward else 'forward'} {size}",
         pairs / max(1, queries),
+        apart if backward else float(query.bytes),
     )
+
+
+def _key_heads(instruction: Instruction, computation: Computation, one: float) -> float:
+    """How many heads of keys there are, each of so many elements."""
+    return computation.operands(instruction)[1].shape.leaves[0].elements / max(1.0, one)
+
+
+# cuDNN's kernels around the one that multiplies, six shapes on one H200. All results are cleared
+# before, forward the output alone. Backward there is a float32 copy of the queries' gradient, and,
+# where heads share keys, the keys' and values' gradients of every head: they are cleared, the one
+# is rounded, the others are summed up. In: bytes of the queries and of the keys.
+def _around_attention(queries: float, keys: float, shared: bool) -> float:
+    cleared = 3 * queries + 2 * keys + (2 * queries if shared else 0)
+    rounded = 3 * queries
+    summed = 2 * (queries + keys) if shared else 0
+    return cleared + 2 * queries * _ROW_PRODUCTS + rounded + summed

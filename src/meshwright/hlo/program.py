@@ -284,6 +284,16 @@ class Program:
         return {}
 
     @functools.cached_property
+    def has_library_products(self) -> bool:
+        """Whether a GPU's library multiplies in it: the compiler has tried out what is fastest."""
+        return any(
+            _LIBRARY_GEMM in instruction.attributes
+            for computation in self.computations.values()
+            for instruction in computation.instructions
+            if instruction.opcode == "custom-call"
+        )
+
+    @functools.cached_property
     def estimated_cycles(self) -> int | None:
         """The compiler's own estimate of its fusions and copies; only TPU compilers give one."""
         estimates = [
@@ -378,7 +388,7 @@ def _taps(inputs: int, outputs: int, window: dict[str, str], dim: int) -> int:
         entries = window.get(name)
         return int(entries.split("x")[dim].split("_")[0]) if entries else default
 
-    return _count_taps(
+    return count_taps(
         inputs,
         outputs,
         size=number("size", 1),
@@ -390,7 +400,7 @@ def _taps(inputs: int, outputs: int, window: dict[str, str], dim: int) -> int:
 
 
 @functools.cache
-def _count_taps(
+def count_taps(
     inputs: int,
     outputs: int,
     *,
@@ -400,6 +410,7 @@ def _count_taps(
     lhs_dilate: int,
     rhs_dilate: int,
 ) -> int:
+    """Count pairs of an output and a window position of `size` that meet one of the inputs."""
     # Positions in the padded, dilated input, of which every `lhs_dilate`-th is a real element.
     positions = np.add.outer(np.arange(outputs) * stride - pad, np.arange(size) * rhs_dilate)
     last = (inputs - 1) * lhs_dilate

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 import re
 import weakref
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from meshwright._checks import is_single_slice
 from meshwright.errors import MeshError, listing, option_text, short
+from meshwright.hardware.calibration_file import Calibration
 from meshwright.hardware.topology import Topology
 from meshwright.hardware.topology import topology as read_topology
 from meshwright.meshes.devices import attach, target_topology
@@ -58,6 +60,7 @@ def mesh(
     intensity: Mapping[str, float] | None = None,
     allow_split: bool = True,
     order: Order = "auto",
+    speeds: str | os.PathLike[str] | Calibration | None = None,
 ) -> Mesh | AbstractMesh:
     """Build the best mesh for a request, on the devices that are here or on hardware that is not.
 
@@ -77,8 +80,12 @@ def mesh(
         axis, or a dict by name.
       slices: how many slices of the named hardware are joined by DCN.
       intensity, allow_split, order: those of `place`.
+      speeds: a file of `meshwright calibrate`, or what `calibrate` returned: measured speeds in
+        place of the table's decide between layouts. A mesh does not keep them: give them to
+        `explain` and `rehearse` too.
 
     Raises:
+      CalibrationError: for speeds of another kind of chip, or a damaged file of them.
       SpecError: for a request that is wrong in itself.
       TopologyError: for unknown hardware.
       PlacementError: where no layout exists.
@@ -91,7 +98,7 @@ def mesh(
     # The request is checked before any device is looked at: that may start a backend.
     parsed = MeshSpec.parse(spec, names).with_types(axis_types)
     warn_names(parsed)
-    hardware = target_topology(on, devices, slices)
+    hardware = read_topology(target_topology(on, devices, slices), speeds=speeds)
     placed = placement_of(parsed, hardware, dcn, intensity, allow_split, order)
     warn_idle(placed.spec, placed.topology, hardware)
     if placed.topology.devices is not None:
@@ -200,12 +207,13 @@ def explain_mesh(
     on: str | Topology | Sequence[Any] | None = None,
     slices: int = 1,
     intensity: Mapping[str, float] | None = None,
+    speeds: str | os.PathLike[str] | Calibration | None = None,
 ) -> Placement:
     """Explain a mesh: per axis its links, bandwidth, modelled times, what crosses the network.
 
     Takes any `jax.sharding.Mesh`, and an `AbstractMesh` that `mesh` made for named hardware. A
-    spec, or an `AbstractMesh` from elsewhere, has no devices: say `on` what hardware. The result
-    prints itself, draws itself in a notebook, and has `to_json()`.
+    spec, or an `AbstractMesh` from elsewhere, has no devices: say `on` what hardware. `speeds` are
+    those of `mesh`. The result prints itself, draws itself in a notebook, and has `to_json()`.
 
     >>> import meshwright as mw
     >>> print(mw.explain("fsdp:-1, tp:4", on="v5e:16x16").axes[1].cost.shape)
@@ -214,13 +222,16 @@ def explain_mesh(
     if on is None and not is_single_slice(slices):
         raise MeshError(_slices_without_name(), option="slices")
     if isinstance(mesh, Placement):
-        if on is not None or intensity is not None:
+        if on is not None or intensity is not None or speeds is not None:
             raise MeshError("a Placement is explained as it is; place it anew with other options.")
         return mesh
     if isinstance(mesh, Mesh):
-        return _explain_live(mesh, on, slices, intensity)
+        return _explain_live(mesh, on, slices, intensity, speeds)
     if on is None and isinstance(mesh, AbstractMesh):
         placed = _recall(mesh)
+        if speeds is not None:  # the same layout, by other speeds
+            hardware = read_topology(placed.topology, speeds=speeds)
+            return measure(placed.spec, hardware, placed.positions, intensity=intensity)
         if intensity is None:
             return placed
         return place(placed.spec, placed.topology, intensity=intensity)
@@ -233,7 +244,7 @@ def explain_mesh(
         spec = MeshSpec.parse(list(mesh.axis_sizes), names=_printable(mesh.axis_names))
     else:
         spec = MeshSpec.parse(mesh)
-    spec, hardware = resolve_on(spec, read_topology(on, slices=slices))
+    spec, hardware = resolve_on(spec, read_topology(on, slices=slices, speeds=speeds))
     return place(spec, hardware, intensity=intensity)
 
 
@@ -247,7 +258,7 @@ def _printable(names: Sequence[Any]) -> list[str]:
 
 
 def _explain_live(
-    mesh: Mesh, on: Any, slices: int, intensity: Mapping[str, float] | None
+    mesh: Mesh, on: Any, slices: int, intensity: Mapping[str, float] | None, speeds: Any
 ) -> Placement:
     if mesh.empty:
         raise MeshError("the mesh is empty: it has no devices.")
@@ -255,6 +266,7 @@ def _explain_live(
     hardware = read_topology(devices)
     if on is not None:  # the caller knows the wiring better than the devices do, e.g. a twist
         hardware = attach(read_topology(on, slices=slices), devices)
+    hardware = read_topology(hardware, speeds=speeds)
     spec = MeshSpec.parse(list(mesh.devices.shape), names=_printable(mesh.axis_names))
     positions = np.arange(mesh.size).reshape(mesh.devices.shape)
     measured = measure(spec, hardware, positions, intensity=intensity)

@@ -63,8 +63,10 @@ def live_devices(backend: str | None = None) -> list[Any]:
     """Return `jax.devices(backend)`; raise `BackendError` when there is no such backend."""
     try:
         return list(jax.devices(backend))
-    except RuntimeError as error:
-        reason = str(error).split("\n")[0][:200]
+    except (RuntimeError, AssertionError) as error:
+        # jax 0.10 asserts where JAX_PLATFORMS names a platform that has no plugin.
+        asked = getattr(jax.config, "jax_platforms", None)
+        reason = str(error).split("\n")[0][:200] or f"JAX_PLATFORMS={asked}"
         which = "JAX" if backend is None else f"backend {backend!r}"
         raise BackendError(
             f"{which} has no devices here ({reason}). Use backend 'cpu', or set JAX_PLATFORMS=cpu "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Unpack, overload
 
@@ -15,6 +16,7 @@ from meshwright._html import Html, badge, cut_picture, fold, grid, join, tag
 from meshwright._show import Sheet, Shown, Table, short_repr
 from meshwright._text import amount, plural
 from meshwright.errors import MeshError, near
+from meshwright.hardware.calibration_file import Calibration
 from meshwright.hardware.topology import Topology
 from meshwright.meshes.build import explain_mesh
 from meshwright.partitioning.by_shape import is_table, kind_of, weight_axes
@@ -48,6 +50,7 @@ def explain(
     on: str | Topology | Sequence[Any] | None = None,
     slices: int = 1,
     intensity: Mapping[str, float] | None = None,
+    speeds: str | os.PathLike[str] | Calibration | None = None,
 ) -> Placement: ...
 
 
@@ -66,6 +69,7 @@ def explain(
     on: str | Topology | Sequence[Any] | None = None,
     slices: int = 1,
     intensity: Mapping[str, float] | None = None,
+    speeds: str | os.PathLike[str] | Calibration | None = None,
     **options: Unpack[PartitionOptions],
 ) -> Any:
     """Show what a mesh means on its hardware, or how a tree of arrays is cut over a mesh.
@@ -74,7 +78,8 @@ def explain(
     times, what crosses DCN. It takes any `jax.sharding.Mesh`, and an `AbstractMesh` that `mesh`
     made for named hardware. A spec, or an `AbstractMesh` from elsewhere, has no devices: say `on`
     what hardware, and how many `slices` of it. `intensity` replaces how much traffic an axis is
-    expected to have, by its name.
+    expected to have, by its name. `speeds`, a file of `meshwright calibrate` or what `calibrate`
+    returned, replaces the table's speeds; the result says whose it went by.
 
     `explain(tree, mesh)` returns a `PartitionReport`: what the given `specs`, or
     `partition(tree, mesh, **options)`, make of the tree. With neither, arrays (and shapes) that
@@ -93,7 +98,7 @@ def explain(
     """
     # Not by `None`: a tree with `None` for its mesh is a mistake, which `explain_tree` names.
     if mesh is not ...:
-        for option, value in {"on": on, "intensity": intensity}.items():
+        for option, value in {"on": on, "intensity": intensity, "speeds": speeds}.items():
             if value is not None:
                 raise MeshError(f"explain: {option} goes with a mesh alone.", option=option)
         if isinstance(what, (Mesh, AbstractMesh)):
@@ -108,9 +113,9 @@ def explain(
     if about_trees or (on is None and not _may_be_mesh(what) and bool(walk(what).arrays)):
         raise MeshError("explain: to show how a tree is sharded, give a mesh: explain(tree, mesh).")
     for option in options:
-        hint = near(option, ("on", "slices", "intensity"))
+        hint = near(option, ("on", "slices", "intensity", "speeds"))
         raise MeshError(f"explain has no option {option!r}.{hint}", option=option)
-    return explain_mesh(what, on=on, slices=slices, intensity=intensity)
+    return explain_mesh(what, on=on, slices=slices, intensity=intensity, speeds=speeds)
 
 
 def _may_be_mesh(what: Any) -> bool:

@@ -158,8 +158,6 @@ class TaskWriter:
             terms = zip(combines, values[:num_totals], results[num_outs:], strict=True)
             return [*results[:num_outs], *(combine(total, x) for combine, total, x in terms)]
 
-        # The name appears in profiles and in the compiler's dumps.
-        task.__name__ = task.__qualname__ = program.name
         out_shardings = [self._out_sharding(var, key) for var in program.outs]
         out_shardings += [self.accumulators.sharding(number, group) for number in program.sums]
         return TaskFunction(program.name, task, out_shardings, tuple(range(num_totals)))

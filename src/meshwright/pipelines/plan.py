@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -286,8 +287,14 @@ def lower_function(
     lower_one: Lower = lower_here,
 ) -> Any:
     """Lower a function for the shardings of the slots that an operation calls it with."""
+
+    def named(*values: Any) -> Any:
+        return function.fn(*values)
+
+    # The name of the program in profiles and in the compiler's dumps: `F0`, `group_0_update_0`.
+    named.__name__ = named.__qualname__ = re.sub(r"\W+", "_", function.name)
     jitted = jax.jit(
-        function.fn,
+        named,
         out_shardings=function.out_shardings,
         donate_argnums=function.donate_argnums,
     )

@@ -6,11 +6,13 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Hashable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
+from meshwright._lazy import later
 from meshwright._show import short_repr
 from meshwright._text import plural
 from meshwright.errors import PipelineError
@@ -41,6 +43,8 @@ from meshwright.trees.split import Split
 from meshwright.watchdog.watchdog import Watchdog
 
 T = TypeVar("T")
+# Of a room below this one.
+_measure = later("meshwright.calibration.measure", "measure")
 
 
 class PipelineStep:
@@ -80,25 +84,33 @@ class PipelineStep:
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Run one step. Returns what the function does, as arrays that may not be ready yet."""
-        positional = positional_arguments(self.fn, args, keywords)
-        parts = self._check_arguments(positional)
-        plan = self._begin_step(parts)
+        return self._call(positional_arguments(self.fn, args, keywords), "", self._run)[0]
+
+    def _call(
+        self, args: tuple[Any, ...], why: str, run: Callable[[Plan, list[Any]], T]
+    ) -> tuple[Any, T]:
+        """Run one step by `run`, of a plan and its slots; return its results, and what that did."""
+        parts = self._check_arguments(args)
+        plan = self._begin_step(parts, why)
         if len(parts.arrays) != len(plan.paths):  # the first call: which numbers are data is new
-            parts = self._cache.split(positional)
+            parts = self._cache.split(args)
         builder = plan.assembled.builder
         unused = donated_alone(parts.arrays, plan.unused_donations)
         slots = bind_arguments(builder, parts.arrays, self.local_groups, plan.donated)
-        if self.process_context is None:
-            run_operations(plan.operations, slots)
-        else:
-            watchdog = self.process_context.watchdog
-            _run_together(watchdog, lambda: run_watched(plan.operations, slots, watchdog))
+        ran = run(plan, slots)
         # Programs that are still to read them hold their memory until they have.
         for array in unused:
             if not array.is_deleted():
                 array.delete()
         arrays = collect_results(builder, slots, plan.assembled.results, self.local_groups)
-        return plan.traced.out.rebuild(arrays)
+        return plan.traced.out.rebuild(arrays), ran
+
+    def _run(self, plan: Plan, slots: list[Any]) -> None:
+        if self.process_context is None:
+            run_operations(plan.operations, slots)
+        else:
+            watchdog = self.process_context.watchdog
+            _run_together(watchdog, lambda: run_watched(plan.operations, slots, watchdog))
 
     def explain(self, *args: Any, **keywords: Any) -> Explanation:
         """Explain what became of the function: its stages, what each holds, sends and recomputes.
@@ -162,6 +174,16 @@ class PipelineStep:
         ]
         arrays = self._cache.split(tuple(copies)).arrays
         slots = bind_arguments(plan.assembled.builder, arrays, self.local_groups)
+        return self._record(plan, slots)
+
+    def recorded(self, plan: Plan, *args: Any) -> tuple[Any, MeasuredTimeline]:
+        """Run one step as a call does, donated arguments used up; return its results and timeline.
+
+        `plan` is the one that a call would run, or one like it with other programs.
+        """
+        return self._call(args, " (measured)", lambda _, slots: self._record(plan, slots))
+
+    def _record(self, plan: Plan, slots: list[Any]) -> MeasuredTimeline:
         if self.process_context is None:
             return measured_timeline(plan, record(plan.operations, slots, lambda _: None))
         watchdog = self.process_context.watchdog
@@ -171,6 +193,45 @@ class PipelineStep:
         local = _run_together(watchdog, lambda: record(plan.operations, slots, on_start))
         merged = watchdog.confer("its timeline", local.to_text(), merge)
         return measured_timeline(plan, Record.from_text(merged))
+
+    def measure(
+        self,
+        *args: Any,
+        rehearsal: Any = None,
+        steps: int = 5,
+        speeds: Any = None,
+        trace: str | Path | None = None,
+        progress: bool = True,
+        name: str | None = None,
+    ) -> Any:
+        """Run steps under the profiler; return a `PipelineMeasurement`: tasks, kernels, waits.
+
+        `mw.measure(step, *args)` is the same. Donated arguments are used up, as by a call: what a
+        step returns in place of one goes into the next. In several processes all call it, and all
+        get the measurement of all groups.
+
+        Args:
+          *args: the step's arguments, as arrays.
+          rehearsal: what `rehearse_pipeline` returned for it, to show beside.
+          steps: how many to run in each round of timing and under the profiler.
+          speeds: measured speeds that the model goes by, as for `rehearse`.
+          trace: a folder to keep the profiler's own files in.
+          progress: False to show none, as for `rehearse`.
+          name: what the result is called; by default the function's name.
+
+        Raises `CalibrationError` as `mw.measure` does.
+
+        >>> import jax.numpy as jnp, meshwright as mw
+        >>> def loss(params, x):
+        ...     return jnp.mean(mw.stage_end(x @ params["a"]) @ params["b"])
+        >>> params = {"a": jnp.eye(4), "b": jnp.eye(4)}
+        >>> step = mw.pipeline(loss, mw.MpmdMesh(mw.mesh("pp:2, dp:4"), "pp"), microbatches=2)
+        >>> m = step.measure(params, jnp.ones((8, 4)), steps=1)
+        >>> [(task.name, task.group, task.runs) for task in m.tasks]
+        [('0F', 0, 2), ('0BW', 0, 2), ('1F', 1, 2), ('1BW', 1, 2)]
+        """
+        options = {"rehearsal": rehearsal, "steps": steps, "speeds": speeds, "trace": trace}
+        return _measure(self, *args, **options, progress=progress, name=name)
 
     def plan_of(self, *args: Any) -> Plan:
         """Make everything that is worked out and compiled before a call like this runs."""

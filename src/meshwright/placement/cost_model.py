@@ -36,7 +36,6 @@ from meshwright.axes import role
 from meshwright.hardware.topology import Kind, Topology
 
 PAYLOAD = 2**30
-LATENCY = {"torus": 1e-6, "switch": 2e-6, "network": 20e-6, "core": 0.5e-6}
 
 Order = Literal["auto", "ring", "grid"]
 
@@ -97,7 +96,8 @@ def axis_cost(topology: Topology, parts: Parts) -> AxisCost:
     network_speed = _slowest(topology, network_parts)
     # Devices that share a chip share its links, unless they are in the group together.
     per_device = bandwidth / topology.chip.cores * cores
-    seconds = sum(LATENCY[topology.axes[p.direction].kind] * (p.factor - 1) for p in parts)
+    latency = topology.chip.speeds.values("latency")
+    seconds = sum(latency[topology.axes[p.direction].kind] * (p.factor - 1) for p in parts)
     for members, speed in (
         (cores, core_speed),
         (inside, per_device),
@@ -196,7 +196,7 @@ def scattered_cost(topology: Topology, coords: np.ndarray) -> AxisCost:
         # Half of the data goes each way round, all of it through the one adapter of a device
         # whose neighbours are both outside.
         seconds += share * int(outside.max()) / 2 / network
-    seconds += LATENCY[slowest] * (members - 1)
+    seconds += topology.chip.speeds.values("latency")[slowest] * (members - 1)
     return AxisCost(bandwidth, network, longest_hop(topology, coords), "scattered", seconds)
 
 

@@ -75,6 +75,7 @@ def rehearse(
     cache: bool | str | Path = True,
     progress: bool = True,
     speeds: str | os.PathLike[str] | Calibration | None = None,
+    intensity: Mapping[str, float] | None = None,
     name: str | None = None,
     **options: Unpack[PartitionOptions],
 ) -> Rehearsal:
@@ -112,6 +113,7 @@ def rehearse(
         a terminal (stderr) and in a notebook, elsewhere a line every 15 seconds. False: nothing.
       speeds: a file of `meshwright calibrate`, or what `calibrate` returned: measured speeds in
         place of the table's; `"default"` is the user's own file. The result says whose it used.
+      intensity: how much axes communicate, by name, where the mesh is placed here; as for `place`.
       name: what the result is called; by default the function's name.
 
     Raises:
@@ -144,6 +146,7 @@ def rehearse(
             cache=cache,
             progress=progress,
             speeds=speeds,
+            intensity=intensity,
             name=name,
             options=options,
         )

@@ -16,7 +16,12 @@ from meshwright.hardware.chips import Chip, device_facts, gpu_capability
 from meshwright.hlo.instructions import Computation, Instruction, integers
 from meshwright.hlo.program import Program
 from meshwright.rehearsal.kernel_speeds import LONGEST_FFT
-from meshwright.rehearsal.kernels import fused_product, is_eight_bit, transposed_sizes
+from meshwright.rehearsal.kernels import (
+    LIBRARY_PRODUCTS,
+    fused_product,
+    is_eight_bit,
+    transposed_sizes,
+)
 
 
 # In: an instruction of a program that was compiled without a GPU. Out: sizes of the buffers that
@@ -84,14 +89,13 @@ def _attention_workspace(program: Program, call: Instruction) -> int:
 
 # cuBLASLt gets what XLA's GemmRewriter grants it: 32 MiB from Hopper on, 4 MiB before
 # (GemmConfig::kHopperWorkspace, kDefaultWorkspace), but no more than the operands have. Products
-# below stay with Triton: on one H200 2,048 x 2,048 x 2,048 did, 4,096 x 2,048 x 2,048 did not.
+# below `LIBRARY_PRODUCTS` operations stay with Triton.
 
 _WORKSPACE_HOPPER, _WORKSPACE = 32 * 2**20, 4 * 2**20
-_LIBRARY_PRODUCTS = 2e10  # operations
 
 
 def _product_buffers(program: Program, fusion: Instruction, chip: Chip) -> list[int]:
-    if fusion.computation != program.entry.name or program.flops_of(fusion) < _LIBRARY_PRODUCTS:
+    if fusion.computation != program.entry.name or program.flops_of(fusion) < LIBRARY_PRODUCTS:
         return []
     operands = program.computations[fusion.computation].operands(fusion)
     most = _WORKSPACE_HOPPER if gpu_capability(chip) >= (9, 0) else _WORKSPACE

@@ -1,8 +1,9 @@
 """`Speeds`: what one device does in a second, by kind of work, and how long a kernel takes with it.
 
 A kernel takes the longest of what its parts take: products, bytes of main memory, and, where they
-were measured, transcendental functions, sorts, gathers and scatters. Every figure has its source;
-those that `calibrate` has measured on the reader's own devices go before them (`_as_measured`).
+were measured, transcendental functions, sorts, gathers and scatters. The figures, each with its
+source, are in the file of the chip (`hardware/speeds`); those that `calibrate` has measured on the
+reader's own devices go before them (`_as_measured`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import numpy as np
 from meshwright.hardware.calibration_file import Calibration
 from meshwright.hardware.chips import Chip
 from meshwright.hlo.instructions import Instruction, integers
-from meshwright.rehearsal.kernels import Kernel
+from meshwright.hlo.program import Program
+from meshwright.rehearsal.kernels import Kernel, kernels, running
 
 # How long the kernels of a TPU take.
 #
@@ -31,37 +33,22 @@ from meshwright.rehearsal.kernels import Kernel
 # Figures that are a fit are that of `benchmarks/_fit_speeds.py` to the dense rows of
 # `benchmarks/data/tpu_recipes.json`.
 
-# GHz: the peak of each chip divided by what its multipliers do in a cycle.
-TPU_CLOCK = {"v4": 1.05, "v5e": 1.5, "v5p": 1.75, "v6e": 1.75, "tpu7x": 2.2}
-
-# The part of the compiler's expectation that products reach, by the side of the chip's multipliers:
-# the fit, to six rows on v5e and v5p and four on v6e (none of v4 and TPU7x).
+# `clock` is the peak of a chip divided by what its multipliers do in a cycle; `part cycles` is the
+# part of the compiler's expectation that products reach, one fit for each side of multipliers;
+# `part products` that of nominal where no compiler says what it expects (programs that the CPU's
+# compiler stands in for); `expected cycles` what it expects of large products against nominal,
+# where it was ended before it says; `part memory` that of kernels without products.
 TPU_MULTIPLIER = {"v4": 128, "v5e": 128, "v5p": 128, "v6e": 256, "tpu7x": 256}
-TPU_PRODUCTS = {128: 1.07, 256: 0.84}
-
-# The part of nominal that products reach where no compiler says what it expects (programs that the
-# CPU's compiler stands in for): v6e, 8,192^3 in bf16, 827 of 918 TFLOP/s (tpu-recipes,
-# microbenchmarks/README); TPU7x 0.83 (microbenchmarks/ironwood).
-TPU_NOMINAL = 0.90
-
-# Cycles that the compiler expects of large products against nominal, where it was ended before it
-# says: 1.07 forward and 1.09 for the weights' gradients in products of 70B's size on v6e.
-TPU_EXPECTED = 1.08
 # A fusion with products may carry a collective, whose buffers are then counted among its bytes: up
 # to 6.6 times the time of its products (MaxText's rows), where the compiler expects no waiting. A
 # product that waits longer than this is a thin one.
 _THIN = 8.0
 
-# The part of nominal that kernels without products reach: a copy of 33.5 MB on v6e 1,360 of 1,600
-# GB/s, TPU7x 0.87 (tpu-recipes, as above).
-TPU_MEMORY = 0.85
-
 # Vector units: 8 x 128 lanes with 4 operations each in a cycle (scaling book, tpus.md).
-# How many operations attention needs for each of its exponentials (maximum, difference, sum, mask,
-# scaling, conversions), beside its products: the fit.
+# `attention operations` is how many attention needs for each of its exponentials (maximum,
+# difference, sum, mask, scaling, conversions), beside its products: the fit.
 _LANES = 8 * 128 * 4
 _CORES = {"v4": 2, "v5p": 2}  # of one JAX device, with a vector unit each
-TPU_OPERATIONS = 11.3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,13 +56,16 @@ class TpuSpeeds:
     """What one TPU device does in a second: cycles of products, vector operations, bytes.
 
     `scheduled` is the part of nominal that products reach in a program that the TPU's own compiler
-    has scheduled, and not estimated; 0 for other programs.
+    has scheduled, and not estimated; 0 for other programs, where it is `nominal`. `operations`: of
+    vectors, for each exponential of attention.
     """
 
     cycles: float
     vectors: float
     bytes: float
-    scheduled: float = 0.0
+    scheduled: float
+    nominal: float
+    operations: float
 
     def kernel(self, kernel: Kernel, multiplying: float) -> tuple[float, float]:
         """Seconds that a kernel computes, and that it waits for memory: the longer one counts.
@@ -87,12 +77,12 @@ class TpuSpeeds:
         memory = kernel.bytes / self.bytes
         if kernel.custom is not None:
             exponentials = kernel.custom.transcendentals.get("exponential", 0.0)
-            return multiplying + exponentials * TPU_OPERATIONS / self.vectors, memory
+            return multiplying + exponentials * self.operations / self.vectors, memory
         if kernel.flops and kernel.cycles:
             return kernel.cycles / self.cycles, 0.0
         if not self.scheduled or not kernel.flops:
             return multiplying, memory
-        multiplying *= TPU_NOMINAL / self.scheduled
+        multiplying *= self.nominal / self.scheduled
         return multiplying, memory if memory > _THIN * multiplying else 0.0
 
 
@@ -103,130 +93,56 @@ def tpu_speeds(chip: Chip, scheduled: bool = False) -> TpuSpeeds | None:
     """
     if chip.family != "tpu":
         return None
-    clock = TPU_CLOCK[chip.name] * 1e9
+    table = chip.speeds
     return TpuSpeeds(
-        clock * TPU_PRODUCTS[TPU_MULTIPLIER[chip.name]],
-        clock * _LANES * _CORES.get(chip.name, 1),
-        chip.memory_tbps * 1e12 / chip.cores * TPU_MEMORY,
-        TPU_PRODUCTS[TPU_MULTIPLIER[chip.name]] / TPU_EXPECTED if scheduled else 0.0,
+        table["clock"] * table["part cycles"],
+        table["clock"] * _LANES * _CORES.get(chip.name, 1),
+        chip.memory_tbps * 1e12 / chip.cores * table["part memory"],
+        table["part cycles"] / table["expected cycles"] if scheduled else 0.0,
+        table["part products"],
+        table["attention operations"],
     )
 
 
 # All chips.
 
-# The part of the nominal speed that large products and plain kernels reach. GPU: products of 4,096
-# to 16,384 in bf16 and copies, reductions and updates on one H200 (770 to 837 of 990 TFLOP/s, 4.0
-# to 4.6 of 4.8 TB/s). TPU: above. CPU: no measurement of our own; what came closest to whole
-# steps on a GPU when these two figures were the whole model.
-_PRODUCTS = {"gpu": 0.85, "tpu": TPU_NOMINAL, "cpu": 0.7}
-# Where it is held down by power: 11 products of 8,192 in a row 685 to 731 TFLOP/s, layers of
-# 16,384 x 3,072 x 8,192 675 (one H200).
-_SUSTAINED = {"bf16": 0.72, "f16": 0.72}
-# The side of a square product that reaches half of that: 0.56 of nominal at 2,048, 0.70 to 0.78 at
-# 4,096, 0.80 at 8,192 (one H200).
-_HALF_SIDE = {"gpu": 600.0, "tpu": 0.0, "cpu": 0.0}
-_MEMORY = {"gpu": 0.88, "tpu": TPU_MEMORY, "cpu": 0.8}
-# The part of memory's nominal speed that fusions of a GPU reach which do not go over it from end to
-# end (`Kernel.access`), and the operations a second of those that reduce rows: 300 kernels
-# of 31 steps on one H200, the rows by least squares (64 of them, mean error 11 %).
-_ACCESS = {"rows": 0.765, "reduction": 0.77, "windows": 0.35, "transpose": 0.7, "update": 0.74}
-_HOPPER_ROWS = 7.0e12
-# The same of one pass of a Fourier transform by cuFFT, from or to real numbers and of complex ones,
-# of the scaling after inverse ones, and of the copy that those to real ones take first. One H200:
-# rows of 1,000 and 16,384 2.6 to 3.7 of 4.8 TB/s, complex rows and squares of 512 to 4,096 4.0 to
-# 4.1, rows of 262,144 3.6 in each of two passes, of 1,048,576 real ones 2.8 in each of three.
-_FFT, _COMPLEX_FFT = 0.62, 0.8
-_FFT_SCALE, _COMPLEX_FFT_SCALE, _FFT_COPY = 0.5, 0.775, 0.88
+# `power` is what a GPU draws at its full clock, as a part of the most that it may draw: by
+# products, by other kernels, and by what draws less than other products. `part clock` says how the
+# speed of products goes with the clock: they wait for memory, too. Attention and other instructions
+# lose as much as the clock. `start product` is what a product takes beside its operations.
+# The parts of nominal speeds: `part products`, of large products at the full clock; `part memory`,
+# of plain kernels; `part access`, of fusions of a GPU that do not go over memory from end to end
+# (`Kernel.access`); `part fft`, of one pass of a Fourier transform by cuFFT, of
+# complex ones, of the scaling after inverse ones, and of the copy that those to real ones take.
 LONGEST_FFT = 1 << 14  # rows that are transformed in one pass
-# Seconds from one kernel to the next, if it takes no longer itself; and at the least, if it does.
-# GPU: tiny kernels on one H200, 256 in a row 3.0 us each, in loops 2.0 to 2.5; gaps between long
-# ones 0.2 to 1.
-_LAUNCH = {"gpu": 2.5e-6, "tpu": 1e-6, "cpu": 5e-6}
-_GAP = {"gpu": 0.5e-6, "tpu": 1e-6, "cpu": 5e-6}
+# `start kernel` is what passes from one kernel to the next, if it takes no longer itself, `start
+# long kernel` at the least, if it does; `part bus`, of large transfers from and to the host;
+# `dtype`, products against bf16 (TPUs multiply float32 in bf16); `part kernel`, of whole kernels of
+# a GPU, their exponentials and bytes included.
 
-# The part of the bus between device and host that large transfers reach. GPU: 1 GiB to and from
-# pinned memory on one H200, 52.7 and 53.2 of 63 GB/s. TPU: the published figures are taken as they
-# are; no measurement of our own.
-_BUS = {"gpu": 0.84, "tpu": 1.0, "cpu": 1.0}
+# How much of its part cuDNN reaches with so many keys for a query: steps with 2,048 to 32,768 keys.
+_KEYS, _MORE_KEYS = 0.96, 0.08
 
-# Speed of multiplications by dtype against bf16. TPUs multiply float32 in bf16 by default.
-_DTYPE_SPEED = {
-    # one H200: 325 to 350 TFLOP/s in tf32, 1,720 to 1,790 in fp8, 1,340 to 1,660 in s8; f64 nominal
-    "gpu": {"f32": 0.435, "f64": 0.067, "f8e4m3fn": 2.3, "f8e5m2": 2.3, "s8": 1.85},
-    "tpu": {"f64": 0.05, "s8": 2.0},
-    "cpu": {"f64": 0.5},
-}
-
-# The part of a GPU's nominal speed that whole kernels reach, their exponentials and bytes included.
-# Measured on one H200, bf16, useful products of causal and full attention, lengths 4,096 to 32,768:
-# cuDNN at head 128 reaches 527 to 663 TFLOP/s of 990 forward and 450 to 568 backward, at head 64
-# 402 to 460 and 354 to 434; Triton's 285 to 346 forward and 250 to 346 backward.
-_KERNEL_SPEED = {
-    "cudnn attention forward 128": 0.58,
-    "cudnn attention backward 128": 0.52,
-    "cudnn attention forward 64": 0.43,
-    "cudnn attention backward 64": 0.40,
-    "triton": 0.32,
-}
-# How much of that cuDNN reaches with so many keys for a query: steps with 2,048 to 32,768 keys.
-_KEYS, _MORE_KEYS = 0.96, 0.06
-
-# Elements a second of functions that no multiplier computes. Measured on one H200 in float32, many
-# in a row so that memory does not bound them; bfloat16 is within 10 %. An H100 has the same
-# multiprocessors and clock. Those after the comment were not measured: they are computed alike.
-_HOPPER_FUNCTIONS = {
-    "exponential": 3.18e12,
-    "rsqrt": 4.06e12,
-    "divide": 3.32e12,
-    "logistic": 1.70e12,
-    "tanh": 1.40e12,
-    "erf": 1.29e12,
-    "log": 1.15e12,
-    "sine": 1.0e12,
-    "power": 0.355e12,
-    "integer": 40.7e12,  # additions, shifts and the like as HLO has them: threefry, 2^28 words
-    # as the one that they are made of
-    "cosine": 1.0e12,
-    "log-plus-one": 1.15e12,
-    "sqrt": 4.06e12,
-}
-# Keys, rows or elements a second, measured on one H200. Sorts: 2^24 and 2^26 float32 keys; rows of
-# 256 to 16,384 keys, times stages of the network; keys with their places. Gathers: 2^26 of 2^28
-# elements, and from a table in cache. Scatter-adds: rows of 4,096, and single elements.
-_HOPPER_IRREGULAR = {
-    "sorted": 31e9,
-    "sorted pairs": 21e9,
-    "sorted in rows": 1.25e12,
-    "gathered": 39e9,
-    "gathered in cache": 139e9,
-    "scattered f32": 0.30e12,
-    "scattered bf16": 0.13e12,
-    "scattered elements": 16e9,
-    "scattered elements in cache": 60e9,
-}
-# Elements a second of kernels that products of 8-bit numbers need beside them: operands brought
-# into the order that cuBLAS takes, and rounded (fp8 of 8,192 x 4,096 and 16,384 x 8,192, int8).
-_HOPPER_APART = {"8 bits transposed": 0.155e12, "8 bits rounded": 0.84e12}
-# Seconds that a sort of few keys takes (2^16 float32 keys: 46 us on one H200).
-_SORT_START = 40e-6
-# Elements a second that a loop fusion writes, whatever their width (one H200: masks, fills, bf16).
-_HOPPER_LOOP = 0.84e12
-_HOPPER = frozenset({"h100", "h200"})
+# `function` are elements a second of what no multiplier computes, `irregular` keys, rows or
+# elements of sorts, gathers and scatters, `apart` elements of kernels that products of 8-bit
+# numbers need beside them, `loop fusion` those that a loop fusion writes, whatever their width.
 
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
     """What one device does in a second, and the seconds that a kernel takes to start.
 
-    `gap` is what starting a long kernel adds, `loop` the elements that a loop fusion writes.
+    `gap` is what starting a long kernel adds, `table` has all figures of the chip, `loop` are
+    elements that a loop fusion writes.
     `functions` and `irregular`: elements a second of transcendental functions, and of sorts,
     gathers and scatters, where they are known; `rows` operations on rows that are reduced, `apart`
     elements of kernels that products bring along. `bus`: bytes to or from the host, or 0.
     `tpu` has what is different on TPUs. `access`: bytes by how a fusion goes over memory;
     `kernels`: operations of whole kernels, by their kind; `iteration`: seconds from one round of a
     loop to the next, if its kernels take no longer. `products`: measured operations by dtype, at
-    sides of a square product; without it they are modelled. `sustained`: the most of them by dtype,
-    once power holds the clock down.
+    sides of a square product; without it they are modelled. All are those of the full clock.
+    `clock` is the part of it that a step runs at (`in_step`), `power` what products of a dtype
+    draw at the full one, as a part of the most that the device may draw.
     """
 
     flops: float
@@ -234,6 +150,7 @@ class Speeds:
     start: float
     family: str
     gap: float
+    table: Calibration
     functions: Mapping[str, float] = dataclasses.field(default_factory=dict)
     irregular: Mapping[str, float] = dataclasses.field(default_factory=dict)
     loop: float = math.inf
@@ -246,30 +163,29 @@ class Speeds:
     iteration: float = 0.0
     products: Mapping[str, Sequence[tuple[float, float]]] = dataclasses.field(default_factory=dict)
     bus_to_host: float = 0.0
-    sustained: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    power: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    clock: float = 1.0
 
     def compute(self, flops: float, dtype: str, kind: str = "", keys: float = 0.0) -> float:
         """Seconds for this many operations on values of this dtype, in a kernel of a kind.
 
         `keys`: how many a query meets, in a kernel of attention.
         """
-        factor = _DTYPE_SPEED[self.family].get(dtype, 1.0)
+        factors = self.table.values("dtype")
+        factor = factors.get(dtype, 1.0)
         if kind in self.kernels:
-            return flops / (self.kernels[kind] * factor * (with_keys(keys) if keys else 1.0))
+            reached = self.kernels[kind] * self.clock
+            return flops / (reached * factor * (with_keys(keys) if keys else 1.0))
+        held = math.pow(self.clock, self.table.value("part clock") or 1.0)
         side = (flops / 2) ** (1 / 3)
         if self.products and flops:
             # A dtype that was not measured keeps its ratio to one that was.
             near = next((each for each in (dtype, *_ALIKE) if each in self.products), "")
             if near:
-                ratio = factor / _DTYPE_SPEED[self.family].get(near, 1.0)
-                reached = min(
-                    _at_side(self.products[near], side), self.sustained.get(near, math.inf)
-                )
-                return flops / (reached * ratio)
-        relative = side / (side + _HALF_SIDE[self.family]) if flops else 1.0
-        if self.family == "gpu":
-            relative = min(relative, _SUSTAINED.get(dtype, 1.0) / _PRODUCTS["gpu"])
-        return flops / (self.flops * relative * factor)
+                ratio = factor / factors.get(near, 1.0)
+                return flops / (_at_side(self.products[near], side) * ratio * held)
+        start = (self.table.value("start product") or 0.0) if flops else 0.0
+        return flops / (self.flops * factor * held) + start
 
     def kernel(self, kernel: Kernel) -> tuple[float, float]:
         """Seconds that a kernel computes, and that it waits for memory: the longer one counts."""
@@ -285,28 +201,82 @@ class Speeds:
             return 0.0, self._fft(kernel)
         speed = self.access.get(kernel.access, self.bytes)
         memory = max(kernel.bytes / speed, kernel.looped / self.loop)
-        memory += kernel.row_operations / self.rows
+        memory += kernel.row_operations / self.rows / self.clock
         if kind not in self.kernels:  # else they are in its efficiency
-            compute = max(compute, _seconds(kernel.slow, self.functions))
+            functions = _seconds(kernel.slow, self.functions) / self.clock
+            compute = max(compute, functions)
+            if not kernel.flops:
+                # Neither hides all of the other: a gate in bf16 takes 1.60 ps an element, where
+                # its bytes take 1.40 and its functions 0.79.
+                both = math.hypot(memory, functions)
+                compute, memory = (both, memory) if functions > memory else (0.0, both)
+        if kernel.custom is not None:
+            compute += kernel.custom.apart / self.bytes
         if kernel.flops:
             compute += _seconds(kernel.slow, self.apart)
             compute += kernel.beside_result / self.bytes
+            if compute > memory:  # else Triton's is the faster one on a GPU as well
+                compute += kernel.fused_before / self.bytes
         sorts = any(name.startswith("sorted") for name in kernel.slow) and bool(self.irregular)
-        irregular = _seconds(kernel.slow, self.irregular) + (_SORT_START if sorts else 0.0)
+        irregular = _seconds(kernel.slow, self.irregular) + (
+            self.table["start sort"] if sorts else 0.0
+        )
         return compute, max(memory, irregular)
+
+    # In: a program. Out: its speeds, with the clock at which a GPU runs it. A step takes no less
+    # than the energy of its kernels at the most power that may be drawn. Kernels that multiply take
+    # longer for it, and the same energy; those that wait for memory take as long as before.
+    # Example: products of 10 ms that draw 1.24 and others of 2 ms that draw 0.72 take at least
+    # 12.4 + 1.4 ms, so the products 11.8: 0.85 of their speed is left.
+    def in_step(self, program: Program) -> Speeds:
+        """Return the speeds at which a program runs as a step in a row of them."""
+        if self.family != "gpu":
+            return self
+        products = attention = energy = others = 0.0
+        for computation in running(program):
+            times = program.run_count(computation.name).count
+            for kernel in kernels(program, computation):
+                compute, memory = self.kernel(kernel)
+                seconds = max(compute, memory) * times
+                if not kernel.flops or compute < memory:
+                    others += seconds
+                    continue
+                energy += seconds * self._power(kernel)
+                if kernel.custom is None:
+                    products += seconds
+                else:
+                    attention += seconds
+        least = energy - (1 - self.table["power others"]) * others
+        low, high = 0.0, 1.0
+        while high - low > 1e-6 and products + attention < least:
+            clock = (low + high) / 2
+            held = math.pow(clock, self.table["part clock"])
+            slow = products / held + attention / clock < least
+            low, high = (low, clock) if slow else (clock, high)
+        return dataclasses.replace(self, clock=high)
+
+    def _power(self, kernel: Kernel) -> float:
+        """What a kernel that multiplies draws at the full clock, as a part of the most."""
+        near = (each for each in (kernel.dtype, *_ALIKE) if each in self.power)
+        power = self.power.get(next(near, ""), self.table["power products"])
+        less = "zeros" if kernel.zeros else ""
+        if kernel.custom is not None:
+            less = "attention 64" if kernel.custom.speed.endswith("64") else "attention 128"
+        return power * self.table[f"power {less}"] if less else power
 
     def _fft(self, kernel: Kernel) -> float:
         """Seconds of a Fourier transform; cuFFT's scaling and copying are kernels of their own."""
         attributes = kernel.instruction.attributes
-        nominal = self.bytes / _MEMORY["gpu"]
+        nominal, part = self.bytes / self.table["part memory"], self.table.values("part")
         written = kernel.instruction.shape.bytes
         real = "RFFT" in attributes
         passes = fft_passes(kernel.instruction)
-        seconds = passes * kernel.bytes / (nominal * (_FFT if real else _COMPLEX_FFT))
+        seconds = passes * kernel.bytes / (nominal * part["fft" if real else "complex fft"])
         if "fft_type=I" in attributes:
-            seconds += 2 * written / (nominal * (_FFT_SCALE if real else _COMPLEX_FFT_SCALE))
+            scale = part["fft scale" if real else "complex fft scale"]
+            seconds += 2 * written / (nominal * scale)
         if "fft_type=IRFFT" in attributes:
-            seconds += 2 * (kernel.bytes - written) / (nominal * _FFT_COPY)
+            seconds += 2 * (kernel.bytes - written) / (nominal * part["fft copy"])
         return seconds
 
     def host(self, size: float, direction: str = "to device") -> float:
@@ -339,24 +309,25 @@ def speeds(chip: Chip, scheduled: bool = False) -> Speeds:
 
     `scheduled` is for programs of a TPU's compiler that it has not estimated.
     """
-    hopper = chip.name in _HOPPER
+    figures = chip.speeds
     nominal = chip.tflops * 1e12 / chip.cores
     memory = chip.memory_tbps * 1e12 / chip.cores
     table = Speeds(
-        chip.tflops * 1e12 / chip.cores * _PRODUCTS[chip.family],
-        chip.memory_tbps * 1e12 / chip.cores * _MEMORY[chip.family],
-        _LAUNCH[chip.family],
+        chip.tflops * 1e12 / chip.cores * figures["part products"],
+        chip.memory_tbps * 1e12 / chip.cores * figures["part memory"],
+        figures["start kernel"],
         chip.family,
-        _GAP[chip.family],
-        _HOPPER_FUNCTIONS if hopper else {},
-        _HOPPER_IRREGULAR if hopper else {},
-        _HOPPER_LOOP if hopper else math.inf,
-        _HOPPER_ROWS if hopper else math.inf,
-        _HOPPER_APART if hopper else {},
-        chip.bus * 1e9 / chip.cores * _BUS[chip.family],
+        figures["start long kernel"],
+        figures,
+        figures.values("function"),
+        figures.values("irregular"),
+        figures.value("loop fusion") or math.inf,
+        figures.value("row operations") or math.inf,
+        figures.values("apart"),
+        chip.bus * 1e9 / chip.cores * (figures.value("part bus") or 0.0),
         tpu_speeds(chip, scheduled),
-        {access: part * memory for access, part in _ACCESS.items()},
-        {kind: part * nominal for kind, part in _KERNEL_SPEED.items()},
+        {access: part * memory for access, part in figures.values("part access").items()},
+        {kind: part * nominal for kind, part in figures.values("part kernel").items()},
     )
     return table if chip.measured is None else _as_measured(table, chip.measured)
 
@@ -376,10 +347,14 @@ def _as_measured(table: Speeds, measured: Calibration) -> Speeds:
         start=measured.value("start kernel") or table.start,
         gap=min(table.gap, measured.value("start kernel") or table.gap),
         functions={**table.functions, **measured.values("function")},
-        sustained=measured.values("sustained"),
+        power={
+            dtype: max(1.0, _at_side(sorted(products[dtype]), SUSTAINED_SIDE) / rate)
+            for dtype, rate in measured.values("sustained").items()
+            if dtype in products
+        },
         irregular={**table.irregular, **measured.values("irregular")},
         loop=measured.value("loop fusion") or table.loop,
-        access={name: copied * value / table.bytes for name, value in table.access.items()},
+        access={name: value * (copied / table.bytes) for name, value in table.access.items()},
         kernels={**table.kernels, **measured.values("kernel")},
         iteration=measured.value("start iteration") or table.iteration,
         products={dtype: sorted(rates) for dtype, rates in products.items()},
@@ -390,6 +365,7 @@ def _as_measured(table: Speeds, measured: Calibration) -> Speeds:
 
 
 _ALIKE = ("bf16", "f16", "f32")  # dtypes whose products others are compared with
+SUSTAINED_SIDE = 8192  # of the products that `calibrate` runs until power holds the clock down
 
 
 def _at_side(rates: Sequence[tuple[float, float]], side: float) -> float:

@@ -8,10 +8,11 @@ that gathers rows of a table moves the rows.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-from meshwright.hlo.instructions import Computation, Instruction, Leaf
+from meshwright.hlo.instructions import Computation, Instruction, Leaf, integers
 from meshwright.hlo.kernel_work import KernelWork
 from meshwright.hlo.program import Program, estimated_cycles, flops
 
@@ -36,7 +37,9 @@ class Kernel:
 
     `custom` is the work of a custom kernel. `access` is how a fusion of a GPU goes over memory
     (`_access`), `row_operations` what one that reduces rows computes on their elements,
-    `beside_result` the bytes of a product's result and of what is added to it. `slow` counts what
+    `beside_result` the bytes of a product's result and of what is added to it. `zeros`: half of
+    what it multiplies are zeros, which take less power. `fused_before`: bytes of kernels that a
+    library's product has beside it, where this one has them fused. `slow` counts what
     other units than multipliers and memory may bound: elements of transcendental functions by
     HLO's opcode, and what `_irregular` names.
     """
@@ -50,6 +53,8 @@ class Kernel:
     row_operations: float = 0.0
     beside_result: float = 0.0
     slow: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    zeros: bool = False
+    fused_before: float = 0.0
 
     @property
     def looped(self) -> float:
@@ -94,14 +99,20 @@ def kernels(program: Program, computation: Computation) -> Iterator[Kernel]:
         access = "" if work else _access(program, instruction)
         rows = _row_operations(program, instruction) if access == "rows" else 0.0
         beside = _beside_result(program, instruction) if work else 0.0
-        yield Kernel(instruction, work, traffic, dtype, None, access, rows, beside, slow)
+        zeros = bool(work) and _multiplies_zeros(program, computation, instruction)
+        traffic *= _tiled(program, computation, instruction) if work else 1.0
+        before = _fused_before(program, instruction) if work else 0.0
+        yield Kernel(
+            *(instruction, work, traffic, dtype, None, access, rows, beside, slow, zeros, before)
+        )
 
 
 def _access(program: Program, instruction: Instruction) -> str:
     """How a fusion of a GPU goes over memory, where it is slower than from end to end.
 
-    `"rows"`: Triton's, which keep rows on chip while they reduce them; `"reduction"`: other
-    reductions; `"windows"`: cumulative sums; `"transpose"`; `"update"`: a slice is written.
+    `"rows"`: Triton's, which keep rows on chip while they reduce them; `"row reduction"`: others
+    that reduce long rows, `"reduction"`: columns and short rows; `"windows"`: cumulative sums;
+    `"transpose"`; `"update"`: a slice is written; `"gather"`: rows of a table are read.
     """
     if instruction.opcode != "fusion" or "kind=k" not in instruction.attributes:
         return ""
@@ -112,11 +123,29 @@ def _access(program: Program, instruction: Instruction) -> str:
         for _, name in instruction.called
         for each in program.computations[name].instructions
     }
+    if "gather" in opcodes:
+        return "gather"
     if "reduce" in opcodes:
-        return "rows" if '"kind":"__triton"' in instruction.attributes else "reduction"
+        if '"kind":"__triton"' in instruction.attributes:
+            return "rows"
+        return "row reduction" if _reduces_long_rows(program, instruction) else "reduction"
     if "reduce-window" in opcodes:
         return "windows"
     return "transpose" if "transpose" in opcodes and "transpose" in instruction.name else ""
+
+
+_LONG_ROW = 2048  # elements; of rows of 200 half as much is read in a second
+
+
+def _reduces_long_rows(program: Program, fusion: Instruction) -> bool:
+    """Whether every reduction of a fusion goes along rows that lie in memory from end to end."""
+    body = program.computations[fusion.called[0][1]]
+    reductions = [each for each in body.instructions if each.opcode == "reduce"]
+    for reduction in reductions:
+        dims = body.operands(reduction)[0].shape.leaves[0].dims
+        if integers(reduction.attribute("dimensions")) != (len(dims) - 1,) or dims[-1] < _LONG_ROW:
+            return False
+    return bool(reductions)
 
 
 def fused_product(program: Program, fusion: Instruction) -> Instruction | None:
@@ -125,6 +154,138 @@ def fused_product(program: Program, fusion: Instruction) -> Instruction | None:
         return None
     inner = program.computations[fusion.called[0][1]]
     return next((each for each in inner.instructions if each.opcode == "dot"), None)
+
+
+# Operations from which on a GPU's products go to its library, if the compiler can try it: on one
+# H200 those of 2,048 x 2,048 x 2,048 did not, those of 4,096 x 2,048 x 2,048 did.
+LIBRARY_PRODUCTS = 2e10
+
+
+def goes_to_library(program: Program, instruction: Instruction) -> bool:
+    """Whether a fused product is Triton's only since there was no GPU to try a library's on."""
+    return (
+        '"kind":"__triton' in instruction.attributes
+        and program.flops_of(instruction) >= LIBRARY_PRODUCTS
+        and not program.has_library_products
+        and fused_product(program, instruction) is not None
+    )
+
+
+# In: a fusion with a product. Out: bytes that kernels move which make its operands, or something of
+# its result, where a library multiplies. Example: `relu(x) @ w` with x of 8 MB: x is read, and
+# written again, before the product reads it; in Triton's fusion neither is.
+def _fused_before(program: Program, fusion: Instruction) -> float:
+    dot = fused_product(program, fusion) if goes_to_library(program, fusion) else None
+    if dot is None:
+        return 0.0
+    inner = program.computations[dot.computation]
+    moved = 0.0
+    for operand in inner.operands(dot):
+        leaf = operand.shape.leaves[0]
+        if is_eight_bit(leaf):  # of which the library's kernels are counted apart
+            return 0.0
+        sources = _sources(inner, operand)
+        if sources:
+            read = [each for each in sources if each.elements >= leaf.elements // 2]
+            moved += leaf.bytes + sum(each.bytes for each in read)
+    root = inner.root
+    while root.opcode in _SAME_VALUES:
+        root = inner.operands(root)[0]
+    if root is not dot and not _beside_result(program, fusion):
+        moved += 2.0 * fusion.shape.leaves[0].bytes
+    return moved
+
+
+def _sources(inner: Computation, operand: Instruction) -> list[Leaf]:
+    """What an operand is computed from; empty if it is only brought into another order."""
+    value = operand
+    while value.opcode in ("bitcast", "transpose", "reshape", "copy"):
+        value = inner.operands(value)[0]
+    if value.opcode in ("parameter", "constant", "broadcast"):
+        return []
+    found: dict[str, Leaf] = {}
+    pending, seen = [value], {value.name}
+    while pending:
+        each = pending.pop()
+        if each.opcode in ("parameter", "dynamic-slice"):
+            found[each.name] = each.shape.leaves[0]
+            continue
+        for more in inner.operands(each):
+            if more.name not in seen:
+                seen.add(more.name)
+                pending.append(more)
+    return list(found.values())
+
+
+_TILE = 64  # at least, of a GPU's products
+
+
+def _tiled(program: Program, computation: Computation, instruction: Instruction) -> float:
+    """How much more of its arrays a product goes over than they have, as it does in tiles.
+
+    Scores of 196 x 196 are as slow as 256 x 256 ones; large products hardly notice.
+    """
+    dot = fused_product(program, instruction)
+    if dot is None and "__cublas$" not in instruction.attributes:
+        return 1.0
+    inner = computation if dot is None else program.computations[dot.computation]
+    dot = dot or instruction
+    leaves = [each.shape.leaves[0] for each in (*inner.operands(dot)[:2], dot)]
+    tiles = sum(leaf.bytes * _rounded_up(leaf.dims[-2:]) for leaf in leaves)
+    return tiles / max(1, sum(leaf.bytes for leaf in leaves))
+
+
+def _rounded_up(dims: Sequence[int]) -> float:
+    return math.prod(-(-dim // _TILE) * _TILE / dim for dim in dims if dim > _TILE)
+
+
+# In: a product, of a library or in a fusion. Out: whether an operand is what a relu has made, or
+# the gradient of one: `maximum(x, 0)` and `select(x > 0, g, 0)`, seen through fusions.
+def _multiplies_zeros(program: Program, computation: Computation, instruction: Instruction) -> bool:
+    dot = fused_product(program, instruction)
+    if dot is None:
+        operands = computation.operands(instruction)[:2]
+        return any(_rectified(program, computation, each) for each in operands)
+    inner = program.computations[dot.computation]
+    return any(
+        _rectified(program, inner, each, (computation, instruction)) for each in inner.operands(dot)
+    )
+
+
+_SAME_VALUES = frozenset("bitcast convert copy transpose reshape".split())
+
+
+def _rectified(
+    program: Program,
+    computation: Computation,
+    value: Instruction,
+    caller: tuple[Computation, Instruction] | None = None,
+) -> bool:
+    """Whether a value is 0 where another is negative; `caller` is the fusion that it is in."""
+    while value.opcode in _SAME_VALUES:
+        value = computation.operands(value)[0]
+    operands = computation.operands(value)
+    if value.opcode == "maximum":
+        return any(_is_zero(computation, each) for each in operands)
+    if value.opcode == "select":
+        (tested, *chosen) = operands
+        signs = tested.opcode == "compare" and any(
+            _is_zero(computation, each) for each in computation.operands(tested)
+        )
+        return signs and any(_is_zero(computation, each) for each in chosen)
+    if value.opcode == "fusion":
+        inner = program.computations[value.called[0][1]]
+        return _rectified(program, inner, inner.root, (computation, value))
+    if value.opcode == "parameter" and caller is not None:
+        outside, fusion = caller
+        return _rectified(program, outside, outside.operands(fusion)[int(value.operand_text)])
+    return False
+
+
+def _is_zero(computation: Computation, value: Instruction) -> bool:
+    while value.opcode in ("broadcast", *_SAME_VALUES):
+        value = computation.operands(value)[0]
+    return value.opcode == "constant" and value.operand_text.strip() in ("0", "-0")
 
 
 def _beside_result(program: Program, fusion: Instruction) -> float:
@@ -153,6 +314,8 @@ def _beside_result(program: Program, fusion: Instruction) -> float:
 
 # What a Triton fusion of rows computes in the time in which it reads and writes them; and how many
 # times as long the others take for each mask that chooses among elements (64 kernels of one H200).
+# A row alone in its tile takes as long as if it were as long as a power of two; where several
+# share a tile, what is missing to that leaves registers to more blocks (rows of 6,144 and 12,288).
 _HIDDEN_OPERATIONS = 4
 _MASK = 1.5
 _NO_OPERATIONS = frozenset(
@@ -173,7 +336,34 @@ def _row_operations(program: Program, fusion: Instruction) -> float:
         if sizes[each.name] == whole and each.opcode not in _NO_OPERATIONS
     ]
     more = max(0, len(opcodes) - _HIDDEN_OPERATIONS)
-    return float(whole * more * (1 + _MASK * opcodes.count("select")))
+    padded = _padded(body)
+    if padded > 1 and _rows_in_tile(fusion) > 1:
+        padded **= -2
+    return padded * whole * more * (1 + _MASK * opcodes.count("select"))
+
+
+def _padded(body: Sequence[Instruction]) -> float:
+    """How many times as long Triton makes rows: up to a power of two.
+
+    >>> _padded([])
+    1.0
+    """
+    by_name = {each.name: each for each in body}
+    row = 1.0
+    for reduced in [each for each in body if each.opcode == "reduce"][:1]:
+        dims = by_name[reduced.operands[0]].shape.leaves[0].dims
+        for axis in integers(reduced.attribute("dimensions")):
+            row *= (1 << (dims[axis] - 1).bit_length()) / dims[axis]
+    return row
+
+
+_ROWS_IN_TILE = re.compile(r'"output_tiles":\[\{"sizes":\["(\d+)"')
+
+
+def _rows_in_tile(fusion: Instruction) -> int:
+    """How many rows a block of threads takes at once; 1 where the compiler does not say."""
+    tile = _ROWS_IN_TILE.search(fusion.attributes)
+    return int(tile[1]) if tile else 1
 
 
 def running(program: Program) -> Iterator[Computation]:
@@ -259,7 +449,8 @@ def _read(program: Program, inner: Computation, number: int, whole: float) -> fl
         if user.opcode == "dynamic-slice" or (
             user.opcode == "gather" and _base(inner, user) is parameter
         ):
-            read += user.shape.bytes
+            # As wide as it is in memory: a fusion may convert a table of which it takes rows.
+            read += user.shape.leaves[0].elements * _width(parameter)
         elif user.opcode == "fusion":  # a TPU has fusions in fusions
             nested = program.computations[user.called[0][1]]
             for place, operand in enumerate(inner.operands(user)):
@@ -271,16 +462,33 @@ def _read(program: Program, inner: Computation, number: int, whole: float) -> fl
 
 
 def _users(inner: Computation, value: Instruction) -> list[Instruction]:
-    """What reads a value, seen through bitcasts."""
+    """What reads a value, seen through bitcasts, and through conversions of a gather's table."""
     users: list[Instruction] = []
     for user in inner.users.get(value.name, []):
-        users += _users(inner, user) if user.opcode == "bitcast" else [user]
+        if user.opcode == "convert":
+            behind = _users(inner, user)
+            gathers = bool(behind) and all(
+                each.opcode == "gather" and _base(inner, each) is _base(inner, user)
+                for each in behind
+            )
+            users += behind if gathers else [user]
+        else:
+            users += _users(inner, user) if user.opcode == "bitcast" else [user]
     return users
 
 
-def _base(inner: Computation, update: Instruction) -> Instruction:
-    """Return the array of which a slice is updated, seen through bitcasts."""
-    return _through_bitcasts(inner, inner.operands(update)[0])
+def _width(instruction: Instruction) -> float:
+    """Bytes of an element."""
+    leaf = instruction.shape.leaves[0]
+    return leaf.bytes / max(1, leaf.elements)
+
+
+def _base(inner: Computation, user: Instruction) -> Instruction:
+    """Return the array that is gathered from, updated or converted, seen through bitcasts."""
+    base = _through_bitcasts(inner, inner.operands(user)[0])
+    if user.opcode == "gather" and base.opcode == "convert":
+        return _base(inner, base)
+    return base
 
 
 def _through_bitcasts(inner: Computation, value: Instruction) -> Instruction:
@@ -293,18 +501,20 @@ def _written(inner: Computation, instruction: Instruction) -> float:
     """What a fusion writes: the update, where it updates a slice in place."""
     root = inner.root
     roots = inner.operands(root) if root.opcode == "tuple" else (root,)
-    roots = tuple(_through_bitcasts(inner, each) for each in roots)
-    whole = _main_memory(instruction)
-    parts = [
-        inner.operands(each)[1].shape.bytes
-        if each.opcode == "dynamic-update-slice"
-        else 2 * inner.operands(each)[-1].shape.bytes  # what is there is read, and written
-        for each in roots
-        if each.opcode in _IN_PLACE
-    ]
-    if len(parts) == len(roots):
-        return min(whole, sum(parts))
-    return whole
+    # Results of a fusion may lie elsewhere than the values inside that they are.
+    shape = instruction.shape
+    if len(shape.leaves) != len(roots):
+        return float(_main_memory(instruction))
+    written = 0.0
+    for each, leaf, space in zip(roots, shape.leaves, shape.spaces, strict=True):
+        value, whole = _through_bitcasts(inner, each), 0 if space else leaf.bytes
+        if value.opcode == "dynamic-update-slice":
+            written += min(whole, inner.operands(value)[1].shape.bytes)
+        elif value.opcode in _IN_PLACE:  # what is there is read, and written
+            written += min(whole, 2 * inner.operands(value)[-1].shape.bytes)
+        else:
+            written += whole
+    return written
 
 
 def _main_memory(instruction: Instruction) -> int:
@@ -327,6 +537,7 @@ _TRANSCENDENTAL = frozenset(
 # Sorts by NVIDIA's library, as jax 0.10 and later ones call it.
 _CUB_SORTS = ('"__cub$DeviceRadixSort', '"xla.gpu.ext.cub_sort_')
 _IN_CACHE = 50 * 2**20  # bytes: the L2 of an H100 and an H200 (datasheet)
+_ALONE = 8  # bytes that are moved of a number that is sorted alone
 _MOST_STAGES = 86  # as rows of 16,384 keys take on one H200
 _INTEGER = frozenset("add subtract multiply and or xor shift-left shift-right-logical".split())
 
@@ -363,10 +574,16 @@ def _irregular(
         each.shape.leaves[0] for each in computation.operands(instruction) if each.shape.leaves
     ]
     if instruction.opcode == "sort" or any(each in instruction.attributes for each in _CUB_SORTS):
-        keys = operands[0]
+        keys, library = operands[0], instruction.opcode != "sort"
         if len(keys.dims) > 1 and keys.elements > max(keys.dims):
+            if library:
+                return "sorted in long rows", keys.elements
             return "sorted in rows", keys.elements * _sort_stages(keys.dims[-1])
         pairs = len(operands) > 1 and operands[1].elements == keys.elements
+        # The library moves keys with what belongs to them. Of floating-point numbers the keys are
+        # their bits in order, so numbers alone are pairs of 8 bytes, with their places of 12.
+        moved = sum(each.bytes for each in operands[: 1 + pairs]) / max(1, keys.elements)
+        pairs = moved > _ALONE if library else pairs
         return ("sorted pairs" if pairs else "sorted"), keys.elements
     if instruction.opcode == "gather":
         # JAX's take_along_axis goes through the table row by row.

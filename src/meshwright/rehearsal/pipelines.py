@@ -7,7 +7,8 @@ compiles every task, in processes of its own; for live devices they are compiled
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from meshwright._progress import showing
 from meshwright._show import Table, short_repr
 from meshwright._text import amount, duration, plural, table
 from meshwright.errors import RehearsalError, short
+from meshwright.hardware.calibration_file import Calibration
 from meshwright.hardware.chips import CHIPS
 from meshwright.hlo.instructions import Source
 from meshwright.meshes.build import explain_mesh
@@ -25,6 +27,7 @@ from meshwright.pipelines.explanation import explain as explain_plan
 from meshwright.pipelines.plan import Plan
 from meshwright.pipelines.step import PipelineStep
 from meshwright.pipelines.step_graph import Operation
+from meshwright.placement.cost_model import INSIDE
 from meshwright.placement.placement import Placement
 from meshwright.rehearsal.callbacks import Callback, callbacks_line
 from meshwright.rehearsal.collectives.analyze import analyze
@@ -61,6 +64,7 @@ def rehearse_pipeline(
     timeout: float = TIMEOUT,
     cache: bool | str | Path = True,
     progress: bool = True,
+    speeds: str | os.PathLike[str] | Calibration | None = None,
 ) -> PipelineRehearsal:
     """Compile every task of a pipeline for its groups' hardware, and model its timeline.
 
@@ -70,10 +74,11 @@ def rehearse_pipeline(
       timeout: seconds that the vendor's compiler has for each task of groups that are not here.
       cache: folder for its answers, as for `rehearse`.
       progress: False to show none, as for `rehearse`.
+      speeds: a file of `meshwright calibrate`, or what `calibrate` returned, as for `rehearse`.
 
-    Raises `RehearsalError` with the task and its group where a compiler refuses one or crashes.
-    Where it runs out of memory at a task, the result says which, and holds the group of that task
-    alone.
+    Raises `RehearsalError` with the task and its group where a compiler refuses one or crashes, and
+    `CalibrationError` for speeds of another kind of chip. Where a compiler runs out of memory at a
+    task, the result says which, and holds the group of that task alone.
 
     >>> import jax, jax.numpy as jnp, meshwright as mw
     >>> def loss(params, x):
@@ -97,6 +102,8 @@ def rehearse_pipeline(
         step.groups, check_seconds("timeout", timeout, error=RehearsalError), choose_folder(cache)
     )
     check_flag("progress", progress, error=RehearsalError)
+    # Read once, and refused before anything is compiled.
+    speeds = explain_mesh(step.groups.meshes[0], speeds=speeds).topology.chip.measured
     try:
         with showing(progress):
             if step.groups.compile_only:
@@ -106,10 +113,11 @@ def rehearse_pipeline(
     except Exhausted as refused:
         group = GroupRehearsal(refused.group, refused.memory, 0, ())
         return PipelineRehearsal((group,), None, None, refused.task, tuple(compiler.callbacks))
-    groups = tuple(_group(plan, number) for number in range(step.groups.mpmd_dim))
+    groups = tuple(_group(plan, number, speeds) for number in range(step.groups.mpmd_dim))
+    times = {(t.stage, str(t.kind)): 1e3 * t.time.total for group in groups for t in group.tasks}
     return PipelineRehearsal(
         groups,
-        _timeline(plan, groups),
+        modelled_timeline(plan, times, speeds),
         explain_plan(plan),
         callbacks=tuple(compiler.callbacks),
         offloads=tuple(compiler.offloads),
@@ -138,6 +146,11 @@ class PipelineRehearsal:
         """Whether tasks offload arrays, and the compiled programs keep them on the device."""
         tasks = [task for group in self.groups for task in group.tasks]
         return bool(self.offloads and tasks) and all(t.host_transfers is None for t in tasks)
+
+    @property
+    def speeds(self) -> str:
+        """Whose speeds the times of its tasks go by; empty where none was compiled."""
+        return next((task.time.speeds for group in self.groups for task in group.tasks), "")
 
     @property
     def fits(self) -> bool:
@@ -173,11 +186,12 @@ class PipelineRehearsal:
             for task in group.tasks
             if task.host_transfers is not None
         ]
-        return notes + [
+        notes += [
             f"group {group.group}: {group.host_memory.verdict()}"
             for group in self.groups
             if group.host_memory is not None
         ]
+        return notes + ([f"modelled times: by {self.speeds}"] if self.speeds else [])
 
     def _advice(self) -> str:
         return (
@@ -226,6 +240,7 @@ class PipelineRehearsal:
             "refused": self.refused or None,
             "callbacks": [callback.to_json() for callback in self.callbacks],
             "offload_lost": self.offload_lost,
+            "speeds": self.speeds,
             "groups": [
                 {
                     "group": group.group,
@@ -305,9 +320,9 @@ def _plan_without_devices(
         compiler.stop()
 
 
-def _group(plan: Plan, group: int) -> GroupRehearsal:
+def _group(plan: Plan, group: int, speeds: Calibration | None) -> GroupRehearsal:
     builder = plan.assembled.builder
-    placed = explain_mesh(builder.shardings.meshes[group])
+    placed = explain_mesh(builder.shardings.meshes[group], speeds=speeds)
     operations = [each for each in plan.operations if each.group == group]
     memory, held = group_memory(builder, plan.operations, group, placed.topology.chip)
     other_shape = (
@@ -343,10 +358,11 @@ def _tasks(operations: Sequence[Operation], placed: Placement) -> tuple[TaskRehe
     return tuple(tasks.values())
 
 
-def _timeline(plan: Plan, groups: Sequence[GroupRehearsal]) -> Timeline:
-    """Simulate the schedule with the modelled time of each task, in milliseconds."""
+def modelled_timeline(
+    plan: Plan, times: Mapping[tuple[int, str], float], speeds: Calibration | None = None
+) -> Timeline:
+    """Simulate the schedule with the modelled time of tasks by stage and kind, in milliseconds."""
     schedule = plan.proof.schedule
-    times = {(t.stage, t.kind): 1e3 * t.time.total for group in groups for t in group.tasks}
     costs = []
     for stage in range(schedule.stages):
         forward = times.get((stage, TaskKind.FORWARD), 0.0)
@@ -355,10 +371,10 @@ def _timeline(plan: Plan, groups: Sequence[GroupRehearsal]) -> Timeline:
         backward = times.get((stage, TaskKind.BACKWARD), by_input + by_weights)
         # `Costs` refuses a forward or a backward without a cost; a stage may have an empty one.
         costs.append(Costs(max(forward, 1e-6), by_input, by_weights, max(backward, 1e-6)))
-    return simulate(schedule, costs, _latency(plan))
+    return simulate(schedule, costs, _latency(plan, speeds))
 
 
-def _latency(plan: Plan) -> float:
+def _latency(plan: Plan, speeds: Calibration | None) -> float:
     """Milliseconds for the largest value that crosses a boundary, at the speed of one link."""
     builder = plan.assembled.builder
     chip = explain_mesh(builder.shardings.meshes[0]).topology.chip
@@ -370,4 +386,7 @@ def _latency(plan: Plan) -> float:
         ),
         default=0,
     )
+    line = speeds and speeds.collective("collective-permute", INSIDE[chip.family], 2)
+    if line and largest:
+        return 1e3 * (line[0] + largest / line[1])
     return 1e3 * largest / (chip.link * 1e9)

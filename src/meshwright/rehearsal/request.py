@@ -35,7 +35,7 @@ from meshwright.models.base import Model
 from meshwright.partitioning.decide import Options, partition
 from meshwright.pipelines.step import PipelineStep
 from meshwright.placement.placement import Placement
-from meshwright.placement.placer import measure, placement_of, warn_idle
+from meshwright.placement.placer import placement_of, warn_idle
 from meshwright.rehearsal.collectives.causes import Batch
 from meshwright.rehearsal.compiler import PLATFORMS, Platform, default_folder
 from meshwright.rehearsal.step_arguments import argument_names, decide_specs, has_rows, is_state
@@ -98,6 +98,7 @@ class Request:
     layout: Callable[[AbstractMesh], tuple[Sequence[Any], Any]] | None = None
     tells_device: bool = False
     speeds: str | os.PathLike[str] | Calibration | None = None
+    intensity: Mapping[str, float] | None = None
 
     def __repr__(self) -> str:
         return short_repr(self, f"{self.name}, mesh {short(self.mesh)}, on {short(self.on)}")
@@ -105,13 +106,10 @@ class Request:
     def place(self) -> tuple[Placement, Topology]:
         """Place the mesh; also return the whole machine that its positions count in."""
         if isinstance(self.mesh, (Mesh, AbstractMesh)):
-            placement = explain_mesh(self.mesh, on=self.on, slices=self.slices)
-            if self.speeds is not None:
-                hardware = measured_by(placement.topology, self.speeds)
-                placement = measure(placement.spec, hardware, placement.positions)
+            placement = explain_mesh(self.mesh, on=self.on, slices=self.slices, speeds=self.speeds)
             return placement, placement.topology
         hardware = self._hardware()
-        placement = placement_of(MeshSpec.parse(self.mesh), hardware, self.dcn)
+        placement = placement_of(MeshSpec.parse(self.mesh), hardware, self.dcn, self.intensity)
         warn_idle(placement.spec, placement.topology, hardware)
         return placement, hardware
 
@@ -210,6 +208,7 @@ def make_request(
     cache: bool | str | Path = True,
     progress: bool = True,
     speeds: str | os.PathLike[str] | Calibration | None = None,
+    intensity: Mapping[str, float] | None = None,
     options: Mapping[str, Any] | None = None,
     caller: str = "rehearse",
 ) -> Request:
@@ -251,6 +250,7 @@ def make_request(
         progress=check_flag("progress", progress, error=RehearsalError),
         tells_device=isinstance(getattr(function, "__self__", None), Model),
         speeds=speeds,
+        intensity=intensity,
     )
 
 
@@ -406,6 +406,13 @@ def platform_of(request: Request, hardware: Topology, devices: int) -> Platform:
                 "Rehearse a part of the machine, or use the vendor's compiler."
             )
         return "cpu"
+    check_installed(hardware)
+    return PLATFORMS[family]
+
+
+def check_installed(hardware: Topology) -> None:
+    """Refuse hardware whose compiler is not installed; say how to get it, or go without."""
+    family = hardware.chip.family
     if not _compat.compiler_installed(family):
         raise RehearsalError(
             f"{hardware.name}: the {family.upper()} compiler is not installed. It needs no "
@@ -414,7 +421,6 @@ def platform_of(request: Request, hardware: Topology, devices: int) -> Platform:
             "only roughly.",
             option="compiler",
         )
-    return PLATFORMS[family]
 
 
 def _without_codegen() -> str:

@@ -21,8 +21,8 @@ from meshwright.hlo.kernel_work import Trust
 from meshwright.hlo.program import Program
 from meshwright.rehearsal.collectives.types import Collectives
 from meshwright.rehearsal.host_transfers import Direction, HostTransfer, transfers_of
-from meshwright.rehearsal.kernel_speeds import TPU_CLOCK, Speeds, speeds
-from meshwright.rehearsal.kernels import Kernel, kernels, running
+from meshwright.rehearsal.kernel_speeds import Speeds, speeds
+from meshwright.rehearsal.kernels import Kernel, goes_to_library, kernels, running
 from meshwright.rehearsal.memory import CPU_ESTIMATE
 from meshwright.rehearsal.repeated_work import RepeatedWork, work_inside
 
@@ -45,7 +45,8 @@ class StepTime(Shown):
     layers, which a step without it would keep. `cpu_estimate`: of the program for simulated CPU
     devices, in place of the hardware's. `at_most`: every branch of a condition is in it;
     `at_least`: of a loop of unknown trip count one trip is. `speeds` says whose they are: the
-    table's, or a calibration's.
+    table's, or a calibration's. `library_products`: runs of products that are Triton's in this
+    program, and modelled as a library's, which a GPU's compiler takes where it can try both.
     """
 
     compute: float
@@ -68,6 +69,7 @@ class StepTime(Shown):
     at_most: bool = False
     at_least: bool = False
     speeds: str = ""
+    library_products: int = 0
 
     @property
     def total(self) -> float:
@@ -185,6 +187,12 @@ class StepTime(Shown):
             lines.append("These are upper bounds: every branch of a condition counts.")
         if self.at_least:
             lines.append("These are lower bounds: a loop of unknown trip count counts as one trip.")
+        if self.library_products:
+            lines.append(
+                f"Large products, {self.library_products:,} a step, are modelled as cuBLASLt's, "
+                "with kernels of their own for what is fused into them here: a compiler without a "
+                "GPU cannot try out what is faster, and leaves them to Triton."
+            )
         return lines
 
     def to_json(self) -> dict[str, Any]:
@@ -209,6 +217,7 @@ class StepTime(Shown):
             "at_most": self.at_most,
             "at_least": self.at_least,
             "speeds": self.speeds,
+            "library_products": self.library_products,
             "custom_kernels": [kernel.to_json() for kernel in self.custom],
         }
 
@@ -284,17 +293,19 @@ def step_time(
 
     `scheduled` says that a TPU's compiler was ended before it estimated its kernels.
     """
-    speed = speeds(chip, scheduled)
+    speed = speeds(chip, scheduled).in_step(program)
     runs = _Runs(program, collectives, speed)
     parts = dict.fromkeys(_PARTS, 0.0)
     custom: list[CustomKernel] = []
     recomputed = written = 0.0
+    library = 0
     for computation in running(program):
         if computation.name in runs.bodies:
             continue
         times = program.run_count(computation.name).count
         work = runs.kernels(computation)
         custom += _custom(work, times, speed)
+        library += times * sum(goes_to_library(program, each.instruction) for each in work)
         recomputed += times * sum(_recomputed(program, kernel) for kernel in work)
         again = (each.instruction for each in work if RECOMPUTED in each.instruction.op_name)
         written += times * sum(leaf.bytes for each in again for leaf in each.shape.leaves)
@@ -318,6 +329,7 @@ def step_time(
         recomputed_bytes=written,
         cpu_estimate=False,
         speeds=chip.whose_speeds(program.devices),
+        library_products=library,
     )
 
 
@@ -347,10 +359,10 @@ def _custom(work: list[Kernel], times: int, speed: Speeds) -> list[CustomKernel]
 
 def _compilers_estimate(program: Program, chip: Chip, custom: list[CustomKernel]) -> float | None:
     """Seconds of the TPU compiler's own kernels by its estimate, custom kernels added."""
-    cycles, clock = program.estimated_cycles, TPU_CLOCK.get(chip.name)
+    cycles, clock = program.estimated_cycles, chip.speeds.value("clock")
     if clock is None or (cycles is None and not custom):
         return None
-    return (cycles or 0) / (clock * 1e9) + sum(kernel.seconds for kernel in custom)
+    return (cycles or 0) / clock + sum(kernel.seconds for kernel in custom)
 
 
 class _Runs:

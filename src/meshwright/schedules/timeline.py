@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from meshwright._checks import check_time
 from meshwright._html import Html, block, tag
@@ -39,7 +39,22 @@ from meshwright.schedules.types import (
 )
 from meshwright.schedules.validation import execution_order, live_activations
 
+T = TypeVar("T")
 MOST_ROWS = 64  # of the table in a notebook
+
+
+class Gap(NamedTuple):
+    """The time in which a group does nothing before one of its tasks.
+
+    `waited` is the part of it until `awaited`, the task of another group that it needs, has ended;
+    `starting` the rest: the result is on its way, or the task was not dispatched yet.
+    """
+
+    group: int
+    task: Task
+    waited: float
+    awaited: Task | None
+    starting: float
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -80,6 +95,20 @@ class Timeline:
             max(0.0, ends[-1] - starts[0] - busy)
             for starts, ends, busy in zip(self.starts, self.ends, self.busy, strict=True)
         )
+
+    @functools.cached_property
+    def gaps(self) -> tuple[Gap, ...]:
+        """Who waits for whom: the time without work before each task, group by group.
+
+        Of a group, the time that it works, its gaps and what is left after its last task add up to
+        the makespan.
+
+        >>> import meshwright as mw
+        >>> two = mw.schedules.simulate(mw.schedules.schedule("gpipe", groups=2, microbatches=2))
+        >>> [(gap.group, str(gap.task), gap.waited, str(gap.awaited)) for gap in two.gaps]
+        [(0, '0BW0', 3.0, '1BW0'), (1, '1F0', 1.0, '0F0')]
+        """
+        return tuple(_gaps(self))
 
     @property
     def bubble(self) -> float:
@@ -206,6 +235,26 @@ def _durations(unit: tuple[Task, ...], costs: tuple[Costs, ...]) -> list[float]:
     return [duration * remaining for duration in alone]
 
 
+def _gaps(timeline: Timeline) -> Iterator[Gap]:
+    schedule = timeline.schedule
+    ended: dict[Key, tuple[Task, float]] = {}
+    for row, ends in zip(schedule.tasks, timeline.ends, strict=True):
+        ended |= {gives(task): (task, end) for task, end in zip(row, ends, strict=True)}
+    for group, row in enumerate(schedule.tasks):
+        free = 0.0
+        for task, start, end in zip(row, timeline.starts[group], timeline.ends[group], strict=True):
+            inputs = [
+                each
+                for each in _awaited(task, schedule.stages, ended)
+                if schedule.group_of[each[0].stage] != group
+            ]
+            awaited, ready = max(inputs, key=lambda each: each[1], default=(None, 0.0))
+            waited = max(0.0, min(start, ready) - free)
+            if start > free:
+                yield Gap(group, task, waited, awaited if waited else None, start - free - waited)
+            free = max(free, end)
+
+
 # A timeline as events in Chrome's trace format, for Perfetto and chrome://tracing.
 
 Event = dict[str, Any]
@@ -303,10 +352,8 @@ def _transfers(timeline: Timeline, unit: float) -> Iterator[Event]:
                     number += 1
 
 
-def _awaited(
-    task: Task, stages: int, sent: dict[Key, tuple[int, float]]
-) -> Iterator[tuple[int, float]]:
-    """Yield the group and the time of each of a task's inputs.
+def _awaited(task: Task, stages: int, sent: dict[Key, T]) -> Iterator[T]:
+    """Yield what is known of each of a task's inputs, such as its group and time.
 
     A measured timeline leaves out tasks that are empty in the compiled step; what such a task
     would have passed on comes from the tasks before it.

@@ -108,7 +108,7 @@ def changed_numbers(before: Split, after: Split) -> frozenset[int]:
                 start + n for n, (old, new) in enumerate(pairs) if is_number(old) and old != new
             )
         if not alike:
-            queue += _children(start, node)
+            queue += children_of(start, node)
     return frozenset(changed)
 
 
@@ -118,10 +118,11 @@ def _nodes(start: int, treedef: Any) -> Iterator[tuple[int, Any]]:
     while queue:
         at, node = queue.pop()
         yield at, node
-        queue += _children(at, node)
+        queue += children_of(at, node)
 
 
-def _children(start: int, treedef: Any) -> list[tuple[int, Any]]:
+def children_of(start: int, treedef: Any) -> list[tuple[int, Any]]:
+    """Return the children of a structure, each with the position of its first leaf."""
     children = []
     for child in treedef.children():
         children.append((start, child))

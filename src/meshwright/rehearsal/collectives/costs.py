@@ -17,10 +17,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from meshwright.hardware.calibration_file import Calibration, shipped_speeds
 from meshwright.hardware.topology import Topology
 from meshwright.placement.cost_model import (
     INSIDE,
-    LATENCY,
     PAYLOAD,
     covers_whole,
     links_text,
@@ -29,15 +29,6 @@ from meshwright.placement.placement import AxisPlan, Placement
 from meshwright.placement.placer import measure
 from meshwright.rehearsal.collectives.types import AxisPart
 from meshwright.spec.mesh_spec import MeshSpec
-
-# What collectives reach of a TPU's links, whose nominal speed is that of the cloud's documentation.
-# All-gather: 0.90 over four TPU7x (tpu-recipes, microbenchmarks/ironwood/collectives), and the
-# scaling book's links are 0.90 of the documented. All-reduce: v6e, 256 chips, 0.6 GB, 235.8 of 400
-# GB/s (tpu-recipes, microbenchmarks/trillium/collectives); taken for reduce-scatter too, its half.
-_TORUS = {"all-reduce": 0.59, "reduce-scatter": 0.59}
-_TORUS_OTHERS = 0.90
-# Seconds until one runs: 17 us and the bytes of an all-gather over 2 x 2 TPU7x, less two hops.
-_TORUS_START = 15e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,13 +52,16 @@ def group_cost(kind: str, size: int, plan: AxisPlan, topology: Topology) -> Cost
             return Cost(_links(topology, plan), line[0] + size / line[1])
     if topology.chip.family == "gpu":
         group = group_on(topology, plan.size, plan.slow)
-        return Cost(_links(topology, plan), collective_seconds(kind, size, group))
+        seconds = collective_seconds(kind, size, group, topology.chip.speeds)
+        return Cost(_links(topology, plan), seconds)
     # The plan has the time of an all-gather of PAYLOAD bytes: latency apart, time grows with size.
     fixed = _latency(topology, plan)
     moving = (plan.cost.all_gather - fixed) * size / PAYLOAD
     start = 0.0
     if topology.chip.family == "tpu" and plan.slow <= 1:
-        start, moving = _TORUS_START, moving / _TORUS.get(kind, _TORUS_OTHERS)
+        table = topology.chip.speeds
+        start = table["start torus"]
+        moving /= table.value(f"part torus {kind}") or table["part torus"]
     if kind == "all-reduce":
         fixed, moving = 2 * fixed, 2 * moving
     elif kind in ("all-to-all", "ragged-all-to-all"):
@@ -114,10 +108,11 @@ def grid_coords(placement: Placement) -> np.ndarray:
 
 
 def _latency(topology: Topology, plan: AxisPlan) -> float:
+    latency = topology.chip.speeds.values("latency")
     if plan.parts is not None:
-        return sum(LATENCY[topology.axes[p.direction].kind] * (p.factor - 1) for p in plan.parts)
+        return sum(latency[topology.axes[p.direction].kind] * (p.factor - 1) for p in plan.parts)
     slowest = "network" if plan.slow > 1 else topology.axes[-1].kind
-    return LATENCY[slowest] * (plan.size - 1)
+    return latency[slowest] * (plan.size - 1)
 
 
 def _detour(topology: Topology, plan: AxisPlan) -> float:
@@ -147,15 +142,16 @@ def permutation_cost(topology: Topology, coords: np.ndarray, size: int) -> tuple
     if not len(moving):
         return 0.0, ""
     crossed = (moving[:, 0] != moving[:, 1]).any(axis=0)
+    table = topology.chip.speeds
     seconds, slowest = 0.0, ""
     for dim, axis in reversed(list(enumerate(topology.axes))):
         if crossed[dim]:
             load, hops = _load(topology, moving, dim) if axis.kind == "torus" else (1, 1)
             if topology.chip.family == "gpu":
-                here = copy_seconds(size, axis.speed, axis.kind == "network")
+                here = copy_seconds(size, axis.speed, axis.kind == "network", table)
             else:
-                speed = axis.speed * 1e9 * (_TORUS_OTHERS if axis.kind == "torus" else 1.0)
-                here = LATENCY[axis.kind] * hops + size * load / speed
+                speed = axis.speed * 1e9 * (table["part torus"] if axis.kind == "torus" else 1.0)
+                here = table[f"latency {axis.kind}"] * hops + size * load / speed
             if here > seconds:
                 seconds, slowest = here, axis.kind
     return seconds, slowest
@@ -204,35 +200,16 @@ def _busiest(line: np.ndarray, first: np.ndarray, length: np.ndarray, size: int)
 # many nodes, which goes by trees and keeps its speed where rings lose it.
 #
 # Every figure is published or fitted to published ones: `benchmarks/data/collectives.json` has the
-# rows with their sources, `benchmarks/collectives.py` prints this model against each.
+# rows with their sources, `benchmarks/collectives.py` prints this model against each. They are in
+# the file of each chip: `part ring`, the part of NVLink's nominal speed that rings reach; `part in
+# switch`, what an all-reduce with NVLS does, in bytes of the array, and `part two nodes` of it
+# over two, as a tree of such domains; `part adapter`, of the network; `part ring over nodes` and
+# `part each doubling`, what rings lose there, and all-reduces do not (365 GB/s on 4, 340 on 32, 350
+# on 248 nodes: ml-engineering, NVIDIA/nccl#1218, NVIDIA/nccl-tests#283); `start` and `fill` for
+# each GPU of a domain and for each doubling of the nodes.
 
-# The part of NVLink's nominal speed that rings reach, 16 GiB on 8 GPUs: H200 all-gather 361 and
-# reduce-scatter 363 of 450 GB/s, B200 682 of 900, A100 235 of 300 (stas00/ml-engineering,
-# network/README); H100 370 (NVIDIA/nccl-tests#212).
-_RING = {"a100": 0.78, "h100": 0.80, "h200": 0.80, "b200": 0.76, "gb200": 0.76}
-# What an all-reduce with NVLS reaches, bytes of the array a second: H200 270 of 450 GB/s (bus
-# bandwidth 473 to 482), H100 274, B200 483 of 900, GB200 430 (72 GPUs) and 463 (8 of two trays);
-# coreweave/nccl-tests PR 43, lixueduan.com. NCCL takes it from five GPUs on (ml-engineering: 4
-# H200 reach 363, 5 reach 414), over two nodes as a tree of such domains (SkyPilot docs: 456 on 16
-# H200; NVIDIA/nccl#1221: no gain beyond two nodes).
-_IN_SWITCH = {"h100": 0.60, "h200": 0.60, "b200": 0.535, "gb200": 0.51}
-_IN_SWITCH_FROM = 5  # GPUs
-_TWO_NODES = 0.93
-# A plain copy between two GPUs: 770 of 900 GB/s (Azure/AI-benchmarking-guide#7).
-_COPY = 0.855
-# Adapters: 46 to 48 of 50 GB/s (NVIDIA/nccl-tests#290). Rings lose 6 % with each doubling of the
-# nodes: 360 GB/s on 4 nodes of H100, 345, 320, 300, 280, 260 on 128 (NVIDIA/nccl#1229, each 8
-# adapters of 50). All-reduces do not: 365 on 4, 340 on 32, 350 on 248 nodes (ml-engineering,
-# NVIDIA/nccl#1218, NVIDIA/nccl-tests#283).
-_ADAPTER = 0.94
-_RING_OVER_NODES, _PER_DOUBLING = 1.06, 0.937
-# Seconds. 12.5 to 16 us for a few bytes on 8 GPUs (DeepEP#303), 47 us on two nodes
-# (NVIDIA/nccl#1244). The rest is fitted to the sizes from 32 KiB to 1 GiB on 8 H200 and from 1 MiB
-# to 16 GiB on 4 nodes of B200 (ml-engineering), and to those of 72 GB200.
-_START, _FILL = 2.0e-6, 7.5e-6  # for each GPU of a domain
-_NETWORK_START, _NETWORK_FILL = 31e-6, 155e-6  # for each doubling of the nodes
-_FILL_BYTES = 1.35e6
-_DEFAULT = "h100"  # for GPUs that no table has
+# NCCL takes NVLS from five GPUs on (ml-engineering: 4 H200 reach 363 GB/s, 5 reach 414).
+_IN_SWITCH_FROM = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,43 +235,55 @@ def group_on(topology: Topology, members: int, nodes: int) -> Group:
     return Group(topology.chip.name, inside, nodes, speeds.get("switch", network), network)
 
 
-def collective_seconds(kind: str, size: int, group: Group) -> float:
+def collective_seconds(
+    kind: str, size: int, group: Group, table: Calibration | None = None
+) -> float:
     """Model a collective; `size` are the bytes that an all-gather leaves on every GPU.
+
+    `table`: other figures than those of the chip's own.
 
     >>> whole = Group("h200", 8, 1, 450, 50)
     >>> round(collective_seconds("all-reduce", 2**30, whole) * 1e3, 2)  # published: 4.05 ms
     4.05
     """
     doublings = math.log2(group.nodes)
-    start = _START * group.inside + _NETWORK_START * doublings
-    fill = _FILL * group.inside + _NETWORK_FILL * doublings
-    moving = size / 1e9 / _bandwidth(kind, group)
-    return start + fill * size / (size + _FILL_BYTES) + moving
+    table = table or shipped_speeds(group.chip)
+    start = table["start GPU"] * group.inside + table["start doubling"] * doublings
+    fill = table["fill GPU"] * group.inside + table["fill doubling"] * doublings
+    moving = size / 1e9 / _bandwidth(kind, group, table)
+    return start + fill * size / (size + table["bytes to fill"]) + moving
 
 
-def _bandwidth(kind: str, group: Group) -> float:
+def _bandwidth(kind: str, group: Group, table: Calibration) -> float:
     """GB of the array that a collective is done with in a second."""
     n = group.size
-    ring = _RING.get(group.chip, _RING[_DEFAULT]) * group.link
+    ring, adapter = table["part ring"] * group.link, table["part adapter"]
     if kind in ("all-to-all", "ragged-all-to-all"):
         inside = ring * n / max(1, group.inside - 1)
         if group.nodes == 1:
             return inside
         # What goes to other nodes leaves by the GPU's own adapter.
-        return min(inside, _ADAPTER * group.network * group.nodes / (group.nodes - 1))
-    in_switch = _IN_SWITCH.get(group.chip)
+        return min(inside, adapter * group.network * group.nodes / (group.nodes - 1))
+    in_switch = table.value("part in switch")
     if kind == "all-reduce" and in_switch and group.inside >= _IN_SWITCH_FROM and group.nodes <= 2:
-        return in_switch * group.link * (_TWO_NODES if group.nodes == 2 else 1.0)
+        return in_switch * group.link * (table["part two nodes"] if group.nodes == 2 else 1.0)
     bus = ring if group.inside > 1 else math.inf
     if group.nodes > 1:
-        falling = _RING_OVER_NODES * _PER_DOUBLING ** math.log2(group.nodes)
-        reached = _ADAPTER if kind == "all-reduce" else min(_ADAPTER, falling)
+        doublings = math.log2(group.nodes)
+        falling = table["part ring over nodes"] * table["part each doubling"] ** doublings
+        reached = adapter if kind == "all-reduce" else min(adapter, falling)
         bus = min(bus, reached * group.network * group.inside)
     passes = 2 if kind == "all-reduce" else 1
     return bus * n / (n - 1) / passes
 
 
-def copy_seconds(size: float, speed: float, network: bool) -> float:
-    """Model a copy from one GPU to another over a link of this nominal speed."""
-    start = 2 * _START + (_NETWORK_START if network else 0.0)
-    return start + size / (speed * 1e9 * (_ADAPTER if network else _COPY))
+def copy_seconds(
+    size: float, speed: float, network: bool, table: Calibration | None = None
+) -> float:
+    """Model a copy from one GPU to another over a link of this nominal speed.
+
+    `table`: other figures than those of the H100, which all GPUs have.
+    """
+    table = table or shipped_speeds("h100")
+    start = 2 * table["start GPU"] + (table["start doubling"] if network else 0.0)
+    return start + size / (speed * 1e9 * table["part adapter" if network else "part copy"])
