@@ -9,6 +9,9 @@ from meshwright.calibration.calibrate import calibrate as calibrate
 from meshwright.calibration.comparison import compare_calibrations as compare_calibrations
 from meshwright.calibration.measure import measure as measure
 from meshwright.calibration.measurement import Measurement as Measurement
+from meshwright.calibration.pipeline_measurement import (
+    PipelineMeasurement as PipelineMeasurement,
+)
 from meshwright.checkpoints.async_saves import Checkpoints as Checkpoints
 from meshwright.checkpoints.checkpoint import restore_checkpoint as restore_checkpoint
 from meshwright.checkpoints.checkpoint import save_checkpoint as save_checkpoint
@@ -49,6 +52,9 @@ from meshwright.pipelines.api import pipeline as pipeline
 from meshwright.pipelines.microbatching import value_and_grad as value_and_grad
 from meshwright.pipelines.trace_marks import stage_end as stage_end
 from meshwright.placement.placer import place as place
+from meshwright.planning.api import plan as plan
+from meshwright.planning.remat_blocks import block as block
+from meshwright.planning.step_plan import Plan as Plan
 from meshwright.rehearsal.api import rehearse as rehearse
 from meshwright.rehearsal.api import rehearse_model as rehearse_model
 from meshwright.rehearsal.pipelines import rehearse_pipeline as rehearse_pipeline

@@ -105,7 +105,7 @@ MESH, ON = ["--mesh", "fsdp:8"], ["--on", "cpu:8"]
 @pytest.mark.parametrize(
     ("words", "lines"),
     [
-        (["banana"], ["there is no 'banana'. Commands: mesh, rehearse, measure, "]),
+        (["banana"], ["there is no 'banana'. Commands: mesh, rehearse, plan, measure, "]),
         (["mehs"], ["there is no 'mehs'. Did you mean 'mesh'? Commands: "]),
         (["--json", "mesh"], ["there is no option --json before a command."]),
         (

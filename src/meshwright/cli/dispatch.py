@@ -61,6 +61,7 @@ _ABOUT = "The mesh layer for JAX: say what parallelism you want, on what hardwar
 _COMMANDS = {
     "mesh": ("mesh_commands", "MeshCommand"),
     "rehearse": ("rehearse", "RehearseCommand"),
+    "plan": ("plan_command", "PlanCommand"),
     "measure": ("measure_command", "MeasureCommand"),
     "calibrate": ("rehearse", "CalibrateCommand"),
     "partition": ("mesh_commands", "PartitionCommand"),

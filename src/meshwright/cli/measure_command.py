@@ -65,9 +65,12 @@ class MeasureCommand(Command):
     def run(self) -> None:
         self._check()
         with self._step() as (step, args, mesh):
-            rehearsal = None
+            rehearsal: Any = None
             if self.rehearse:
-                rehearsal = mw.rehearse(step, *args, mesh=mesh, speeds=self.speeds)
+                if hasattr(step, "plan_of"):  # a pipeline's
+                    rehearsal = mw.rehearse_pipeline(step, *args)
+                else:
+                    rehearsal = mw.rehearse(step, *args, mesh=mesh, speeds=self.speeds)
             options: dict[str, Any] = {"steps": self.steps, "trace": self.trace, "mesh": mesh}
             options |= {"name": self.source, "speeds": self.speeds}
             with terminal.explained(f"{self.source}: its step failed"):

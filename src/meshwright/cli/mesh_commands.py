@@ -78,7 +78,7 @@ class HardwareCommand(Command):
     """List the hardware that has a name, or show a chip or a machine."""
 
     command = "hardware"
-    examples = ("meshwright hardware", "meshwright hardware v5e")
+    examples = ("meshwright hardware", "meshwright hardware h200 --figures")
 
     chip: str | None = positional(
         "A chip (v5e, h100), or a machine as --on takes it (v5e:4x4, a3-megagpu-8g).",
@@ -86,6 +86,7 @@ class HardwareCommand(Command):
         required=False,
         suggested=tuple(CHIPS),
     )
+    figures: bool = flag("Show every figure of its table: speeds, spreads, sources.")
     json: bool = flag("Print JSON.")
 
     def run(self) -> None:
@@ -93,6 +94,8 @@ class HardwareCommand(Command):
         chosen = CHIPS.get(ALIASES.get(word, word))
         if self.chip is None:
             self._show_chips(list(CHIPS.values()))
+        elif chosen is not None and self.figures:
+            _show_speeds(chosen, self.json)
         elif chosen is not None:
             self._show_chips([chosen])
         elif word.isalnum():  # a slip in the name of a chip, not in that of a machine
@@ -100,6 +103,8 @@ class HardwareCommand(Command):
             raise MeshwrightError(
                 f"no chip {short(self.chip)}.{near(word, known)} Chips: {', '.join(CHIPS)}."
             )
+        elif self.figures:
+            _show_speeds(_hardware(self.chip, 1).chip, self.json)
         else:
             _show_machine(_hardware(self.chip, 1), self.json)
 
@@ -107,7 +112,7 @@ class HardwareCommand(Command):
         if self.json:
             figures = [dataclasses.asdict(chip) for chip in chips]
             for each in figures:
-                del each["measured"]  # a table has none
+                del each["measured"], each["given"], each["like"]  # a table has none
             print(json.dumps(figures, indent=2))
             return
         heading = ["chip", "GB", "TB/s", "TFLOP/s", "inside", "GB/s", "out, GB/s", "write"]
@@ -117,6 +122,10 @@ class HardwareCommand(Command):
         terminal.show([(first, "dim"), *((line, "") for line in rest)])
         notes = _about(chips[0]) if len(chips) == 1 else _ABOUT_ALL
         terminal.show((terminal.wrapped(line), "") for line in notes)
+
+
+def _show_speeds(chip: Chip, as_json: bool) -> None:
+    print(json.dumps(chip.speeds.to_json(), indent=2) if as_json else chip.speeds)
 
 
 _ABOUT_ALL = (

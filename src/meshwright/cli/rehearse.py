@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -123,7 +124,7 @@ class RehearseCommand(Command):
             check_model(self.source)
         MeshSpec.parse(self.mesh)
         for change in self.set:
-            _change(change)
+            read_change(change)
         if self.on is not None:
             topology(self.on, slices=self.slices, speeds=self.speeds)
 
@@ -142,7 +143,7 @@ class RehearseCommand(Command):
             "speeds": self.speeds,
         }
         if self.batch is not None:
-            chosen = model(self.source, **dict(map(_change, self.set)))
+            chosen = model(self.source, **dict(map(read_change, self.set)))
             return rehearse_model(chosen, batch=self.batch, seq=self.seq, **options)
         step, args, own = own_step(self.source, terminal.call(self.source))
         twice = [name for name in own if options.get(name) not in (_UNSET.get(name), own[name])]
@@ -158,7 +159,7 @@ class RehearseCommand(Command):
 _UNSET = {"slices": 1, "compiler": "vendor", "timeout": 900.0, "codegen": True, "cache": True}
 
 
-def _change(words: str) -> tuple[str, Any]:
+def read_change(words: str) -> tuple[str, Any]:
     """`layers=4` as a name and a value."""
     name, equals, value = words.partition("=")
     if not (name and equals and value):
@@ -279,7 +280,9 @@ class CalibrateCommand(Command):
     )
 
     others: str | None = positional(
-        "With --compare, the file to compare with.", metavar="FILE.json", required=False
+        "With --compare, the file to compare with; `table` is meshwright's own of the chip.",
+        metavar="FILE.json",
+        required=False,
     )
     out: Path | None = option(
         "Where to write it. Without it: your own file for this kind of chip, which `--speeds "
@@ -318,7 +321,8 @@ class CalibrateCommand(Command):
         return self._measure()
 
     def _compare(self, path: Path) -> None:
-        told = mw.compare_calibrations(load(path), load(self.others) if self.others else None)
+        with_table = self.others in (None, "table")
+        told = mw.compare_calibrations(load(path), None if with_table else load(self.others or ""))
         print(json.dumps(told.to_json(), indent=2) if self.json else told)
 
     def _measure(self) -> int | None:
@@ -328,9 +332,12 @@ class CalibrateCommand(Command):
             jax.distributed.initialize()
         asked = None if self.mesh is None else mw.mesh(self.mesh)
         measured = mw.calibrate(asked, quick=self.quick, only=self.only)  # type: ignore[arg-type]
+        ended = INTERRUPTED if measured.interrupted else None
         if jax.process_index():
-            return None
+            if ended and measured.left_out:
+                print(f"{measured.left_out[-1]}; process 0 has the rest.", file=sys.stderr)
+            return ended
         path = measured.save(self.out or default_file(measured.chip))
         print(json.dumps(measured.to_json(), indent=2) if self.json else measured)
         terminal.tell_written(path)
-        return INTERRUPTED if measured.interrupted else None
+        return ended

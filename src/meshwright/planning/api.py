@@ -1,0 +1,376 @@
+"""`plan`: find a mesh and shardings for a step, from its own jaxpr, in seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+
+from meshwright._checks import check_flag, check_integer
+from meshwright._compat import source_line
+from meshwright._compat_lowering import equations
+from meshwright._progress import Pulse, showing
+from meshwright.errors import PlanningError, near, short
+from meshwright.hardware.calibration_file import Calibration
+from meshwright.hardware.topology import Topology
+from meshwright.hardware.topology import topology as read_topology
+from meshwright.meshes.build import abstract_mesh
+from meshwright.meshes.devices import target_topology
+from meshwright.placement.placer import resolve_on
+from meshwright.planning.dim_groups import find_groups
+from meshwright.planning.group_names import name_kinds
+from meshwright.planning.jit_options import read_arguments
+from meshwright.planning.made_plans import PlanMaker, best_plan, rehearsed
+from meshwright.planning.pipeline_choice import PipelineChoice, choose_pipeline
+from meshwright.planning.plan_costs import PlanCosts
+from meshwright.planning.plan_notes import idle_notes, memory_notes
+from meshwright.planning.plan_search import (
+    Candidate,
+    mesh_sizes,
+    search_meshes,
+)
+from meshwright.planning.remat_blocks import TracedSource, trace_source
+from meshwright.planning.remat_choice import RematChoice, Variant, choose_remat, refine
+from meshwright.planning.saved_plans import SavedPlan, saved_candidate, saved_for, told_changes
+from meshwright.planning.step_plan import Plan
+from meshwright.planning.traced_program import TracedStep, read_program, trace_step
+from meshwright.rehearsal.memory import available
+from meshwright.rehearsal.request import check_installed
+from meshwright.spec.mesh_spec import MeshSpec, SpecLike
+
+
+def plan(
+    function: Callable[..., Any],
+    *args: Any,
+    on: str | Topology | Sequence[Any] | None = None,
+    slices: int = 1,
+    donate_argnums: int | Sequence[int] | None = None,
+    check: int = 0,
+    keep: Mapping[str, str] | None = None,
+    mesh: SpecLike | None = None,
+    memory: float = 0.9,
+    max_axes: int = 3,
+    optimizer: Any = None,
+    pipelines: bool = True,
+    compiler: str = "vendor",
+    speeds: str | os.PathLike[str] | Calibration | None = None,
+    progress: bool = True,
+    name: str | None = None,
+    saved: str | os.PathLike[str] | None = None,
+) -> Plan:
+    """Find a mesh, and a sharding for every array, that make a train step fast and let it fit.
+
+    The step is traced once; dims that are cut together are found in its jaxpr, and for every mesh
+    that the hardware allows the cheapest choice of dims for its axes is searched for.
+
+    Args:
+      function: the step, bare or with `jax.jit`. What it raises while it is traced comes through.
+      *args: its arguments, as arrays or as `jax.ShapeDtypeStruct`s.
+      on: the hardware, as for `mesh`; by default the devices that are here.
+      slices: how many of a named hardware are joined by DCN.
+      donate_argnums: numbers of the arguments whose memory the results may take; by default those
+        that the step's own `jit` donates.
+      check: rehearse the best this many plans, and return the best of them that fits.
+      keep: groups of dims by name, and the mesh axis that each must take: `{"batch": "dp"}`.
+      mesh: a mesh to plan for, `"fsdp:-1, tp:4"`: only what its axes shard is chosen.
+      memory: the part of a device's memory that a plan may be predicted to need.
+      max_axes: the most axes of a mesh.
+      optimizer: an Optax transformation; then `function` is a loss of parameters and a batch, and
+        the plan is of the train step `(params, state, *batch) -> (params, state, loss)`, in which
+        the remat of layers is chosen too. Of a whole step that is chosen for what `block` marks.
+      pipelines: consider stages, too; False: only plans without.
+      compiler: as for `rehearse`: `"cpu"` plans, and checks, for the CPU's partitioner standing in.
+      speeds: a calibration, as for `rehearse`.
+      progress: show what is being done after two seconds.
+      name: what the plan is called; by default the function's name.
+      saved: a file that `Plan.save` wrote: its mesh and lists are taken, and nothing is searched.
+        Where program or hardware differ, a `PlanChangedWarning` says how, and so does the plan.
+
+    Raises:
+      PlanningError: for a bad option, or a step with nothing to shard.
+
+    >>> import jax, meshwright as mw
+    >>> tiny = mw.models.model("tiny")
+    >>> p = mw.plan(tiny.train_step, tiny.shapes(), tiny.batch(64), on="v5e:2x4", donate_argnums=0)
+    >>> p
+    <Plan train_step: dp:8 on v5e:2x4>
+    >>> p.in_specs[1]["inputs"] == jax.sharding.PartitionSpec("dp")
+    True
+    """
+    began = time.perf_counter()
+    hardware, devices = _hardware(on, slices, speeds)
+    label = str(name or getattr(function, "__name__", "step"))
+    if not callable(function):
+        raise PlanningError(f"plan: {short(function)} cannot be called; pass a step function.")
+    if not args:
+        raise PlanningError("plan: pass the step's arguments, or their shapes.")
+    _check_options(check, memory, max_axes, progress, compiler)
+    check_flag("pipelines", pipelines, error=PlanningError)
+    _check_speeds(hardware)
+    if check and compiler == "vendor" and hardware.chip.family != "cpu":
+        check_installed(hardware)  # told before the search, not after it
+    before = None if saved is None else saved_for(saved, mesh, keep, hardware)
+    if before is not None:
+        mesh = before.spec
+    with showing(progress), Pulse(f"planning {label} on {hardware.name}") as pulse:
+        pulse.now("tracing")
+        fixed = None if mesh is None else resolve_on(MeshSpec.parse(mesh), hardware, None)[0]
+        stands_in = compiler == "cpu" and hardware.chip.family != "cpu"
+        limit = available(hardware.chip)
+        search = _Search(
+            label, hardware, stands_in, limit * memory, fixed, max_axes, keep, before, pulse
+        )
+        traced = trace_source(
+            function, args, optimizer, functools.partial(_trace, donate_argnums, fixed)
+        )
+        chosen, found, remat = search.run(traced)
+        step, costs = chosen.step, chosen.costs
+        maker = PlanMaker(
+            label,
+            hardware,
+            devices,
+            step,
+            costs,
+            chosen.groups,
+            chosen.names,
+            search.scatters,
+            fixed,
+            limit,
+        )
+        checked = rehearsed(maker, found, check, compiler, pulse)
+        staged: PipelineChoice | None = None
+        if pipelines and fixed is None:
+            pulse.now("stages")
+            staged = choose_pipeline(
+                chosen, found, hardware, function=function, scatters=search.scatters
+            )
+    best = best_plan(found, checked, costs.limit)
+    result = maker.make(found[best])
+    rehearsal = checked.get(best)
+    notes = idle_notes(step, result.layouts, result.axes, hardware.num_devices)
+    held = rehearsal.memory.peak if rehearsal else result.predicted.bytes
+    if held > (limit if rehearsal else costs.limit):
+        notes = [
+            *memory_notes(step, result.layouts, held, costs.limit, hardware.num_devices),
+            *notes,
+        ]
+    return dataclasses.replace(
+        result,
+        rehearsal=rehearsal,
+        alternatives=maker.alternatives(found, checked, best),
+        tried=costs.tried,
+        seconds=time.perf_counter() - began,
+        unknown=chosen.program.unknown(),
+        remat=remat,
+        pipeline=staged,
+        notes=(
+            *notes,
+            *(line for each in (remat, staged) if each is not None for line in each.lines()),
+            *told_changes(before, chosen, hardware),
+        ),
+    )
+
+
+@dataclasses.dataclass
+class _Search:
+    """What the search for one plan goes by; `run` gives the plans that it found.
+
+    `stands_in`: the CPU's compiler is asked for other hardware. `limit`: bytes that a plan may be
+    predicted to need. `before`: a saved plan, which is taken as it is.
+    """
+
+    label: str
+    hardware: Topology
+    stands_in: bool
+    limit: float
+    fixed: MeshSpec | None
+    max_axes: int
+    keep: Mapping[str, str] | None
+    before: SavedPlan | None
+    pulse: Pulse
+
+    @property
+    def scatters(self) -> bool:
+        """Whether the compiler scatters sums: the CPU's makes an all-reduce of that."""
+        return not self.stands_in
+
+    def run(self, traced: TracedSource) -> tuple[Variant, list[Candidate], RematChoice | None]:
+        """Search for a step as it is, or for every policy of what its blocks keep."""
+        if traced.source is None:
+            variant = self._prepare(cast(TracedStep, traced.plain))
+            return variant, self._find(variant), None
+        return choose_remat(
+            traced.source,
+            lambda variant: self._prepare(traced.trace(variant)),
+            self._find,
+            self._refine,
+            self.hardware,
+            self.scatters,
+            self.pulse.now,
+        )
+
+    def _prepare(self, step: TracedStep) -> Variant:
+        # The CPU's compiler computes in float32.
+        program = read_program(step.closed, wide=self.stands_in)
+        groups = find_groups(program)
+        if not groups.count:
+            raise PlanningError(
+                f"plan: nothing in {self.label} can be sharded: none of its products, convolutions "
+                "or lookups has a dim longer than 1 that comes from the arguments."
+            )
+        costs = PlanCosts(program, groups, self.hardware, step.donated, self.limit, self.scatters)
+        return Variant(step, program, groups, name_kinds(step, program, groups), costs)
+
+    def _find(self, variant: Variant) -> list[Candidate]:
+        if self.before is not None:
+            return [saved_candidate(self.before, variant, self.hardware, self.scatters)]
+        fixed = self.fixed
+        devices = self.hardware.num_devices
+        meshes = [tuple(fixed.sizes)] if fixed else mesh_sizes(devices, self.max_axes)
+        return search_meshes(
+            variant.costs,
+            self.hardware,
+            meshes,
+            scatters=self.scatters,
+            kept=_kept(self.keep, variant.names, fixed),
+            told=lambda sizes, number: self.pulse.now(
+                f"mesh {number + 1} of {len(meshes)}, {'x'.join(map(str, sizes))}"
+            ),
+        )
+
+    def _refine(self, variant: Variant, found: list[Candidate]) -> list[Candidate]:
+        if self.before is not None:
+            return self._find(variant)
+        kept = _kept(self.keep, variant.names, self.fixed)
+        return refine(variant, found, self.hardware, self.scatters, kept)
+
+
+def _hardware(on: Any, slices: int, speeds: Any) -> tuple[Topology, Any]:
+    """Return the hardware, and the devices to build a mesh on if they are here."""
+    if isinstance(on, (str, Topology)):
+        named = read_topology(on, slices=slices, speeds=speeds)
+        return named, on if named.chip.family == "cpu" or named.devices is not None else None
+    live = target_topology(on, None, slices)
+    return (live if speeds is None else read_topology(live, speeds=speeds)), live
+
+
+def _check_speeds(hardware: Topology) -> None:
+    chip = hardware.chip
+    missing = [
+        name
+        for name, figure in (
+            ("tflops", chip.tflops),
+            ("memory_tbps", chip.memory_tbps),
+            ("memory_gb", chip.memory_gb),
+        )
+        if not figure
+    ]
+    if missing:
+        raise PlanningError(
+            f"on: {hardware.name} has no speeds ({', '.join(missing)}), so plans cannot be "
+            "compared. Measure them with `meshwright calibrate` and pass speeds=, or name the "
+            "hardware, on='h100:8'.",
+            option="on",
+        )
+
+
+def _check_shard_maps(step: TracedStep, fixed: MeshSpec | None) -> None:
+    """Refuse a step whose own `shard_map` is over another mesh than is planned for."""
+    for eqn, *_ in equations(step.closed):
+        if eqn.primitive.name != "shard_map":
+            continue
+        sizes = dict(eqn.params["mesh"].shape)
+        if fixed is None or dict(zip(fixed.names, fixed.sizes, strict=True)) != sizes:
+            text = ", ".join(f"{name}:{size}" for name, size in sizes.items())
+            raise PlanningError(
+                f"{source_line(eqn)}: a shard_map over {text}. What is inside of it is sharded by "
+                f"hand, so plan for that mesh: mesh={text!r}.",
+                option="mesh",
+            )
+
+
+def _check_options(check: int, memory: float, max_axes: int, progress: bool, compiler: str) -> None:
+    if compiler not in ("vendor", "cpu"):
+        raise PlanningError(
+            f"compiler: {short(compiler)} is neither 'vendor' nor 'cpu'.", option="compiler"
+        )
+    check_integer("check", check, least=0, error=PlanningError)
+    check_integer("max_axes", max_axes, error=PlanningError)
+    check_flag("progress", progress, error=PlanningError)
+    if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not 0 < memory <= 1:
+        raise PlanningError(
+            f"memory: {short(memory)} is not a part of a device's memory, such as 0.9.",
+            option="memory",
+        )
+
+
+def _trace(
+    donate_argnums: int | Sequence[int] | None,
+    fixed: MeshSpec | None,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    names: Sequence[str],
+    donated: Sequence[int] | None,
+) -> TracedStep:
+    """Trace the step; where it needs a mesh around it, with the one that is planned for.
+
+    `donated`: arguments that are donated where the user says nothing.
+    """
+    told = donated if donate_argnums is None else donate_argnums
+
+    def trace() -> TracedStep:
+        parts, donated = read_arguments(function, args, names, told)
+        step = trace_step(function, parts, names, donated)
+        _check_shard_maps(step, fixed)
+        return step
+
+    try:
+        return trace()
+    except PlanningError:
+        raise
+    except Exception as error:
+        # Constraints that are bare specs, and shard_map without a mesh of its own.
+        if "mesh" not in str(error):
+            raise
+        if fixed is None:
+            error.add_note("meshwright: the step names axes of a mesh. Plan for it: mesh='...'.")
+            raise
+    with jax.sharding.use_abstract_mesh(abstract_mesh(fixed)):
+        return trace()
+
+
+def _kept(
+    keep: Mapping[str, str] | None, names: Sequence[str], fixed: MeshSpec | None
+) -> dict[int, int]:
+    """Read `keep` as kinds of dims and the numbers of their axes."""
+    kept: dict[int, int] = {}
+    if keep is not None and not isinstance(keep, Mapping):
+        raise PlanningError(
+            f"keep: {short(keep)} is no mapping of groups to axes, such as {{'batch': 'dp'}}.",
+            option="keep",
+        )
+    for group, axis in (keep or {}).items():
+        if group not in names:
+            listed = ", ".join(repr(each) for each in names)
+            raise PlanningError(
+                f"keep: the step has no group of dims {group!r}.{near(group, names)} It has "
+                f"{listed}.",
+                option="keep",
+            )
+        if fixed is None:
+            raise PlanningError(
+                f"keep: {group!r} shall take {axis!r}, so say the mesh too: mesh='{axis}:-1, ...'.",
+                option="keep",
+            )
+        if axis not in fixed.names:
+            raise PlanningError(
+                f"keep: the mesh {fixed} has no axis {axis!r}.{near(axis, fixed.names)}",
+                option="keep",
+            )
+        kept[list(names).index(group)] = list(fixed.names).index(axis)
+    return kept

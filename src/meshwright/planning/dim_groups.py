@@ -1,0 +1,228 @@
+"""`DimGroups`: which dims of a program are cut together, and which of them play the same part.
+
+Two dims are in one group if some operation iterates over both as one. Groups that play the same
+part (the hidden width of every layer of an unrolled model) are one *kind*; a plan chooses kinds.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+from meshwright.planning.iteration_dims import IterationDim
+from meshwright.planning.traced_program import Operation, Position, TracedProgram
+
+# Products, convolutions, lookups: around these the layout is written down, and they say what part
+# a group plays.
+PINNED = frozenset(
+    {
+        "dot_general",
+        "conv_general_dilated",
+        "gather",
+        "scatter-add",
+        "ragged_dot",
+        "ragged_dot_general",
+    }
+)
+# Operations that read and write memory by themselves; others are computed where they are used.
+HEAVY = PINNED | {
+    "scatter",
+    "sort",
+    "cumsum",
+    "cumlogsumexp",
+    "dynamic_slice",
+    "dynamic_update_slice",
+    "concatenate",
+    "reduce_window_sum",
+    "reduce_window_max",
+    "select_and_scatter_add",
+    "top_k",
+    "fft",
+}
+# Reductions read what they reduce, but where that is computed.
+REDUCING = frozenset({"reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin"})
+# What changes how an array is seen, and mostly nothing in memory.
+VIEWS = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "name", "copy"})
+MOST_KINDS = 12
+_ROUNDS = 2  # of refinement: what a group meets, and what those meet
+_WEIGHTLESS = 0.002  # kinds with less than this part of the largest weight are left whole
+WHOLE = -1  # the kind of dims that no plan cuts
+# FLOP and byte weigh as on a chip with 140 TFLOP/s and 0.65 TB/s: only the order of kinds matters.
+_FLOPS, _BYTES, _ARGUMENT = 1.4e14, 6.5e11, 8
+
+Layout = tuple[tuple[int, int], ...]  # kind and size of every dim of a value
+
+
+@dataclasses.dataclass(frozen=True)
+class DimGroups:
+    """The groups of a program, by kind.
+
+    `layout[value]`: kind and size of every dim. `sizes`: the sizes at which a kind occurs. `roots`:
+    the group of every dim, for explanations.
+    """
+
+    layout: tuple[Layout, ...]
+    sizes: tuple[tuple[int, ...], ...]
+    roots: dict[Position, int]
+
+    @property
+    def count(self) -> int:
+        """How many kinds there are."""
+        return len(self.sizes)
+
+
+class _Union:
+    """Union-find over the dims of all values; the smallest member stands for a group."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]]):
+        self.first = [0]
+        for shape in shapes:
+            self.first.append(self.first[-1] + len(shape))
+        self.parent = list(range(self.first[-1]))
+
+    def find(self, position: Position) -> int:
+        node = self.first[position[0]] + position[1]
+        parent = self.parent
+        while parent[node] != node:
+            parent[node] = node = parent[parent[node]]
+        return node
+
+    def join(self, one: Position, other: Position) -> None:
+        low, high = sorted((self.find(one), self.find(other)))
+        self.parent[high] = low
+
+
+# In: a traced program. Out: its groups and their kinds. Invariant: deterministic, whatever Python's
+# hashes are, so that all processes agree. Example: x[b, k] @ w[k, n] has the groups b, k and n.
+def find_groups(program: TracedProgram, most: int = MOST_KINDS) -> DimGroups:
+    """Find the groups of dims of a program, and tie those that play the same part."""
+    union = _Union(program.shapes)
+    for one, other in program.ties:
+        if 1 not in (_size(program, one), _size(program, other)):
+            union.join(one, other)
+    roots = {
+        (value, dim): union.find((value, dim))
+        for value, shape in enumerate(program.shapes)
+        for dim in range(len(shape))
+    }
+    left_whole = _second_occurrences(program, roots)
+    kinds = _kinds(program, roots, most)
+    layout = tuple(
+        tuple(
+            (
+                WHOLE
+                if size == 1 or (value, dim) in left_whole
+                else kinds.get(roots[value, dim], WHOLE),
+                size,
+            )
+            for dim, size in enumerate(shape)
+        )
+        for value, shape in enumerate(program.shapes)
+    )
+    sizes: dict[int, set[int]] = collections.defaultdict(set)
+    for dims in layout:
+        for kind, size in dims:
+            sizes[kind].add(size)
+    count = 1 + max(kinds.values(), default=WHOLE)
+    return DimGroups(layout, tuple(tuple(sorted(sizes[k])) for k in range(count)), roots)
+
+
+def _size(program: TracedProgram, position: Position) -> int:
+    return program.shapes[position[0]][position[1]]
+
+
+# A group that is twice in an array: queries and keys in the scores of attention, both sides of a
+# square weight. Of a weight the same side is cut everywhere, found by following both through the
+# arrays that have the group twice. Of activations neither is: compilers exchange such arrays
+# unasked where an elementwise chain meets its transpose.
+def _second_occurrences(program: TracedProgram, roots: dict[Position, int]) -> frozenset[Position]:
+    """Return the dims that are left whole because their group is in the array already."""
+    double: set[Position] = set()
+    for value, shape in enumerate(program.shapes):
+        here = [roots[value, dim] for dim in range(len(shape))]
+        double.update(
+            (value, dim) for dim, size in enumerate(shape) if size > 1 and here.count(here[dim]) > 1
+        )
+    if not double:
+        return frozenset()
+    union = _Union(program.shapes)
+    for one, other in program.ties:
+        if one in double and other in double:
+            union.join(one, other)
+    arguments = set(program.arguments)
+    held = {union.find(position) for position in double if position[0] in arguments}
+    return frozenset(
+        (value, dim)
+        for value, dim in double
+        if union.find((value, dim)) not in held
+        or any(
+            roots[value, other] == roots[value, dim]
+            and union.find((value, other)) > union.find((value, dim))
+            for other in range(len(program.shapes[value]))
+        )
+    )
+
+
+# Colour refinement. A group begins with its size, and twice takes on what the products that it
+# iterates in look like: their primitive, trip count, and the colours of all their dims.
+def _kinds(program: TracedProgram, roots: dict[Position, int], most: int) -> dict[int, int]:
+    """Number the groups that are worth cutting by kind, the weightiest first."""
+    size_of: dict[int, int] = {}
+    for position, root in roots.items():
+        size_of[root] = math.gcd(size_of.get(root, 0), _size(program, position))
+    stacked = {roots[position] for position in program.stacked}
+    color = _numbered({root: (size, root in stacked) for root, size in size_of.items()})
+    products = [each for each in program.operations if each.primitive in PINNED]
+    for _ in range(_ROUNDS):
+        parts: dict[int, set[object]] = collections.defaultdict(set)
+        for operation in products:
+            dims = [(dim.kind, dim.at, root) for dim, root in _dims(operation, roots)]
+            around = tuple(sorted((kind, at, color[root]) for kind, at, root in dims))
+            for kind, at, root in dims:
+                parts[root].add((operation.primitive, operation.times, kind, at, around))
+        color = _numbered(
+            {root: (old, tuple(sorted(parts[root], key=repr))) for root, old in color.items()}
+        )
+    whole = stacked | {root for root, size in size_of.items() if size == 1}
+    weight = _weights(program, roots, color)
+    usable = {color[root] for root in color if root not in whole}
+    least = _WEIGHTLESS * max(weight.values(), default=0.0)
+    ranked = sorted((c for c in weight if c in usable), key=lambda c: (-weight[c], c))
+    rank = {c: n for n, c in enumerate([c for c in ranked if weight[c] > least][:most])}
+    return {root: rank[c] for root, c in color.items() if root not in whole and c in rank}
+
+
+def _dims(operation: Operation, roots: dict[Position, int]) -> Iterable[tuple[IterationDim, int]]:
+    """The iteration dims of an operation that have a member, each with its group."""
+    values = operation.values
+    for dim in operation.dims:
+        if dim.at:
+            value, at = dim.at[0]
+            yield dim, roots[values[value], at]
+
+
+def _numbered(keys: dict[int, object]) -> dict[int, int]:
+    """Give equal keys equal numbers, in the order in which they are met."""
+    numbers: dict[object, int] = {}
+    return {root: numbers.setdefault(key, len(numbers)) for root, key in keys.items()}
+
+
+def _weights(
+    program: TracedProgram, roots: dict[Position, int], color: dict[int, int]
+) -> dict[int, float]:
+    """How much time and memory depends on the groups of each colour, roughly."""
+    weight: dict[int, float] = collections.defaultdict(float)
+    for operation in program.operations:
+        if operation.primitive not in HEAVY:
+            continue
+        moved = sum(program.bytes[value] for value in operation.values)
+        seconds = operation.times * max(operation.flops / _FLOPS, moved / _BYTES)
+        cut = {root for dim, root in _dims(operation, roots) if dim.kind != "whole"}
+        for c in sorted({color[root] for root in cut}):
+            weight[c] += seconds * sum(color[root] == c for root in cut)
+    for value in program.arguments:
+        for dim in range(len(program.shapes[value])):
+            weight[color[roots[value, dim]]] += _ARGUMENT * program.bytes[value] / _BYTES
+    return weight

@@ -1,0 +1,267 @@
+"""What it costs to bring arrays from one cut to another, and what of it runs beside a product.
+
+Seconds are those of the model of collectives. What compilers hide was read off the programs that
+libtpu and CUDA's compiler make of single products and of decoders.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from meshwright.hardware.topology import Topology
+from meshwright.placement.placement import AxisPlan
+from meshwright.planning.dim_groups import Layout
+from meshwright.planning.plan_memory import LANES
+from meshwright.planning.traced_program import Operation
+from meshwright.rehearsal.collectives.costs import group_cost
+
+Cut = dict[int, int]  # axis -> dim of a value
+
+# What of gathers and scatters runs beside the product that they belong to, at most its time. CUDA's
+# compiler starts them early; a TPU's takes product and exchange piece by piece, one for each device
+# that has a part, if these are no more than 32, even of small arrays. A piece is some kernels.
+_HIDDEN = {"tpu": 0.9, "gpu": 0.6}
+MOST_PIECES, _LEAST_IN_PIECES = 32, 2**18
+_HIDDEN_OF_MANY = {"v5e": 0.35}  # among more devices, by kind of TPU; none on others
+PIECE_KERNELS = 5
+_WAITING_PIECES = 2
+# How much more is summed up where a scatter is not possible: in float32, and not in pieces.
+_WHOLE = 4.0
+_KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
+# Compilers merge small collectives of a loop's body: what each adds to the time until they start.
+_MERGED = 0.25
+_SAMPLES = (2**20, 2**28)  # bytes between which the time of a collective is a line
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisSpeed:
+    """Seconds of each kind of collective over one axis: a constant, and per byte of the array."""
+
+    size: int
+    lines: dict[str, tuple[float, float]]
+
+    def seconds(self, kind: str, size: float) -> float:
+        """Seconds for an array of `size` bytes (of an all-gather: what it leaves)."""
+        start, per_byte = self.lines[kind]
+        return start + per_byte * size
+
+
+def axis_speed(plan: AxisPlan, topology: Topology, scatters: bool = True) -> AxisSpeed:
+    """Read the speed of an axis off the model of collectives.
+
+    `scatters`: False for a compiler that makes an all-reduce of every reduce-scatter.
+    """
+    lines = {}
+    small, large = _SAMPLES
+    for kind in _KINDS:
+        meant = "all-reduce" if kind == "reduce-scatter" and not scatters else kind
+        first = group_cost(meant, small, plan, topology).seconds
+        second = group_cost(meant, large, plan, topology).seconds
+        slope = (second - first) / (large - small)
+        lines[kind] = (_MERGED * max(0.0, first - slope * small), slope)
+    return AxisSpeed(plan.size, lines)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """One operation, without its place in the program: equal ones are costed once.
+
+    `values`: layout and bytes of inputs and outputs. `dims`: kind of iteration, kind of dims, the
+    size that a cut must divide, and where it is. `shared`: by how many operations of a loop each
+    input is used, so that what is exchanged once is not counted for all. `multiplies`: a product of
+    matrices, beside which compilers exchange its operands; beside convolutions they do not.
+    `scatters`: whether partial sums are scattered where the result lies cut. Those of convolutions
+    are added up everywhere, and sliced. `looks_up`: a gather or a scatter, in `rows` or in one
+    `table`. `sides`: for each value of a product of matrices, which of its loops every dim is in.
+    """
+
+    heavy: bool
+    multiplies: bool
+    scatters: bool
+    looks_up: str
+    values: tuple[tuple[Layout, int], ...]
+    inputs: int
+    dims: tuple[tuple[str, int, int, tuple[tuple[int, int], ...]], ...]
+    flops: float
+    dtype: str
+    shared: tuple[int, ...]
+    sides: tuple[dict[int, str], ...] = dataclasses.field(default=(), compare=False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exchange:
+    """One collective that a plan implies: over which axis, of how many bytes, how long."""
+
+    kind: str
+    axis: int
+    bytes: float
+    seconds: float
+
+
+class Beside:
+    """What of a product's exchanges can run beside it: seconds, and pieces that they are cut into.
+
+    `loops`: into how many parts each loop of the product is cut; `product`: its own seconds.
+    `shared`: by how many products the array at hand is used; `sides`: the loops of its dims.
+    `rounds`: how often the result is read and written, to add a piece of the sum to it.
+    """
+
+    __slots__ = ("loops", "pieces", "product", "rounds", "seconds", "shared", "sides")
+
+    def __init__(self, loops: frozenset[int], product: float) -> None:
+        self.loops, self.product, self.shared = loops, product, 1
+        self.sides: dict[int, str] = {}
+        self.seconds = self.pieces = self.rounds = 0.0
+
+    def add(self, pieces: int, seconds: float) -> None:
+        """Count an exchange that is taken in so many pieces."""
+        self.seconds += seconds / self.shared
+        self.pieces += pieces / self.shared
+
+
+class ExchangeCosts:
+    """Seconds of the exchanges of one operation on one mesh.
+
+    `overlaps`: whether the compiler runs some of them beside products.
+    """
+
+    def __init__(self, axes: Sequence[AxisSpeed], topology: Topology, overlaps: bool) -> None:
+        self.axes = tuple(axes)
+        self.sizes = tuple(axis.size for axis in axes)
+        chip = topology.chip
+        self._tpu = chip.family == "tpu" and overlaps
+        self._hidden = _HIDDEN.get(chip.family, 0.0) if overlaps else 0.0
+        self._hidden_of_many = _HIDDEN_OF_MANY.get(chip.name, 0.0)
+
+    def divided(self, cut: Cut) -> int:
+        """Into how many parts a cut divides an array."""
+        return math.prod([self.sizes[axis] for axis in cut])
+
+    def _beside(self, beside: Beside, parts: int, size: float, seconds: float) -> bool:
+        """Count what a product hides of an exchange among so many devices: a TPU's only in pieces.
+
+        These are those of one of its loops, so that rows that other axes cut as well prevent it,
+        and so does a product shorter than the two pieces that wait for it. Returns whether it is
+        taken in pieces.
+        """
+        if not self._tpu:
+            beside.add(0, self._hidden * seconds)
+        elif parts > MOST_PIECES:
+            beside.add(0, self._hidden_of_many * seconds)
+        elif (
+            parts in beside.loops
+            and size >= _LEAST_IN_PIECES
+            and beside.product * parts >= _WAITING_PIECES * seconds
+        ):
+            beside.add(parts, self._hidden * seconds)
+            return True
+        return False
+
+    def move(
+        self,
+        size: float,
+        have: Cut,
+        want: Cut,
+        log: list[Exchange] | None,
+        beside: Beside | None = None,
+    ) -> float:
+        """Seconds to bring an array of `size` bytes from one cut to another.
+
+        `beside` is told which of them a product can hide.
+        """
+        if have == want:
+            return 0.0
+        local, seconds = size / self.divided(have), 0.0
+        parts = math.prod([self.sizes[axis] for axis in have if axis not in want])
+        for axis, dim in have.items():
+            if axis not in want:
+                local *= self.sizes[axis]
+                kind = "all-gather"
+            elif want[axis] != dim:
+                kind = "all-to-all"
+            else:
+                continue
+            taken = self.axes[axis].seconds(kind, local)
+            seconds += taken
+            if beside is not None and kind == "all-gather":
+                side = beside.sides.get(dim)
+                alone = not any(beside.sides.get(other) == side for other in want.values())
+                if (alone or not self._tpu) and self._beside(beside, parts, local, taken):
+                    beside.rounds += (side == "sum") * parts / beside.shared
+            if log is not None:
+                log.append(Exchange(kind, axis, local, taken))
+        return seconds
+
+    def reduce(
+        self,
+        work: Work,
+        number: int,
+        partial: Sequence[int],
+        lies: Cut,
+        made: Cut,
+        log: list[Exchange] | None,
+        beside: Beside,
+    ) -> float:
+        """Seconds to add up partial sums: scattered where the result lies cut, else everywhere."""
+        if not partial:
+            return 0.0
+        seconds, thinner = 0.0, 1
+        local = work.values[number][1] / self.divided(made)
+        scattered = math.prod([self.sizes[axis] for axis in partial if axis in lies])
+        for axis in partial:
+            if work.scatters and axis in lies and lies[axis] not in made.values():
+                kind, size = "reduce-scatter", local
+                local /= self.sizes[axis]
+                if self._tpu and scattered > MOST_PIECES:
+                    kind = "all-reduce"  # and sliced
+                taken = self.axes[axis].seconds(kind, size)
+                in_pieces = self._beside(beside, scattered, size, taken)
+                if self._tpu and not (in_pieces or self._scatters(work, number, lies[axis], made)):
+                    kind = "all-reduce"
+                    taken = self.axes[axis].seconds(kind, size)
+            else:
+                # Over several axes it goes level by level, on ever smaller parts.
+                kind, size = "all-reduce", local / thinner
+                if axis in lies and work.scatters:  # a dim that is cut already: summed up whole
+                    size *= _WHOLE
+                thinner *= self.sizes[axis]
+                taken = self.axes[axis].seconds(kind, size)
+            seconds += taken
+            if log is not None:
+                log.append(Exchange(kind, axis, size, taken))
+        return seconds
+
+    def _scatters(self, work: Work, number: int, dim: int, made: Cut) -> bool:
+        """Whether a TPU scatters the sums of a product along a dim of its result.
+
+        Not along heads where it also has rows: heads before their columns, or heads that both
+        operands have. They are the outermost dim as it lies in memory.
+        """
+        if not work.sides:
+            return True
+        sizes = [length for _, length in work.values[number][0]]
+        for axis, cut in made.items():
+            sizes[cut] //= self.sizes[axis]
+        large = [n for n, size in enumerate(sizes) if size > 1]
+        if dim not in large or dim == large[-1]:
+            return True
+        sides = work.sides[number]
+        side = sides.get(dim)
+        after = any(sides.get(n) == side and sizes[n] >= LANES for n in large if n > dim)
+        return not (side == "both" or (after and len(large) > 3))
+
+
+def product_sides(operation: Operation) -> tuple[dict[int, str], ...]:
+    """For each value of a product of matrices, the loop of every dim: both operands' and the
+    result's (`both`), a sum's, or that of one operand (`left`, `right`)."""
+    if operation.primitive != "dot_general":
+        return ()
+    loops = {(0, 1): "sum", (0, 1, 2): "both", (0, 2): "left", (1, 2): "right"}
+    sides: tuple[dict[int, str], ...] = ({}, {}, {})
+    for loop in operation.dims:
+        side = loops.get(tuple(sorted({value for value, _ in loop.at})), "")
+        for value, dim in loop.at:
+            sides[value][dim] = side
+    return sides

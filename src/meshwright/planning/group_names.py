@@ -1,0 +1,121 @@
+"""Names for kinds of dims, for people: from where they stand in the arguments.
+
+The rows of data are `batch`, the next dim of tokens or of vectors `seq`. What a lookup goes along
+is `vocab`, what weights of several products are stacked along `experts`, the width that most
+weights have `embed`. Others are called by a weight that has them: `mlp/up dim 2`.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Iterator, Sequence
+
+from meshwright.planning.dim_groups import WHOLE, DimGroups
+from meshwright.planning.traced_program import TracedProgram, TracedStep
+
+_WORDS = 2  # of a path, from its end
+
+
+def name_kinds(step: TracedStep, program: TracedProgram, groups: DimGroups) -> tuple[str, ...]:
+    """Return a name for every kind, all different."""
+    names: dict[int, str] = {}
+
+    def give(kind: int, name: str) -> None:
+        if kind != WHOLE and kind not in names and name not in names.values():
+            names[kind] = name
+
+    data = data_values(step, program)
+    for position, name in enumerate(("batch", "seq")):
+        for value in data:
+            layout = groups.layout[value]
+            if len(layout) > position and (name == "batch" or _has_rows(program, value)):
+                give(layout[position][0], name)
+    arguments = set(program.arguments)
+    for operation in program.operations:
+        if operation.primitive == "gather" and operation.inputs[0] in arguments:
+            for dim in operation.dims:
+                if dim.kind == "sum" and dim.at and dim.at[0][0] == 0:
+                    give(groups.layout[operation.inputs[0]][dim.at[0][1]][0], "vocab")
+    for kind in _experts(program, groups, data):
+        give(kind, "experts")
+    widths = collections.Counter(
+        kind
+        for value in program.arguments
+        if value not in data and len(groups.layout[value]) > 1
+        for kind in {kind for kind, _ in groups.layout[value]} - {WHOLE}
+    )
+    # Of two widths that as many weights have, the hidden one is mostly the larger.
+    ranked = sorted(widths, key=lambda kind: (-widths[kind], groups.sizes[kind], kind))
+    for kind in ranked[:1]:
+        give(kind, "embed")
+    places = _places(step, program, groups)
+    for kind in range(groups.count):
+        give(kind, places.get(kind, f"inner {_sizes(groups.sizes[kind])}"))
+        number = 2
+        while kind not in names:
+            base = places.get(kind, f"inner {_sizes(groups.sizes[kind])}")
+            give(kind, f"{base} #{number}")
+            number += 1
+    return tuple(names[kind] for kind in range(groups.count))
+
+
+def _experts(program: TracedProgram, groups: DimGroups, data: Sequence[int]) -> Iterator[int]:
+    """Yield kinds along which products run side by side, each with weights of its own."""
+    batch = {groups.layout[value][0][0] for value in data if groups.layout[value]} - {WHOLE}
+    weights = {
+        kind
+        for value in program.arguments
+        if value not in data and len(groups.layout[value]) > 2
+        for kind, _ in groups.layout[value]
+    }
+    for operation in program.operations:
+        if operation.primitive != "dot_general":
+            continue
+        kinds = [{kind for kind, _ in groups.layout[value]} for value in operation.inputs]
+        if sum(bool(here & batch) for here in kinds) != 1:  # one operand is of weights alone
+            continue
+        for dim in operation.dims:
+            if dim.kind == "free" and {0, 1} <= {operand for operand, _ in dim.at}:
+                operand, at = dim.at[0]
+                kind = groups.layout[operation.inputs[operand]][at][0]
+                if kind in weights and kind not in batch:
+                    yield kind
+
+
+def data_values(step: TracedStep, program: TracedProgram) -> list[int]:
+    """Return the arguments that are data: neither the first nor donated, unless there is no other.
+
+    As for `rehearse`, the first argument and donated ones are state.
+    """
+    numbers = [n for n, part in enumerate(step.arguments) for _ in part.arrays]
+    data = [
+        value
+        for value, number in zip(program.arguments, numbers, strict=True)
+        if number != 0 and number not in step.donate_argnums
+    ]
+    return data or list(program.arguments)
+
+
+def _has_rows(program: TracedProgram, value: int) -> bool:
+    """Whether the second dim of data goes along a row: of tokens or vectors, not features."""
+    return "int" in program.dtypes[value] or len(program.shapes[value]) > 2
+
+
+def _places(step: TracedStep, program: TracedProgram, groups: DimGroups) -> dict[int, str]:
+    """The place of each kind in the arguments: the last words of the shortest path that has it."""
+    found: dict[int, str] = {}
+    data = set(data_values(step, program))
+    entries = sorted(
+        zip(step.paths, program.arguments, strict=True),
+        key=lambda entry: (entry[1] in data, len(entry[0].split("/")), entry[0]),
+    )
+    for path, value in entries:
+        words = [word for word in path.split("/") if not re.fullmatch(r"\d+|value|kernel", word)]
+        for dim, (kind, _) in enumerate(groups.layout[value]):
+            found.setdefault(kind, f"{'/'.join(words[-_WORDS:])} dim {dim}")
+    return found
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    return "/".join(map(str, sizes))

@@ -1,0 +1,153 @@
+"""`PlanMaker`: a `Plan` of what a search has found; which to compile, and which is the best."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshwright._progress import Pulse
+from meshwright.hardware.topology import Topology
+from meshwright.planning.apply_plan import Layouts
+from meshwright.planning.dim_groups import DimGroups
+from meshwright.planning.group_names import data_values
+from meshwright.planning.plan_costs import PlanCosts
+from meshwright.planning.plan_search import Candidate, axis_names, named_intensity, speeds_on
+from meshwright.planning.step_plan import Alternative, Plan, choices, mesh_text
+from meshwright.planning.traced_program import TracedStep
+from meshwright.rehearsal.result import Rehearsal
+from meshwright.spec.mesh_spec import MeshSpec
+
+_NEARLY = 1.3  # times the best plan's objective: worth rehearsing on another mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanMaker:
+    """Makes a `Plan` of a candidate of the search."""
+
+    name: str
+    hardware: Topology
+    devices: Any
+    step: TracedStep
+    costs: PlanCosts
+    groups: DimGroups
+    kind_names: tuple[str, ...]
+    scatters: bool
+    fixed: MeshSpec | None
+    limit: float
+
+    def axis_names(self, candidate: Candidate) -> tuple[str, ...]:
+        if self.fixed is not None:
+            return tuple(self.fixed.names)
+        batch = {
+            self.groups.layout[value][0][0]
+            for value in data_values(self.step, self.costs.program)
+            if self.groups.layout[value]
+        }
+        experts = {n for n, name in enumerate(self.kind_names) if "expert" in name}
+        # A table that is cut along its rows first does not make an axis another one.
+        tables = {n for n, name in enumerate(self.kind_names) if name == "vocab"}
+        lists = tuple(
+            order[1:] if order and order[0] in tables and batch.intersection(order) else order
+            for order in candidate.lists
+        )
+        return axis_names(lists, frozenset(batch), frozenset(experts))
+
+    def make(self, candidate: Candidate) -> Plan:
+        names = self.axis_names(candidate)
+        costs = self.costs.copy().on(
+            speeds_on(candidate.sizes, self.hardware, candidate.intensity, self.scatters)
+        )
+        spec = MeshSpec.parse(list(zip(names, candidate.sizes, strict=True)) or [("dp", 1)])
+        return Plan(
+            name=self.name,
+            topology=self.hardware,
+            spec=spec,
+            axes=choices(costs, candidate.lists, names, self.kind_names),
+            predicted=candidate.totals,
+            limit=self.limit,
+            alternatives=(),
+            rehearsal=None,
+            unknown={},
+            tried=0,
+            seconds=0.0,
+            groups=self.kind_names,
+            step=self.step,
+            layouts=Layouts(
+                costs, candidate.lists, names, data_values(self.step, self.costs.program)
+            ),
+            intensity=named_intensity(names, candidate.sizes, candidate.intensity),
+            devices=self.devices,
+        )
+
+    def alternatives(
+        self, found: Sequence[Candidate], checked: Mapping[int, Rehearsal], best: int
+    ) -> tuple[Alternative, ...]:
+        """All plans that the search kept, the best first; those that were rehearsed say so."""
+        rows = []
+        for number, candidate in enumerate(found):
+            rehearsal = checked.get(number)
+            rows.append(
+                Alternative(
+                    mesh_text(candidate, self.axis_names(candidate)),
+                    candidate.sizes,
+                    candidate.lists,
+                    candidate.totals,
+                    rehearsal.fits if rehearsal else candidate.totals.bytes <= self.costs.limit,
+                    rehearsal.time.total if rehearsal and rehearsal.time else None,
+                    rehearsal.memory.peak if rehearsal else None,
+                    number == best,
+                )
+            )
+        return tuple(rows)
+
+
+def rehearsed(
+    maker: PlanMaker, found: Sequence[Candidate], check: int, compiler: str, pulse: Pulse
+) -> dict[int, Rehearsal]:
+    """Compile the best plans that differ; by their place in `found`."""
+    options: dict[str, Any] = {"compiler": compiler, "progress": False}
+    if compiler == "vendor" and maker.hardware.chip.family == "tpu":
+        options["codegen"] = False
+    checked: dict[int, Rehearsal] = {}
+    for number, candidate in enumerate(_different(found)[:check]):
+        pulse.now(f"rehearsing plan {number + 1} of {check}")
+        checked[found.index(candidate)] = maker.make(candidate).rehearse(**options)
+    return checked
+
+
+def _different(found: Sequence[Candidate]) -> list[Candidate]:
+    """Drop candidates that are much like a better one: on its mesh, with the same last resorts.
+
+    The end of a list says how arrays lie that have nothing else in it: `seq` is sequence
+    parallelism, a width FSDP. Plans that agree in it are mostly the same, written otherwise. The
+    second is on another mesh than the first, if one is nearly as good.
+    """
+    seen, result = set(), []
+    for candidate in found:
+        key = (candidate.sizes, tuple((order[:1], order[-1:]) for order in candidate.lists))
+        if key not in seen and (candidate.sizes, candidate.totals) not in seen:
+            seen |= {key, (candidate.sizes, candidate.totals)}
+            result.append(candidate)
+    for number, candidate in enumerate(result):
+        near_best = candidate.objective < _NEARLY * result[0].objective
+        if candidate.sizes != result[0].sizes and near_best:
+            result.insert(1, result.pop(number))
+            break
+    return result
+
+
+def best_plan(found: Sequence[Candidate], checked: Mapping[int, Rehearsal], limit: float) -> int:
+    """The number of the best candidate: of those rehearsed the fastest that fits."""
+    if not checked:
+        if all(each.totals.bytes > limit for each in found):
+            return min(range(len(found)), key=lambda number: found[number].totals.bytes)
+        return 0
+
+    def rank(number: int) -> tuple[bool, float]:
+        rehearsal = checked[number]
+        fits = rehearsal.fits
+        seconds = rehearsal.time.total if rehearsal.time else 0.0
+        return (not fits, seconds if fits else float(rehearsal.memory.peak))
+
+    return min(checked, key=rank)

@@ -1,0 +1,469 @@
+"""Would a pipeline be faster: stages of layers, a schedule and microbatches for a planned step.
+
+Parts of the step are costed by `stage_costs`; `simulate` runs the schedule with these costs, and
+what stages hand over crosses their links. Taken only where it is clearly faster, or fits and
+nothing else does.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from meshwright._text import amount, duration, plural
+from meshwright.errors import PlanningError
+from meshwright.hardware.topology import Topology
+from meshwright.meshes.build import mesh as build_mesh
+from meshwright.models.base import Model
+from meshwright.mpmd.groups import MpmdMesh
+from meshwright.pipelines.api import pipeline
+from meshwright.pipelines.step import PipelineStep
+from meshwright.placement.placement import Placement
+from meshwright.placement.placer import placement_of
+from meshwright.planning.exchange_costs import AxisSpeed, axis_speed
+from meshwright.planning.plan_costs import Lists, PlanCosts
+from meshwright.planning.plan_search import Candidate, axis_names, mesh_sizes
+from meshwright.planning.remat_choice import Variant
+from meshwright.planning.stage_costs import (
+    CutProgram,
+    Seconds,
+    StageCosts,
+    cut_program,
+    optimizer_seconds,
+    scaled_program,
+    task_costs,
+    whole_step,
+)
+from meshwright.rehearsal.collectives.costs import pairs_cost
+from meshwright.schedules.named import schedule
+from meshwright.schedules.timeline import Timeline, simulate
+from meshwright.schedules.types import Schedule
+from meshwright.spec.mesh_spec import MeshSpec
+
+GAIN = 0.03  # by which a pipeline must be faster to be taken
+_MOST_STAGES, _MOST_MICROBATCHES = 32, 256
+_ROUNDS = (1, 2, 4, 8)  # microbatches for each stage
+_SCHEDULES = ("1f1b", "zb-h1", "interleaved-1f1b")
+_LISTS = 3  # of plans without stages, tried inside of them, for each number of axes
+_SIMULATED = 2  # plans inside of stages, of which all numbers of microbatches are tried
+_LOOKED_AT = 4  # pipelines whose memory is looked at, the fastest first
+
+
+@dataclasses.dataclass(frozen=True)
+class StageRow:
+    """One group of a pipeline: its layers, what else it computes, seconds of a microbatch, bytes.
+
+    `held`: of how many microbatches it has activations at once.
+    """
+
+    layers: int
+    also: str
+    forward: float
+    backward: float
+    held: float
+    bytes: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineChoice:
+    """The best pipeline for a step: its mesh, schedule, microbatches and stages, and what it costs.
+
+    `seconds` are comparable to `without`, those of the plan without stages. `bubble`: the part of
+    the time in which groups wait. `hand_over`: bytes that a device passes on for a microbatch.
+    `wins`: clearly faster, or it fits and the plan without stages does not. `split`: the layers of
+    every stage.
+    """
+
+    spec: MeshSpec
+    lists: Lists
+    schedule: str
+    stages: int
+    microbatches: int
+    rows: tuple[StageRow, ...]
+    seconds: float
+    without: float
+    bubble: float
+    hand_over: float
+    fits: bool
+    wins: bool
+    split: tuple[int, ...]
+    topology: Topology = dataclasses.field(repr=False)
+    timeline: Timeline = dataclasses.field(repr=False)
+    model: Model | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def groups(self) -> int:
+        """How many groups of devices run it."""
+        return len(self.rows)
+
+    def lines(self) -> list[str]:
+        """Say in lines what it would bring, and how to get it."""
+        gain = 1 - self.seconds / self.without
+        verdict = f"{gain:.0%} faster" if gain > 0 else f"{-gain:.0%} slower"
+        head = (
+            f"Pipeline: the best one has {self.groups} groups, {self.spec}, {self.schedule}, "
+            f"{self.microbatches} microbatches: {duration(self.seconds)} a step, {verdict}, "
+            f"{self.bubble:.0%} of it waiting"
+        )
+        if not self.wins:
+            why = "" if self.fits else f", and needs {amount(max(r.bytes for r in self.rows))}"
+            return [f"{head}{why}; not taken."]
+        rows = "; ".join(
+            f"group {number}: {plural(row.layers, 'layer')}{row.also}, {duration(row.forward)} + "
+            f"{duration(row.backward)}, {amount(row.bytes)}"
+            for number, row in _ends(self.rows)
+        )
+        return [f"{head}. It wins.", f"Its stages: {rows}.", self.how()]
+
+    def how(self) -> str:
+        """Say how to build it."""
+        if self.model is not None:
+            return "plan.pipeline.build() makes it: the model in stages, and its step."
+        first = self.split[0]
+        even = all(count == first for count in self.split)
+        each = str(first) if even else ", ".join(map(str, self.split))
+        return (
+            f"This plan is without stages. For them, cut the loop over {sum(self.split)} layers "
+            f"into {self.stages} loops of {each}, put x = mw.stage_end(x) between, differentiate "
+            "with mw.value_and_grad, and call "
+            f"mw.pipeline(step, mw.MpmdMesh(mw.mesh('{self.spec}'), 'pp'), "
+            f"schedule='{self.schedule}', microbatches={self.microbatches})."
+        )
+
+    def build(self, on: Any = None, **options: Any) -> tuple[Model, PipelineStep]:
+        """Return the model in stages, and its train step as a pipeline, to call or rehearse.
+
+        `on`: devices, by default the hardware of the plan; `options` are those of `pipeline`.
+        Only for models of `mw.models`; for other steps `how()` says what to write.
+        """
+        if self.model is None:
+            raise PlanningError(f"build: only models of mw.models are cut by it. {self.how()}")
+        config = dataclasses.replace(self.model.config, stages=self.stages, accumulation=1)
+        staged = dataclasses.replace(self.model, config=config)
+        whole: Any = build_mesh(self.spec, on=self.topology if on is None else on)
+        groups = MpmdMesh(whole, "pp")
+        options.setdefault("rules", staged.rules(groups.meshes[0]))
+        step = pipeline(
+            staged.train_step,
+            groups,
+            schedule=self.schedule,
+            microbatches=self.microbatches,
+            donate_argnums=0,
+            **options,
+        )
+        return staged, step
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the choice as plain data; times in seconds."""
+        names = ("schedule", "stages", "microbatches", "seconds", "without", "bubble", "hand_over")
+        return {
+            "mesh": str(self.spec),
+            **{name: getattr(self, name) for name in (*names, "fits", "wins")},
+            "groups": [dataclasses.asdict(row) for row in self.rows],
+        }
+
+
+def _ends(rows: Sequence[StageRow]) -> list[tuple[int, StageRow]]:
+    """The rows to show: all, or the first, the second and the last."""
+    numbered = list(enumerate(rows))
+    return numbered if len(rows) <= 4 else [*numbered[:2], numbered[-1]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inside:
+    """So many groups of devices, and a plan inside of each."""
+
+    groups: int
+    sizes: tuple[int, ...]
+    lists: Lists
+    placed: Placement
+
+
+@dataclasses.dataclass(frozen=True)
+class _Costed:
+    """The parts of a step inside of stages, for a number of microbatches.
+
+    `carried`: bytes that a device hands over for one; `saved`: those it keeps, for each layer.
+    """
+
+    inside: _Inside
+    microbatches: int
+    seconds: Seconds
+    carried: float
+    saved: float
+    speeds: tuple[AxisSpeed, ...]
+
+    def bound(self, cut: CutProgram) -> float:
+        """Seconds below which no schedule is: all groups alike, and the first forward's way."""
+        tasks = task_costs(self.seconds, (cut.layers // self.inside.groups,) * self.inside.groups)
+        mean = sum(each.F + each.BW for each in tasks) / len(tasks)
+        fill = sum(each.F for each in tasks[:-1])
+        once = sum(self.seconds[part] for part in ("once", "once first", "once last"))
+        return self.microbatches * mean + fill + once / self.inside.groups
+
+
+@dataclasses.dataclass(frozen=True)
+class _Try:
+    """A pipeline with its schedule simulated."""
+
+    seconds: float
+    costed: _Costed
+    name: str
+    layers: tuple[int, ...]
+    timeline: Timeline
+
+
+def choose_pipeline(
+    variant: Variant,
+    found: Sequence[Candidate],
+    topology: Topology,
+    *,
+    function: Any = None,
+    scatters: bool = True,
+) -> PipelineChoice | None:
+    """Find the best pipeline for a step that was planned; `None` where it cannot have stages.
+
+    `found`: the plans without stages, best first; their lists are tried inside of stages, too.
+    """
+    best = found[0]
+    fits = best.totals.bytes <= variant.costs.limit
+    devices = topology.num_devices
+    # What groups wait for at the ends of a schedule costs more than the least that can be won.
+    if devices < 4 or (fits and best.totals.exchange < 2 * GAIN * best.totals.seconds):
+        return None
+    cut = cut_program(variant)
+    if cut is None:
+        return None
+    model = getattr(function, "__self__", None)
+    model = model if isinstance(model, Model) and not getattr(model.config, "tied", False) else None
+    whole = StageCosts(variant, cut, 1)
+    names = [f"axis{n}" for n in range(len(best.sizes))]
+    placed = _placed(names, best.sizes, topology, best.intensity)
+    whole.costs.on(tuple(axis_speed(axis, topology, scatters) for axis in placed.axes))
+    without = whole_step(whole.seconds(best.lists), cut)
+    tries = _tries(variant, cut, found, topology, scatters, even=model is not None)
+    fastest: PipelineChoice | None = None
+    for each in tries[:_LOOKED_AT]:
+        choice = _choice(variant, cut, each, topology, without, fits, model)
+        fastest = fastest or choice
+        if choice.fits:
+            return choice
+    return fastest
+
+
+# In: a step that is cut, and the plans without stages. Out: pipelines with their times, the fastest
+# first. Every number of groups and mesh inside of them is costed with one number of microbatches;
+# the best few with others, and only what can still win by a lower bound is simulated.
+def _tries(
+    variant: Variant,
+    cut: CutProgram,
+    found: Sequence[Candidate],
+    topology: Topology,
+    scatters: bool,
+    even: bool,
+) -> list[_Try]:
+    """Find the fastest pipelines."""
+    devices = topology.num_devices
+    costs: dict[int, StageCosts] = {}
+    by_axes: dict[int, list[Lists]] = collections.defaultdict(list)
+    for candidate in found:
+        known = by_axes[len(candidate.sizes)]
+        if candidate.lists not in known and len(known) < _LISTS:
+            known.append(candidate.lists)
+
+    def costed(inside: _Inside, rounds: int) -> _Costed | None:
+        count = inside.groups * rounds
+        if cut.rows % count or count > _MOST_MICROBATCHES:
+            return None
+        if count not in costs:
+            costs[count] = StageCosts(variant, cut, count)
+        stage = costs[count]
+        speeds = tuple(axis_speed(axis, topology, scatters) for axis in inside.placed.axes[1:])
+        stage.costs.on(speeds)
+        seconds = stage.seconds(inside.lists)
+        carried = stage.bytes(cut.carried, inside.lists)
+        saved = stage.bytes(cut.saved, inside.lists) / cut.layers
+        return _Costed(inside, count, seconds, carried, saved, speeds)
+
+    options = []
+    for groups in range(2, min(devices, cut.layers, _MOST_STAGES) + 1):
+        if devices % groups or cut.layers % groups:
+            continue
+        for sizes in mesh_sizes(devices // groups, 2):
+            names = ["pp", *(f"axis{n}" for n in range(len(sizes)))]
+            placed = _placed(names, (groups, *sizes), topology, None)
+            options += [
+                _Inside(groups, sizes, lists, placed) for lists in by_axes[len(sizes)] or [()]
+            ]
+    first = [
+        each
+        for option in options
+        if (each := next(filter(None, (costed(option, n) for n in (2, 1))), None)) is not None
+    ]
+    first.sort(key=lambda each: (each.bound(cut), each.inside.groups, each.inside.lists))
+    # The bound knows nothing of hand-overs: every number of groups has its turn.
+    seen: collections.Counter[int] = collections.Counter()
+    chosen = []
+    for each in first:
+        seen[each.inside.groups] += 1
+        if seen[each.inside.groups] <= _SIMULATED:
+            chosen.append(each.inside)
+    more = [
+        each
+        for inside in chosen
+        for rounds in _ROUNDS
+        if (each := costed(inside, rounds)) is not None
+    ]
+    more.sort(key=lambda each: (each.bound(cut), each.inside.groups, each.microbatches))
+    tries: list[_Try] = []
+    for each in more:
+        if len(tries) > _LOOKED_AT and each.bound(cut) > sorted(t.seconds for t in tries)[2]:
+            break
+        tries += _scheduled(each, cut, even)
+    return sorted(
+        tries,
+        key=lambda each: (
+            each.seconds,
+            each.costed.inside.groups,
+            each.costed.microbatches,
+            each.name,
+        ),
+    )
+
+
+def _placed(
+    names: Sequence[str],
+    sizes: Sequence[int],
+    topology: Topology,
+    intensity: Sequence[float] | None,
+) -> Placement:
+    """Place a mesh: small axes are the busiest ones, and a pipeline's the least busy."""
+    weights = intensity or tuple(
+        1e-3 if name == "pp" else 3.0**number for number, name in enumerate(names)
+    )
+    spec = MeshSpec.parse(list(zip(names, sizes, strict=True)))
+    return placement_of(spec, topology, intensity=dict(zip(names, weights, strict=True)))
+
+
+def _scheduled(costed: _Costed, cut: CutProgram, even: bool) -> Iterator[_Try]:
+    """Run every schedule with the costs of one plan inside of the stages."""
+    groups, seconds = costed.inside.groups, costed.seconds
+    inner = math.prod(costed.inside.sizes)
+    pairs = np.stack([np.arange(inner * (groups - 1)), np.arange(inner, inner * groups)], axis=1)
+    latency = pairs_cost(max(1, int(costed.carried)), pairs, costed.inside.placed).seconds
+    for name in _SCHEDULES:
+        stages = groups * (2 if name == "interleaved-1f1b" else 1)
+        if cut.layers % stages:
+            continue
+        made = _named(name, groups, costed.microbatches, stages)
+        splits = [(cut.layers // stages,) * stages]
+        if not even and stages == groups and (uneven := _uneven(seconds, cut, groups)) != splits[0]:
+            splits.append(uneven)
+        for layers in splits:
+            timeline = simulate(made, task_costs(seconds, layers), latency)
+            total = timeline.makespan + optimizer_seconds(seconds, layers, cut.layers)
+            yield _Try(total, costed, name, layers, timeline)
+
+
+@functools.lru_cache(maxsize=64)
+def _named(name: str, groups: int, microbatches: int, stages: int) -> Schedule:
+    return schedule(name, groups=groups, microbatches=microbatches, stages=stages)
+
+
+def _uneven(seconds: Seconds, cut: CutProgram, stages: int) -> tuple[int, ...]:
+    """Deal out layers so that the slowest stage is fastest: fewer where embedding or head weigh."""
+    layer = seconds["layer F"] + seconds["layer B"] + seconds["layer W"]
+    busy = [0.0] * stages
+    busy[0] += seconds["first F"] + seconds["first B"]
+    busy[-1] += seconds["last"]
+    layers = [1] * stages
+    for _ in range(cut.layers - stages):
+        least = min(range(stages), key=lambda n: (busy[n] + layers[n] * layer, n))
+        layers[least] += 1
+    return tuple(layers)
+
+
+def _choice(
+    variant: Variant,
+    cut: CutProgram,
+    best: _Try,
+    topology: Topology,
+    without: float,
+    others_fit: bool,
+    model: Model | None,
+) -> PipelineChoice:
+    """Look at the memory of a pipeline, and say whether it wins."""
+    timeline, schedule_ = best.timeline, best.timeline.schedule
+    batch = frozenset({cut.batch})
+    experts = frozenset(n for n, name in enumerate(variant.names) if "expert" in name)
+    inside = best.costed.inside
+    names = ("pp", *axis_names(inside.lists, batch, experts))
+    spec = MeshSpec.parse(list(zip(names, (inside.groups, *inside.sizes), strict=True)))
+    alone = functools.cache(functools.partial(_stage_bytes, variant, cut, best.costed, topology))
+    rows = []
+    for group, own in enumerate(schedule_.stages_of):
+        count = sum(best.layers[stage] for stage in own)
+        also = {(True, False): " and what comes before them", (False, True): " and the loss"}.get(
+            (0 in own, schedule_.stages - 1 in own), ""
+        )
+        held = timeline.memory[group]
+        rows.append(
+            StageRow(
+                count,
+                also,
+                sum(timeline.costs[stage].F for stage in own),
+                sum(timeline.costs[stage].BW for stage in own),
+                held,
+                # Those of one microbatch are in the memory of the stage alone.
+                alone(count, 0 in own, schedule_.stages - 1 in own)
+                + max(0.0, held - 1) * count * best.costed.saved,
+            )
+        )
+    most = max(row.bytes for row in rows)
+    fits = most <= variant.costs.limit
+    return PipelineChoice(
+        spec=spec,
+        lists=inside.lists,
+        schedule=best.name,
+        stages=schedule_.stages,
+        microbatches=best.costed.microbatches,
+        rows=tuple(rows),
+        seconds=best.seconds,
+        without=without,
+        bubble=timeline.idle,
+        hand_over=best.costed.carried,
+        fits=fits,
+        wins=fits and (not others_fit or best.seconds < (1 - GAIN) * without),
+        split=best.layers,
+        topology=topology,
+        timeline=timeline,
+        model=model,
+    )
+
+
+def _stage_bytes(
+    variant: Variant,
+    cut: CutProgram,
+    best: _Costed,
+    topology: Topology,
+    layers: int,
+    first: bool,
+    last: bool,
+) -> float:
+    """Bytes on a device for some of the layers and one microbatch."""
+    program, groups = scaled_program(variant, cut, best.microbatches, layers / cut.layers)
+    elsewhere = (frozenset() if first else cut.first) | (frozenset() if last else cut.last)
+    sizes = [
+        0 if shape in elsewhere else size
+        for shape, size in zip(program.shapes, program.bytes, strict=True)
+    ]
+    program = dataclasses.replace(program, bytes=sizes)
+    limit, donated = variant.costs.limit, variant.step.donated
+    costs = PlanCosts(program, groups, topology, donated, limit).on(best.speeds)
+    return costs.totals(best.inside.lists).bytes

@@ -1,0 +1,434 @@
+"""`PlanCosts`: how long a step takes and what it needs when its dims are cut by a plan.
+
+A plan has, for each axis of a mesh, an ordered list of kinds of dims. In every array and in every
+operation the first kind of the list that is there, and that the axis divides, takes the axis. What
+an operation needs otherwise is gathered; what it leaves as partial sums is reduced. So `[batch]` is
+data parallelism, `[batch, embed]` FSDP, `[heads, mlp, vocab]` Megatron's.
+
+Speeds are those of rehearsals, and exchanges take what the model of collectives says.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+from meshwright.hardware.topology import Topology
+from meshwright.planning.dim_groups import HEAVY, VIEWS, DimGroups, Layout
+from meshwright.planning.exchange_costs import (
+    PIECE_KERNELS,
+    AxisSpeed,
+    Beside,
+    Cut,
+    Exchange,
+    ExchangeCosts,
+    Work,
+    product_sides,
+)
+from meshwright.planning.plan_memory import kept_values, live_sets, tile_padding
+from meshwright.planning.traced_program import Operation, TracedProgram
+from meshwright.rehearsal.kernel_speeds import speeds
+
+Lists = tuple[tuple[int, ...], ...]  # per axis, kinds of dims in the order in which they take it
+
+_SMALL = 4096  # bytes: arrays below are not worth an exchange, and lie where they are
+_NEGLIGIBLE = 3e-4  # part of all work below which an operation is left out
+# What an elementwise operation reads is mostly at hand, in the kernel that makes it.
+_FUSED = 0.5
+_PER_ENTRY = 0.01  # part of the time by which a list must be better to be longer by one
+# The same for a dim that two axes may cut for different reasons, and for one that no argument has
+# (queries to a key, halves of a head): partitioners then exchange in more and larger pieces than
+# needed, a tenth of a step's time and more.
+_PER_DOUBLE = 0.03
+_OVER = 10.0  # how much a plan costs for being over the limit, times the part it is over
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Way:
+    """How an operation is computed under a plan: the cut of every value as it is used or made.
+
+    `exchange` are the seconds that it waits for exchanges, `hidden` those beside its computing.
+    `gathered`: bytes of its operands as they are needed, where they lie in smaller pieces.
+    """
+
+    compute: float
+    exchange: float
+    hidden: float
+    cuts: tuple[Cut, ...]
+    gathered: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """Seconds of a step by part, and the bytes of one device at the worst moment.
+
+    `exchange` is what the step waits for, `hidden` what runs beside its computing.
+    """
+
+    compute: float
+    exchange: float
+    hidden: float
+    bytes: float
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.exchange
+
+
+class PlanCosts:
+    """Costs of plans for one program on one kind of chip; `on` chooses the mesh."""
+
+    def __init__(
+        self,
+        program: TracedProgram,
+        groups: DimGroups,
+        topology: Topology,
+        donated: Sequence[bool],
+        limit: float,
+        overlaps: bool = True,
+    ):
+        self.program, self.groups, self.limit = program, groups, limit
+        self._topology, self._overlaps = topology, overlaps
+        self.speeds = speeds(topology.chip)
+        # Products that the TPU's own compiler has scheduled reach more than those it has not.
+        own = speeds(topology.chip, scheduled=True).tpu
+        self._products = own.nominal / own.scheduled if own and overlaps else 1.0
+        self.exchanging = ExchangeCosts((), topology, overlaps)
+        self.sizes = self.exchanging.sizes
+        self.tried = 0
+        self._tpu = topology.chip.family == "tpu" and overlaps
+        kept = kept_values(program, self._tpu)
+        self._uses: collections.Counter[tuple[int, int, str]] = collections.Counter()
+        for operation in program.operations:
+            if operation.primitive in HEAVY:
+                for value in set(operation.inputs):
+                    self._uses[value, operation.body, operation.primitive] += 1
+        folded: dict[Work, int] = collections.defaultdict(int)
+        for operation in program.operations:
+            if operation.primitive in VIEWS:
+                continue
+            if operation.primitive in HEAVY or kept.intersection(operation.outputs):
+                folded[self.work(operation)] += operation.times
+        weight = {work: times * self._alone(work) for work, times in folded.items()}
+        least = _NEGLIGIBLE * sum(weight.values())
+        # Operations whose cost is decided by the same kinds are summed up once per choice of these.
+        self._bundles: dict[frozenset[int], list[tuple[Work, int]]] = collections.defaultdict(list)
+        for work, times in folded.items():
+            if weight[work] > least:
+                here = frozenset(k for dims, _ in work.values for k, _ in dims if k >= 0)
+                self._bundles[here].append((work, times))
+        self._live: list[dict[frozenset[int], list[tuple[Layout, float]]]] = []
+        for live in live_sets(program, groups.layout, kept, donated, self._tpu):
+            by_kinds: dict[frozenset[int], list[tuple[Layout, float]]] = collections.defaultdict(
+                list
+            )
+            for layout, size in live.items():
+                here = frozenset(kind for kind, _ in layout if kind >= 0)
+                by_kinds[here].append((layout, size))
+                self._bundles[here]  # an entry, if only for its memory
+            self._live.append(by_kinds)
+        seen = {kind for value in program.arguments for kind, _ in groups.layout[value]}
+        self._inner = frozenset(range(groups.count)) - seen
+        self._clear()
+
+    def on(self, axes: Sequence[AxisSpeed]) -> PlanCosts:
+        """Cost plans on a mesh of these axes from now on."""
+        self.exchanging = ExchangeCosts(axes, self._topology, self._overlaps)
+        self.sizes = self.exchanging.sizes
+        self._clear()
+        return self
+
+    @property
+    def axes(self) -> tuple[AxisSpeed, ...]:
+        """The axes of the mesh."""
+        return self.exchanging.axes
+
+    def _clear(self) -> None:
+        """Forget what was costed on another mesh."""
+        # For each bundle, its parts by the lists without the kinds that it does not have.
+        self._parts: list[dict[Lists, tuple[float, float, float, list[float], float]]] = [
+            {} for _ in self._bundles
+        ]
+        self._shortened: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        self._cuts: dict[Lists, dict[Layout, Cut]] = {}
+        self._cuts_of: Lists | None = None
+        self._cuts_here: dict[Layout, Cut] = {}
+
+    def copy(self) -> PlanCosts:
+        """Return costs of the same program, for another mesh."""
+        return copy.copy(self)
+
+    def work(self, operation: Operation) -> Work:
+        """Return an operation without its place in the program."""
+        layout, sizes = self.groups.layout, self.program.bytes
+        values = operation.values
+        shapes = self.program.shapes
+        dims = tuple(
+            (
+                dim.kind,
+                min(layout[values[w]][d][0] for w, d in dim.at),
+                math.gcd(*(shapes[values[w]][d] for w, d in dim.at)),
+                dim.at,
+            )
+            for dim in operation.dims
+            if dim.at
+        )
+        return Work(
+            operation.primitive in HEAVY,
+            operation.primitive == "dot_general",
+            operation.primitive != "conv_general_dilated",
+            _looks_up(operation),
+            tuple((layout[v], sizes[v]) for v in values),
+            len(operation.inputs),
+            dims,
+            operation.flops,
+            _dtype(self.program.dtypes[values[0]]) if operation.flops else "",
+            tuple(
+                self._uses[v, operation.body, operation.primitive] or 1 for v in operation.inputs
+            ),
+            product_sides(operation),
+        )
+
+    def _alone(self, work: Work) -> float:
+        """Seconds of an operation on one device."""
+        moved = sum(size for _, size in work.values)
+        return max(self._multiplying(work, 1), moved / self.speeds.bytes)
+
+    def _multiplying(self, work: Work, ways: int) -> float:
+        if not work.flops:
+            return 0.0
+        seconds = self.speeds.compute(work.flops / ways, work.dtype)
+        return seconds * self._products
+
+    def cut(self, layout: Layout, lists: Lists) -> Cut:
+        """How an array lies: each axis on the first kind of its list that is there and divides."""
+        if lists is not self._cuts_of:  # mostly the same object as before
+            self._cuts_of, self._cuts_here = lists, self._cuts.setdefault(lists, {})
+        found = self._cuts_here.get(layout)
+        if found is None:
+            found = self._cuts_here[layout] = {}
+            ways = [1] * len(layout)
+            for axis, order in enumerate(lists):
+                size = self.sizes[axis]
+                for wanted in order:
+                    dim = next(
+                        (
+                            d
+                            for d, (kind, length) in enumerate(layout)
+                            if kind == wanted and length % (ways[d] * size) == 0
+                        ),
+                        None,
+                    )
+                    if dim is not None:
+                        found[axis] = dim
+                        ways[dim] *= size
+                        break
+        return found
+
+    def _part(self, layout: Layout, lists: Lists) -> float:
+        """What one device needs of an array's bytes."""
+        cut = self.cut(layout, lists)
+        if not self._tpu:
+            return 1 / self.exchanging.divided(cut)
+        dims = [length for _, length in layout]
+        for axis, dim in cut.items():
+            dims[dim] //= self.sizes[axis]
+        return tile_padding(tuple(dims)) / self.exchanging.divided(cut)
+
+    # In: an operation and a plan. Out: the cheapest way to obey it. Where a kind is in the
+    # operation twice (queries and keys) either may take the axis, so all ways are tried. A lookup
+    # in rows may also take a later kind of the list: tokens are sorted to their experts row by row,
+    # and sent afterwards. A lookup in a table that one axis cuts by its width may do so too: it is
+    # looked up in parts, and the result is sent. The partitioner chooses that by itself; pinned, it
+    # would be carried on through the layers (13 s a step for 1.4).
+    def way(
+        self, work: Work, lists: Lists, log: list[Exchange] | None = None, *, pinned: bool = False
+    ) -> Way:
+        """Return how an operation is computed under a plan; `log` gets its exchanges.
+
+        `pinned`: how it is to be written down, where partitioners find better ways themselves.
+        """
+        options: list[list[int | None]] = []
+        for axis, order in enumerate(lists):
+            size = self.sizes[axis]
+            takers: list[int | None] = []
+            for wanted in order:
+                if takers and work.looks_up == "table" and sum(wanted in o for o in lists) > 1:
+                    continue
+                takers += [
+                    n
+                    for n, (iteration, kind, length, _) in enumerate(work.dims)
+                    if kind == wanted and iteration != "whole" and length % size == 0
+                ]
+                if takers and (not work.looks_up or (pinned and work.looks_up == "table")):
+                    break
+            options.append(takers or [None])
+        choices = list(itertools.product(*options))
+        if len(choices) == 1:
+            return self._way(work, lists, choices[0], log)
+        ways = [self._way(work, lists, choice, None) for choice in choices]
+        best = min(range(len(ways)), key=lambda n: ways[n].compute + ways[n].exchange)
+        if log is not None:
+            self._way(work, lists, choices[best], log)
+        return ways[best]
+
+    def _way(
+        self,
+        work: Work,
+        lists: Lists,
+        choice: Sequence[int | None],
+        log: list[Exchange] | None,
+    ) -> Way:
+        cuts: list[Cut] = [{} for _ in work.values]
+        partial: list[int] = []
+        ways, taken = 1, dict[int, int]()
+        for axis, number in enumerate(choice):
+            if number is None:
+                continue
+            iteration, _, length, at = work.dims[number]
+            before = taken.get(number, 1)
+            if length % (before * self.sizes[axis]):
+                continue
+            taken[number] = before * self.sizes[axis]
+            ways *= self.sizes[axis]
+            if iteration == "sum":
+                partial.append(axis)
+            for value, dim in at:
+                cuts[value][axis] = dim
+        seconds = moved = held = 0.0
+        product = self._multiplying(work, ways)
+        beside = Beside(frozenset(taken.values()), product)
+        for number, (layout, size) in enumerate(work.values):
+            is_input = number < work.inputs
+            local = size / self.exchanging.divided(cuts[number])
+            moved += local * (1.0 if work.heavy or not is_input else _FUSED)
+            if size < _SMALL:
+                continue
+            lies = self.cut(layout, lists)
+            if is_input:
+                if lies == cuts[number]:
+                    continue
+                entries: list[Exchange] | None = [] if log is not None else None
+                shared = work.shared[number]
+                beside.shared = shared
+                beside.sides = work.sides[number] if work.sides else {}
+                need = self.exchanging.move(size, lies, cuts[number], entries, beside)
+                if need:
+                    held += local
+                seconds += need / shared
+                if log is not None:
+                    log += [
+                        dataclasses.replace(e, bytes=e.bytes / shared, seconds=e.seconds / shared)
+                        for e in entries or ()
+                    ]
+                continue
+            beside.shared = 1
+            moved += beside.rounds * local
+            seconds += self.exchanging.reduce(
+                work, number, partial, lies, cuts[number], log, beside
+            )
+            seconds += self.exchanging.move(size, cuts[number], lies, log)
+        compute = max(product, moved / self.speeds.bytes)
+        hidden = 0.0
+        if work.multiplies:
+            hidden = min(beside.seconds, compute)
+            compute += beside.pieces * PIECE_KERNELS * self.speeds.start
+        return Way(compute, seconds - hidden, hidden, tuple(cuts), held)
+
+    def totals(self, lists: Lists) -> Totals:
+        """Sum up a step under a plan."""
+        compute = exchange = hidden = held = 0.0
+        sizes = [0.0] * len(self._live)
+        shortened = [self._shorten(order) for order in lists]
+        for (kinds, bundle), parts, *here in zip(
+            self._bundles.items(), self._parts, *shortened, strict=True
+        ):
+            key = tuple(here)
+            part = parts.get(key)
+            if part is None:
+                part = parts[key] = self._bundle(kinds, bundle, key)
+            compute += part[0]
+            exchange += part[1]
+            hidden += part[2]
+            if part[3]:
+                sizes = [total + more for total, more in zip(sizes, part[3], strict=True)]
+            if part[4] > held:
+                held = part[4]
+        return Totals(compute, exchange, hidden, max(sizes, default=0.0) + held)
+
+    def _shorten(self, order: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """For every bundle, an axis's list with the kinds alone that the bundle has."""
+        short = self._shortened.get(order)
+        if short is None:
+            short = [tuple([k for k in order if k in kinds]) for kinds in self._bundles]
+            self._shortened[order] = short
+        return short
+
+    def _bundle(
+        self, kinds: frozenset[int], bundle: Sequence[tuple[Work, int]], lists: Lists
+    ) -> tuple[float, float, float, list[float], float]:
+        compute = exchange = hidden = held = 0.0
+        for work, times in bundle:
+            way = self.way(work, lists)
+            compute += times * way.compute
+            exchange += times * way.exchange
+            hidden += times * way.hidden
+            held = max(held, way.gathered)
+        sizes = []
+        if any(kinds in live for live in self._live):
+            sizes = [
+                sum(size * self._part(layout, lists) for layout, size in live.get(kinds, ()))
+                for live in self._live
+            ]
+        return compute, exchange, hidden, sizes, held
+
+    def objective(self, lists: Lists) -> float:
+        """What the search makes small: seconds, more if it does not fit or is complicated."""
+        self.tried += 1
+        totals = self.totals(lists)
+        over = max(0.0, totals.bytes / self.limit - 1.0)
+        entries = sum(map(len, lists))
+        inner = sum(kind in self._inner for order in lists for kind in order)
+        return (
+            totals.seconds
+            * (1 + _OVER * over)
+            * (1 + _PER_ENTRY * entries + _PER_DOUBLE * (self._doubles(lists) + inner))
+        )
+
+    def _doubles(self, lists: Lists) -> int:
+        """How often a kind stands in the lists of two axes that are not alike."""
+        return sum(
+            len(set(one) & set(other))
+            for one, other in itertools.combinations(lists, 2)
+            if one != other
+        )
+
+    def exchanges(self, lists: Lists) -> list[tuple[Exchange, Work, int]]:
+        """Every exchange that a plan implies, with its operation and how often it runs."""
+        found = []
+        for bundle in self._bundles.values():
+            for work, times in bundle:
+                log: list[Exchange] = []
+                self.way(work, lists, log)
+                found += [(entry, work, times) for entry in log]
+        return found
+
+
+def _looks_up(operation: Operation) -> str:
+    """Whether an operation looks up in, or adds to, every row by itself, or a table for all."""
+    if operation.primitive not in ("gather", "scatter-add", "scatter"):
+        return ""
+    dims = operation.eqn.params["dimension_numbers"]
+    return "rows" if dims.operand_batching_dims else "table"
+
+
+_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "int8": "s8"}
+
+
+def _dtype(name: str) -> str:
+    """The compiler's short name of a dtype."""
+    return _DTYPES.get(name, name.replace("float8_", "f8"))

@@ -1,0 +1,127 @@
+"""What a plan must say of itself: devices that repeat work, a batch too small, and no room.
+
+Where a step does not fit, the ways out are listed with what each would save, as far as that is
+known without planning again.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from meshwright._text import amount, plural
+from meshwright.planning.apply_plan import Layouts
+from meshwright.planning.step_plan import AxisChoice
+from meshwright.planning.traced_program import TracedStep
+
+_MOMENTS = re.compile(r"(^|/)(opt|opt_state|optimizer|mu|nu|trace|momentum)(/|$)")
+_SMALL_SAVING = 0.02  # of the limit: ways out that save less are not worth a line
+
+
+def idle_notes(
+    step: TracedStep, layouts: Layouts, axes: Sequence[AxisChoice], devices: int
+) -> list[str]:
+    """Say which devices do what others do too, and where the batch is what stops them."""
+    notes = []
+    rows = batch_rows(layouts)
+    ways = batch_ways(layouts)
+    idle = [axis for axis in axes if axis.size > 1 and not axis.shards]
+    if rows and ways < devices and (rows < devices or rows % devices):
+        others = [
+            f"{axis.name} shards {', then '.join(axis.shards)}"
+            for axis in axes
+            if axis.size > 1 and axis.shards and axis.shards[0] != "batch"
+        ]
+        notes.append(
+            f"The batch has {plural(rows, 'row')} for {plural(devices, 'device')} and is "
+            f"{f'cut {ways} ways' if ways > 1 else 'not cut'}{'; ' if others else ''}"
+            f"{', '.join(others)}. With a multiple of {devices} rows every device could have its "
+            "own."
+        )
+    if idle:
+        named = ", ".join(f"{axis.name}:{axis.size}" for axis in idle)
+        repeated = math.prod(axis.size for axis in idle)
+        sizes = [size for each in layouts.costs.groups.sizes for size in each]
+        why = (
+            "to shard more would cost more than it saves"
+            if all(any(size % axis.size == 0 for size in sizes) for axis in idle)
+            else f"no dim is divisible by {', '.join(str(axis.size) for axis in idle)}"
+        )
+        notes.append(
+            f"{named} shards nothing: {repeated} devices at a time do the same work, since {why}. "
+            "Take fewer devices, or other sizes."
+        )
+    return notes
+
+
+def batch_rows(layouts: Layouts) -> int:
+    """How many rows the data have: 0 where no dim of theirs can be cut."""
+    program, layout = layouts.costs.program, layouts.costs.groups.layout
+    return max(
+        (program.shapes[v][0] for v in layouts.data if layout[v] and layout[v][0][0] >= 0),
+        default=0,
+    )
+
+
+def batch_ways(layouts: Layouts) -> int:
+    """How many ways the rows of the data are cut."""
+    costs = layouts.costs
+    return max(
+        (
+            math.prod(
+                costs.sizes[axis]
+                for axis, dim in costs.cut(costs.groups.layout[value], layouts.lists).items()
+                if dim == 0
+            )
+            for value in layouts.data
+        ),
+        default=1,
+    )
+
+
+# In: a plan that does not fit, its bytes a device and the bytes that there are. Out: by how much,
+# and the ways out, the cheapest first; each with its saving where that is plain arithmetic.
+def memory_notes(
+    step: TracedStep, layouts: Layouts, held: float, limit: float, devices: int
+) -> list[str]:
+    """Say by how much a plan does not fit, and what would help."""
+    costs = layouts.costs
+    local = {
+        value: costs.program.bytes[value]
+        / math.prod(
+            costs.sizes[axis] for axis in costs.cut(costs.groups.layout[value], layouts.lists)
+        )
+        for value in costs.program.arguments
+    }
+    arguments = sum(local.values())
+    computed = max(0.0, held - arguments)
+    notes = [
+        f"Nothing that was tried fits. This comes nearest: {amount(held)} a device of "
+        f"{amount(limit)}, {amount(held - limit)} too much; {amount(arguments)} are arguments."
+    ]
+    ways = []
+    donated = step.donated
+    kept = sum(
+        local[costs.program.arguments[number]]
+        for number in set(step.carried.values())
+        if not donated[number]
+    )
+    if kept > _SMALL_SAVING * limit:
+        ways.append(f"donate the state (donate_argnums), {amount(kept)} less")
+    if computed > _SMALL_SAVING * limit:
+        ways.append(f"jax.checkpoint around each layer: {amount(computed)} are computed values")
+    rows, cut = batch_rows(layouts), batch_ways(layouts)
+    if rows and computed and arguments < limit:
+        fewer = int(rows * (limit - arguments) / computed) // cut * cut
+        if 0 < fewer < rows:
+            ways.append(f"{fewer} rows in place of {rows}")
+    moments = sum(
+        size
+        for (value, size), path in zip(local.items(), step.paths, strict=True)
+        if _MOMENTS.search(path) and costs.program.dtypes[value] == "float32"
+    )
+    if moments > _SMALL_SAVING * limit:
+        ways.append(f"the optimizer's moments in bfloat16, {amount(moments / 2)} less")
+    ways.append(f"about {math.ceil(devices * held / limit):,} chips in place of {devices:,}")
+    return [*notes, f"Ways out: {'; '.join(ways)}."]

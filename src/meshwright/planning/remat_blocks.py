@@ -1,0 +1,487 @@
+"""Blocks of layers whose backward pass may keep more or less, and the step with a choice for each.
+
+A block is a function that the user marks (`block`), or, where the loss and the optimizer are given,
+a scan over layers or a function with `jax.checkpoint`. The remat of a marked one is set while the
+step is traced; of a loss its jaxpr is evaluated with other policies before it is differentiated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from meshwright._compat import (
+    Atom,
+    Eqn,
+    Jaxpr,
+    Var,
+    at_equation,
+    is_literal,
+    scan_counts,
+    source_line,
+)
+from meshwright.errors import PlanningError, short
+from meshwright.pipelines.tracing import run_equation
+from meshwright.planning.traced_program import TracedStep, inlined_program, trace_step
+from meshwright.rehearsal.step_arguments import argument_names
+from meshwright.trees.split import as_shape, split_arrays
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# From what is fastest to what needs least memory; "as written" leaves the user's own.
+POLICIES = ("everything", "dots", "dots without batch", "nothing")
+OFFLOAD, WRITTEN = "offload", "as written"
+_CHECKPOINTS = ("checkpoint", "remat2")
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+
+Segments = tuple[tuple[str, int], ...]  # policies of a block, each with so many of its runs
+Assignment = tuple[Segments, ...]  # of every block
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A part of a step whose remat can be chosen: where it is, and how often it runs.
+
+    `splits`: whether its runs may have different policies. `names`: of its values, for offloading.
+    """
+
+    name: str
+    runs: int
+    splits: bool = False
+    names: tuple[str, ...] = ()
+    written: bool = False  # has a `jax.checkpoint` of its own
+
+
+# Marked blocks. A user's context is in the keys of JAX's caches: a function that was traced without
+# a choice is traced again with one.
+_CHOOSER: Any = jax.make_user_context(None)  # type: ignore[no-untyped-call]
+
+
+def block(function: Function) -> Function:
+    """Mark a function as a block of layers, for `plan` to choose what its backward pass keeps.
+
+    Anywhere else the function does what it always did. Its arguments may be any trees.
+
+    >>> import jax, jax.numpy as jnp, meshwright as mw
+    >>> @mw.block
+    ... def layer(x, w):
+    ...     return jnp.tanh(x @ w)
+    >>> layer(jnp.ones((2, 2)), jnp.zeros((2, 2))).sum()
+    Array(0., dtype=float32)
+    """
+    if not callable(function):
+        raise PlanningError(f"block: {short(function)} is no function; mark a layer's function.")
+
+    @functools.wraps(function)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        chooser = _CHOOSER.value
+        if chooser is None:
+            return function(*args, **kwargs)
+        return chooser.call(function, args, kwargs)
+
+    return marked  # type: ignore[return-value]
+
+
+def _marks_itself(*_: Any, **__: Any) -> bool:
+    """The policy of blocks in the trace of a loss, where they are found by it."""
+    return True
+
+
+class _Chooser:
+    """Gives the blocks that are called while it is set their policies, in the order of calls."""
+
+    def __init__(self, assignment: Assignment | None = None, find: bool = False):
+        self.assignment, self.find = assignment, find
+        self.blocks: list[Block] = []
+
+    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        number = len(self.blocks)
+        name = getattr(function, "__name__", "block")
+        self.blocks.append(Block(name, 1))
+        if self.find:
+            return _checkpointed(function, args, kwargs, _marks_itself)
+        # JAX may trace a body more often than before: what is beyond the end has the last policy.
+        policy = self.assignment[min(number, len(self.assignment) - 1)] if self.assignment else ()
+        name = policy[0][0] if policy else "everything"
+        if name in ("everything", WRITTEN):
+            return function(*args, **kwargs)
+        return _checkpointed(function, args, kwargs, policy_of(name))
+
+
+def _checkpointed(function: Callable[..., Any], args: Any, kwargs: Any, policy: Any) -> Any:
+    """Call a function of any trees under `jax.checkpoint`: what is no array goes around it."""
+    parts = split_arrays((args, kwargs))
+
+    def flat(*arrays: Any) -> Any:
+        positional, named = parts.rebuild(arrays)
+        return function(*positional, **named)
+
+    return jax.checkpoint(flat, policy=policy)(*parts.arrays)
+
+
+@contextlib.contextmanager
+def choosing(chooser: _Chooser) -> Iterator[_Chooser]:
+    """Let a chooser give policies to the blocks that are traced meanwhile."""
+    with _CHOOSER(chooser):
+        yield chooser
+
+
+def policy_of(name: str, names: Sequence[str] = ()) -> Any:
+    """Return JAX's policy of this name; `names` are those of values that can be offloaded."""
+    policies = jax.checkpoint_policies
+    if name == "dots":
+        return policies.dots_saveable
+    if name == "dots without batch":
+        return policies.dots_with_no_batch_dims_saveable
+    if name == OFFLOAD and names:
+        return policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=list(names),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    if name == OFFLOAD:
+        return policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+    return None
+
+
+# Steps whose remat can be chosen.
+
+
+@dataclasses.dataclass(frozen=True)
+class MarkedStep:
+    """A step with functions that were marked by `block`."""
+
+    step: Callable[..., Any]
+    blocks: tuple[Block, ...]
+
+    def function(self, assignment: Assignment) -> Callable[..., Any]:
+        """Return the step with a policy for every block."""
+        return _renamed(_under(self.step, assignment), self.step)
+
+
+def _under(step: Callable[..., Any], assignment: Assignment) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        with choosing(_Chooser(assignment)):
+            return step(*args)
+
+    return run
+
+
+def _renamed(function: Callable[..., Any], like: Callable[..., Any]) -> Callable[..., Any]:
+    function.__name__ = getattr(like, "__name__", "step")
+    return function
+
+
+# In: a loss and an optimizer. Out: a train step `(params, state, *batch) -> (params, state, out)`,
+# where `out` is what the loss returns. The loss is traced once, and its blocks are found in the
+# jaxpr; a variant evaluates that jaxpr with other policies before it is differentiated.
+@dataclasses.dataclass(frozen=True)
+class LossStep:
+    """A loss with an optimizer; `args` are those of the train step that they make."""
+
+    loss: Callable[..., Any]
+    optimizer: Any
+    args: tuple[Any, ...]
+    closed: Any
+    returned: Any
+    found: tuple[tuple[Eqn, Block], ...]
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return tuple(each for _, each in self.found)
+
+    def function(self, assignment: Assignment) -> Callable[..., Any]:
+        """Return the train step with a policy for every block."""
+        chosen = {
+            id(eqn): (each, segments)
+            for (eqn, each), segments in zip(self.found, assignment, strict=True)
+            if segments[0][0] != WRITTEN
+        }
+        run = _Rematerialized(chosen).run
+
+        def loss(params: Any, *batch: Any) -> Any:
+            arrays = split_arrays((params, *batch)).arrays
+            return self.returned.rebuild(run(self.closed.jaxpr, self.closed.consts, arrays))
+
+        return _renamed(train_step(loss, self.optimizer), self.loss)
+
+
+def train_step(loss: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
+    """Make a train step of a loss and an optimizer, as an Optax transformation is one."""
+
+    def step(params: Any, state: Any, *batch: Any) -> tuple[Any, Any, Any]:
+        weights = _weights(params)
+
+        def on(weights: Any) -> tuple[Any, Any]:
+            out = loss(_merged(params, weights), *batch)
+            return (out[0] if isinstance(out, tuple) else out), out
+
+        (_, out), grads = jax.value_and_grad(on, has_aux=True)(weights)
+        updates, state = optimizer.update(grads, state, weights)
+        new = jax.tree.map(lambda w, u: (w + u).astype(w.dtype), weights, updates)
+        return _merged(params, new), state, out
+
+    return step
+
+
+def _weights(params: Any) -> Any:
+    """The tree with `None` for all that is not trained, as Optax expects it."""
+    return jax.tree.map(lambda leaf: leaf if _is_weight(leaf) else None, params)
+
+
+def _is_weight(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+
+
+def _merged(params: Any, weights: Any) -> Any:
+    """Put trained weights back into their tree."""
+    new = iter(jax.tree.leaves(weights))
+    return jax.tree.map(lambda leaf: next(new) if _is_weight(leaf) else leaf, params)
+
+
+def loss_step(loss: Callable[..., Any], args: Sequence[Any], optimizer: Any) -> LossStep:
+    """Trace a loss, and find its blocks."""
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise PlanningError(
+            f"optimizer: {short(optimizer)} has no init and update; pass an Optax transformation.",
+            option="optimizer",
+        )
+    if len(args) < 2:
+        raise PlanningError(
+            "optimizer: with an optimizer the function is a loss of parameters and a batch: "
+            "plan(loss, params, batch, optimizer=...)."
+        )
+    parts = split_arrays(tuple(args))
+    returned: list[Any] = []
+
+    def flat(*arrays: Any) -> Any:
+        out = split_arrays(loss(*parts.rebuild(arrays)))
+        returned.append(dataclasses.replace(out, arrays=()))
+        return out.arrays
+
+    with choosing(_Chooser(find=True)):
+        closed = jax.make_jaxpr(flat)(*map(as_shape, parts.arrays))
+    value = closed.out_avals[0] if closed.out_avals else None
+    if getattr(value, "shape", None) != ():
+        raise PlanningError(
+            "optimizer: the function returns no scalar first, so it is no loss. Return the loss, "
+            "or (loss, anything else); or plan the whole train step without optimizer=."
+        )
+    state = jax.eval_shape(
+        lambda params: optimizer.init(_weights(params)), jax.tree.map(as_shape, args[0])
+    )
+    found = tuple(_distinct(_blocks_in(closed.jaxpr)))
+    return LossStep(loss, optimizer, (args[0], state, *args[1:]), closed, returned[-1], found)
+
+
+def _distinct(found: Iterator[tuple[Eqn, Block]]) -> Iterator[tuple[Eqn, Block]]:
+    """Join equations that are met several times: JAX traces a function once for all its calls."""
+    by_eqn: dict[int, tuple[Eqn, Block]] = {}
+    for eqn, each in found:
+        before = by_eqn.get(id(eqn))
+        runs = each.runs + (before[1].runs if before else 0)
+        by_eqn[id(eqn)] = (
+            eqn,
+            dataclasses.replace(each, runs=runs, splits=each.splits and not before),
+        )
+    yield from by_eqn.values()
+
+
+def _blocks_in(jaxpr: Jaxpr, times: int = 1, marked: bool = False) -> Iterator[tuple[Eqn, Block]]:
+    """Yield the equations that are blocks; inside of a loop only those that are marked."""
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in _CHECKPOINTS:
+            mark = eqn.params.get("policy") is _marks_itself
+            if mark or not marked:
+                names = tuple(sorted(_value_names(eqn.params["jaxpr"])))
+                yield eqn, Block(source_line(eqn), times, False, names, written=not mark)
+        elif name == "scan":
+            body, length = eqn.params["jaxpr"].jaxpr, eqn.params["length"]
+            inside = list(_blocks_in(body, times * length, marked=True))
+            yield from inside
+            if not inside and not marked and length > 1 and _has_layers(eqn):
+                names = tuple(sorted(_value_names(body)))
+                line = f"scan of {length} at {source_line(eqn)}"
+                own = any(each.primitive.name in _CHECKPOINTS for each in _deep(body))
+                yield eqn, Block(line, length, not eqn.params["reverse"], names, own)
+        elif (held := inlined_program(eqn)) is not None and not name.startswith("custom"):
+            yield from _blocks_in(held[0], times, marked)
+
+
+def _deep(jaxpr: Jaxpr) -> Iterator[Eqn]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        if (held := inlined_program(eqn)) is not None:
+            yield from _deep(held[0])
+        elif eqn.primitive.name == "scan":
+            yield from _deep(eqn.params["jaxpr"].jaxpr)
+
+
+def _has_layers(eqn: Eqn) -> bool:
+    """Whether a scan goes along stacked arrays and multiplies: layers, not a recurrence of sums."""
+    params = eqn.params
+    stacks = len(eqn.invars) > sum(scan_counts(params))
+    return stacks and any(each.primitive.name in _PRODUCTS for each in _deep(params["jaxpr"].jaxpr))
+
+
+def _value_names(jaxpr: Jaxpr) -> set[str]:
+    """The names that `checkpoint_name` gave to values in a jaxpr."""
+    return {each.params["name"] for each in _deep(jaxpr) if each.primitive.name == "name"}
+
+
+# In: a jaxpr, and segments for some of its equations. Out: what it computes, under these policies.
+# Invariant: other equations run as they are; a `jax.checkpoint` inside of a block gives way to the
+# block's. A scan with two segments becomes two scans, one after the other.
+class _Rematerialized:
+    """Evaluates the jaxpr of a loss with other policies for its blocks."""
+
+    def __init__(self, chosen: Mapping[int, tuple[Block, Segments]]):
+        self.chosen = chosen
+
+    def run(
+        self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], inside: bool = False
+    ) -> list[Any]:
+        """Evaluate a jaxpr; `inside` of a block, checkpoints are written out."""
+        env: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Atom) -> Any:
+            return atom.val if is_literal(atom) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            values = [read(atom) for atom in eqn.invars]
+            name = eqn.primitive.name
+            held = None if name.startswith("custom") else inlined_program(eqn)
+            if id(eqn) in self.chosen:
+                results = self._block(eqn, values, *self.chosen[id(eqn)])
+            elif held is not None and (
+                inside or (name not in _CHECKPOINTS and self._holds(held[0]))
+            ):
+                results = self.run(*held, values, inside)
+            elif name == "scan" and self._holds(eqn.params["jaxpr"].jaxpr):
+                results = self._scan(eqn, values, None, eqn.params["length"], inside=False)
+            else:
+                results = run_equation(eqn, env)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _holds(self, jaxpr: Jaxpr) -> bool:
+        """Whether a jaxpr has a block in it."""
+        return any(id(eqn) in self.chosen for eqn in _deep(jaxpr))
+
+    def _block(self, eqn: Eqn, values: Sequence[Any], each: Block, segments: Segments) -> list[Any]:
+        if eqn.primitive.name != "scan":
+            name = segments[0][0]
+            # Blocks are checkpoints or scans, and a checkpoint holds its program.
+            held: Any = inlined_program(eqn)
+            run: Callable[..., list[Any]] = functools.partial(self._inside, held)
+            if name != "everything":
+                run = jax.checkpoint(
+                    run,
+                    policy=policy_of(name, each.names),
+                    prevent_cse=eqn.params.get("prevent_cse", True),
+                )
+            return run(*values)
+        start, carry, stacks = 0, list(values), []
+        constants, carried = scan_counts(eqn.params)
+        whole = constants + carried
+        for name, count in segments:
+            part = [*carry[:whole], *(x[start : start + count] for x in values[whole:])]
+            if len(segments) == 1:
+                part = list(values)
+            results = self._scan(eqn, part, (name, each.names), count, inside=True)
+            carry = [*values[:constants], *results[:carried]]
+            stacks.append(results[carried:])
+            start += count
+        joined = (
+            [jnp.concatenate(parts) for parts in zip(*stacks, strict=True)]
+            if len(stacks) > 1
+            else stacks[0]
+        )
+        return [*carry[constants:], *joined]
+
+    def _inside(self, held: tuple[Jaxpr, Sequence[Any]], *values: Any) -> list[Any]:
+        return self.run(*held, values, inside=True)
+
+    def _scan(
+        self,
+        eqn: Eqn,
+        values: Sequence[Any],
+        policy: tuple[str, Sequence[str]] | None,
+        length: int,
+        inside: bool,
+    ) -> list[Any]:
+        """Run a scan whose body is evaluated by this, under a policy."""
+        params = eqn.params
+        constants, carried = scan_counts(params)
+        body = params["jaxpr"]
+
+        def step(carry: Any, parts: Any) -> tuple[Any, Any]:
+            inputs = [*values[:constants], *carry, *parts]
+            results = self.run(body.jaxpr, body.consts, inputs, inside)
+            return results[:carried], results[carried:]
+
+        if policy is not None and policy[0] != "everything":
+            # XLA cannot merge what the body of a scan computes again with the forward pass.
+            step = jax.checkpoint(step, policy=policy_of(*policy), prevent_cse=False)
+        with at_equation(eqn):
+            carry, stacks = jax.lax.scan(
+                step,
+                list(values[constants : constants + carried]),
+                list(values[constants + carried :]),
+                length,
+                params["reverse"],
+                params["unroll"],
+            )
+        return [*carry, *stacks]
+
+
+Trace = Callable[
+    [Callable[..., Any], Sequence[Any], Sequence[str], Sequence[int] | None], TracedStep
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedSource:
+    """A step to plan: traced as it is (`plain`), or with blocks whose remat can be chosen."""
+
+    source: MarkedStep | LossStep | None
+    plain: TracedStep | None
+    trace: Callable[[Callable[..., Any]], TracedStep]
+
+
+def trace_source(
+    function: Callable[..., Any], args: Sequence[Any], optimizer: Any, trace: Trace
+) -> TracedSource:
+    """Trace what is planned, and find its blocks.
+
+    `trace` takes a function, its arguments, their names, and those donated if no others are said.
+    """
+    names = argument_names(function, len(args))
+    if optimizer is not None:
+        source = loss_step(function, args, optimizer)
+        step_names = ("params", "state", *names[1:])
+        return TracedSource(
+            source, None, lambda variant: trace(variant, source.args, step_names, (0, 1))
+        )
+    chooser = _Chooser()
+    with choosing(chooser):
+        plain = trace(function, args, names, None)
+
+    def again(variant: Callable[..., Any]) -> TracedStep:
+        return trace_step(variant, plain.arguments, plain.names, plain.donate_argnums)
+
+    if not chooser.blocks:
+        return TracedSource(None, plain, again)
+    # A jitted step was traced for its donations too: blocks are counted in a trace of their own.
+    with choosing(_Chooser()) as counter:
+        again(function)
+    return TracedSource(MarkedStep(function, tuple(counter.blocks)), plain, again)

@@ -1,0 +1,343 @@
+"""`TracedProgram`: a step as a flat list of operations, with the dims over which each iterates.
+
+The step is traced once. Bodies of `scan` are read once, with their trip counts; `jit`, `remat` and
+functions with derivatives of their own are read as if they were written out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from meshwright._compat import Atom, Eqn, Jaxpr, Var, is_literal, scan_counts, source_line
+from meshwright._compat_lowering import is_on_host
+from meshwright.planning.carried_state import next_arguments
+from meshwright.planning.iteration_dims import IterationDim
+from meshwright.planning.primitive_rules import rule_of
+from meshwright.trees.split import Split, as_shape, split_arrays
+from meshwright.trees.walk import bits, variables_of
+
+# Primitives that hold the program they run, and the parameter that has it.
+INLINED = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+}
+CONTROL_FLOW = frozenset({"scan", "while", "cond"})
+
+Position = tuple[int, int]  # a value and one of its dims
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operation:
+    """One primitive: the values it reads and makes, and its iteration dims.
+
+    `times`: how often a step runs it. `body`: the innermost loop that it is in, 0 for none.
+    """
+
+    primitive: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    dims: tuple[IterationDim, ...]
+    flops: float
+    times: int
+    body: int
+    known: bool
+    eqn: Eqn
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """Inputs and outputs, which the iteration dims count through."""
+        return self.inputs + self.outputs
+
+
+@dataclasses.dataclass
+class TracedProgram:
+    """A step, flat: values by number, operations in order.
+
+    `shapes`, `bytes` and `dtypes` are those of the values. `ties`: dims of two values that are one
+    in some operation. `stacked`: dims that a loop goes along. `events`: for the memory of a step,
+    what is read and made, in order; a loop is one event before its body and one after.
+    """
+
+    shapes: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+    bytes: list[int] = dataclasses.field(default_factory=list)
+    dtypes: list[str] = dataclasses.field(default_factory=list)
+    operations: list[Operation] = dataclasses.field(default_factory=list)
+    ties: list[tuple[Position, Position]] = dataclasses.field(default_factory=list)
+    stacked: set[Position] = dataclasses.field(default_factory=set)
+    events: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = dataclasses.field(
+        default_factory=list
+    )
+    maker: dict[int, str] = dataclasses.field(default_factory=dict)
+    arguments: list[int] = dataclasses.field(default_factory=list)
+    results: list[int] = dataclasses.field(default_factory=list)
+
+    def unknown(self) -> dict[str, str]:
+        """Primitives without a rule of their own, each with the first line that uses it."""
+        lines: dict[str, str] = {}
+        for operation in self.operations:
+            if not operation.known and operation.primitive not in lines:
+                lines[operation.primitive] = source_line(operation.eqn)
+        return lines
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedStep:
+    """A step, traced: its jaxpr over the arrays among its arguments, and how to rebuild trees.
+
+    `arguments`: a `Split` for each argument. `returned`: that of what the step returns; arrays that
+    it left in NNX variables of its arguments follow in the jaxpr's results, and `in_place` says for
+    each which array of the arguments it replaces. `carried`: for results that are the next step's
+    arguments (the new state), by number, the array of the arguments that each takes the place of.
+    """
+
+    function: Callable[..., Any]
+    closed: Any
+    arguments: tuple[Split, ...]
+    returned: Split
+    in_place: tuple[int, ...]
+    donate_argnums: tuple[int, ...]
+    names: tuple[str, ...]
+    carried: Mapping[int, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def paths(self) -> list[str]:
+        """The path of every array among the arguments, its argument's name first."""
+        return [
+            "/".join(filter(None, (name, path)))
+            for name, part in zip(self.names, self.arguments, strict=True)
+            for path in part.paths
+        ]
+
+    @property
+    def donated(self) -> list[bool]:
+        """Whether each array among the arguments is donated."""
+        return [
+            number in self.donate_argnums
+            for number, part in enumerate(self.arguments)
+            for _ in part.arrays
+        ]
+
+
+# In: a function and its arguments, trees with any leaves. Out: its jaxpr over the arrays among
+# them. What is no array is a part of the program. NNX modules are changed in place: what the step
+# leaves in their variables is a result. Example: `step(model, x)`, which updates `model.w` in place
+# and returns a loss, gives a jaxpr (w, x) -> (loss, w) with `in_place == (0,)`.
+def trace_step(
+    function: Callable[..., Any],
+    parts: Sequence[Split],
+    names: Sequence[str],
+    donate_argnums: tuple[int, ...],
+) -> TracedStep:
+    """Trace a step of these arguments; what the function raises comes through as it is."""
+    counts = [len(part.arrays) for part in parts]
+    seen: list[tuple[Split, tuple[int, ...]]] = []
+
+    def flat(*values: Any) -> list[Any]:
+        rebuilt, start = [], 0
+        for part, count in zip(parts, counts, strict=True):
+            rebuilt.append(part.rebuild(values[start : start + count]))
+            start += count
+        returned = split_arrays(function(*rebuilt))
+        in_place: list[int] = []
+        changed: list[Any] = []
+        first = 0
+        for part, arg in zip(parts, rebuilt, strict=True):
+            if variables_of(arg):
+                for number, new in enumerate(arrays_at(part, arg), first):
+                    if new is not values[number]:
+                        in_place.append(number)
+                        changed.append(new)
+            first += len(part.positions)
+        seen.append((dataclasses.replace(returned, arrays=()), tuple(in_place)))
+        return [*returned.arrays, *changed]
+
+    closed = jax.make_jaxpr(flat)(*(as_shape(array) for part in parts for array in part.arrays))
+    returned, in_place = seen[-1]
+    shapes = [(aval.shape, aval.dtype) for aval in closed.out_avals]
+    carried = next_arguments(
+        parts,
+        [(aval.shape, aval.dtype) for aval in closed.in_avals],
+        returned,
+        shapes[: len(returned.positions)],
+        {0, *donate_argnums},
+    )
+    carried.update(
+        (len(returned.positions) + number, argument) for number, argument in enumerate(in_place)
+    )
+    return TracedStep(
+        function, closed, tuple(parts), returned, in_place, donate_argnums, tuple(names), carried
+    )
+
+
+def arrays_at(part: Split, tree: Any) -> list[Any]:
+    """Return the leaves of a tree that are arrays in one of its structure."""
+    leaves = jax.tree.leaves(tree)
+    return [leaves[position] for position in part.positions]
+
+
+def read_program(closed: Any, wide: bool = False) -> TracedProgram:
+    """Read a closed jaxpr as a flat program.
+
+    `wide` counts 16-bit numbers as 32-bit ones, which the CPU's compiler computes them in.
+    """
+    reader = _Reader(wide)
+    jaxpr = closed.jaxpr
+    reader.program.arguments = [reader.new(var.aval) for var in jaxpr.invars]
+    env = reader.run(jaxpr, reader.program.arguments, 1)
+    reader.program.results = [reader.read(env, atom) for atom in jaxpr.outvars]
+    return reader.program
+
+
+def inlined_program(eqn: Eqn) -> tuple[Jaxpr, Sequence[Any]] | None:
+    """Return the jaxpr and constants that an equation stands for; `None` for other equations."""
+    held = eqn.params.get(INLINED.get(eqn.primitive.name, ""))
+    if held is None:
+        return None
+    return getattr(held, "jaxpr", held), getattr(held, "consts", ())
+
+
+class _Reader:
+    """One pass over a jaxpr, in order; `apply_plan` walks equations in the same order."""
+
+    def __init__(self, wide: bool):
+        self.program = TracedProgram()
+        self.wide = wide
+        self.body = 0
+
+    def new(self, aval: Any) -> int:
+        """Add a value and return its number."""
+        shape = tuple(getattr(aval, "shape", ()))
+        dtype = getattr(aval, "dtype", None)
+        size = 4.0 if dtype is None else bits(dtype) / 8
+        if self.wide and size == 2:
+            size = 4.0
+        if is_on_host(aval):  # needs none of a device's memory
+            size = 0.0
+        count = 1
+        for side in shape:
+            count *= side
+        self.program.shapes.append(shape)
+        self.program.bytes.append(int(count * size))
+        self.program.dtypes.append(str(dtype))
+        return len(self.program.shapes) - 1
+
+    def read(self, env: dict[Var, int], atom: Atom) -> int:
+        return self.new(atom.aval) if is_literal(atom) else env[atom]
+
+    def run(self, jaxpr: Jaxpr, inputs: Sequence[int], times: int) -> dict[Var, int]:
+        env: dict[Var, int] = dict(zip(jaxpr.invars, inputs, strict=True))
+        env.update((var, self.new(var.aval)) for var in jaxpr.constvars)
+        for eqn in jaxpr.eqns:
+            values = [self.read(env, atom) for atom in eqn.invars]
+            held = inlined_program(eqn)
+            if held is not None:
+                inner = self.run(held[0], values, times)
+                outputs = [self.read(inner, atom) for atom in held[0].outvars]
+            else:
+                outputs = [self.new(var.aval) for var in eqn.outvars]
+                self._equation(eqn, values, outputs, times)
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        return env
+
+    def _equation(
+        self, eqn: Eqn, inputs: Sequence[int], outputs: Sequence[int], times: int
+    ) -> None:
+        name = eqn.primitive.name
+        if name == "scan":
+            self._scan(eqn.params, inputs, outputs, times)
+        elif name == "cond":
+            self._branches(eqn.params["branches"], inputs[1:], outputs, times)
+        elif name == "while":
+            params = eqn.params
+            tests, constants = params["cond_nconsts"], params["body_nconsts"]
+            carried = inputs[tests + constants :]
+            self._branches([params["body_jaxpr"]], inputs[tests:], outputs, times)
+            for value, out in zip(carried, outputs, strict=True):
+                self._same(out, value)
+        else:
+            self._operation(eqn, inputs, outputs, times)
+
+    def _scan(self, params: Any, inputs: Sequence[int], outputs: Sequence[int], times: int) -> None:
+        """Read the body once; a stack has all dims of its parts but the first."""
+        body = params["jaxpr"].jaxpr
+        constants, carried = scan_counts(params)
+        inside = [self.new(var.aval) for var in body.invars]
+        outer, self.body = self.body, len(self.program.operations) + 1
+        self.program.events.append(("scan", tuple(inputs), tuple(outputs)))
+        env = self.run(body, inside, times * params["length"])
+        self.body = outer
+        self.program.events.append(("scan", tuple(inputs), tuple(outputs)))
+        results = [self.read(env, atom) for atom in body.outvars]
+        whole = constants + carried
+        pairs = [*zip(inputs[:whole], inside[:whole], strict=True)]
+        pairs += zip(outputs[:carried], results[:carried], strict=True)
+        pairs += zip(outputs[:carried], inside[constants:whole], strict=True)
+        for outside, within in pairs:
+            self._same(outside, within)
+        stacks = [*zip(inputs[whole:], inside[whole:], strict=True)]
+        stacks += zip(outputs[carried:], results[carried:], strict=True)
+        for stack, part in stacks:
+            self._same(stack, part, skip=1)
+            self.program.stacked.add((stack, 0))
+
+    def _branches(
+        self, branches: Sequence[Any], inputs: Sequence[int], outputs: Sequence[int], times: int
+    ) -> None:
+        for branch in branches:
+            inner = self.run(branch.jaxpr, inputs, times)
+            for out, atom in zip(outputs, branch.jaxpr.outvars, strict=True):
+                self._same(out, self.read(inner, atom))
+
+    def _same(self, value: int, other: int, skip: int = 0) -> None:
+        """Tie all dims of two values; `skip` more of the first have no counterpart."""
+        for dim, size in enumerate(self.program.shapes[other]):
+            if self.program.shapes[value][dim + skip] == size > 1:
+                self.program.ties.append(((value, dim + skip), (other, dim)))
+
+    def _operation(
+        self, eqn: Eqn, inputs: Sequence[int], outputs: Sequence[int], times: int
+    ) -> None:
+        program, name = self.program, eqn.primitive.name
+        shapes = program.shapes
+        rule = rule_of(name, eqn.params, [shapes[v] for v in inputs], [shapes[v] for v in outputs])
+        operation = Operation(
+            name,
+            tuple(inputs),
+            tuple(outputs),
+            rule.dims,
+            rule.flops,
+            times,
+            self.body,
+            rule.known,
+            eqn,
+        )
+        values = operation.values
+        for dim in rule.dims:
+            if dim.tied:
+                for (w, d), (x, e) in zip(dim.at, dim.at[1:], strict=False):
+                    program.ties.append(((values[w], d), (values[x], e)))
+        program.events.append(("op", operation.inputs, operation.outputs))
+        program.maker.update((out, name) for out in outputs)
+        program.operations.append(operation)
+
+
+def sub_programs(eqn: Eqn) -> Iterator[Any]:
+    """Yield the jaxprs that control flow runs."""
+    for held in eqn.params.get("branches") or (
+        eqn.params.get("jaxpr"),
+        eqn.params.get("cond_jaxpr"),
+        eqn.params.get("body_jaxpr"),
+    ):
+        if held is not None:
+            yield held

@@ -1,0 +1,26 @@
+"""Models of Flax, Equinox, transformers, penzai and brax, planned, compute what one device does."""
+
+import all_models
+import jax
+import pytest
+from forced_plans import assert_equal_to_one_device, forced_mix, three_plans
+from test_models import STEPS
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", all_models.PARTS)
+def test_planned_gradients_are_those_of_one_device(name):
+    model = all_models.model(name)
+    step = jax.value_and_grad(model.loss)
+    for plan in three_plans(step, model.params, model.batch).values():
+        verified = plan.verify(model.params, model.batch)
+        assert verified.ok, (str(plan), str(verified))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_models_own_step_is_planned(name):
+    step, args = STEPS[name]()
+    plan = forced_mix(step, *args)
+    assert any(spec != jax.P() for spec in jax.tree.leaves(plan.in_specs))
+    assert_equal_to_one_device(plan, *args)

@@ -1,0 +1,60 @@
+"""Plans with lists of the test's own choosing, and small arrays sharded like large ones."""
+
+import dataclasses
+
+import meshwright as mw
+from meshwright.planning.apply_plan import Layouts
+from meshwright.planning.step_plan import Plan
+
+# The models of tests are small: with the default of 64 KiB most of their weights would stay whole.
+SMALLEST = 512
+
+
+def with_lists(plan: Plan, lists=None, smallest: int = SMALLEST) -> Plan:
+    """The plan with other lists, given by the names of groups, and with small arrays cut too."""
+    old = plan.layouts
+    if lists is not None:
+        lists = tuple(tuple(plan.groups.index(name) for name in order) for order in lists)
+    layouts = Layouts(old.costs, lists or old.lists, old.names, old.data, smallest)
+    return dataclasses.replace(plan, layouts=layouts)
+
+
+def forced_mix(function, *args, **options) -> Plan:
+    """FSDP on one axis, all inner dims on another, the length of sequences on a third."""
+    plan = mw.plan(function, *args, mesh="fsdp:2, tp:2, sp:2", **options)
+    known = [name for name in ("batch", "embed") if name in plan.groups]
+    long = [name for name in plan.groups if name == "seq"]
+    inner = [name for name in plan.groups if name not in (*known, *long)]
+    return with_lists(plan, [known, inner, [*long, *reversed(inner)]])
+
+
+def with_tp(function, *args, **options) -> Plan:
+    """The best plan in which the axis tp shards a dim of the weights."""
+    fixed = {"mesh": "fsdp:4, tp:2", **options}
+    plan = mw.plan(function, *args, **fixed)
+    even = [
+        name
+        for name, sizes in zip(plan.groups, plan.costs.groups.sizes, strict=True)
+        if name not in ("batch", "seq", "embed")
+        and not name.startswith("inner")
+        and not sizes[0] % 2
+    ]
+    return with_lists(mw.plan(function, *args, keep={even[0]: "tp"}, **fixed))
+
+
+def three_plans(function, *args, **options) -> dict[str, Plan]:
+    """The best plan, the best on a mesh with tp, and a mix of everything."""
+    return {
+        "best": with_lists(mw.plan(function, *args, **options)),
+        "tp": with_tp(function, *args, **options),
+        "mix": forced_mix(function, *args, **options),
+    }
+
+
+def assert_equal_to_one_device(plan: Plan, *args) -> None:
+    """The planned step gives what one device gives, up to rounding; something of it is cut."""
+    verified = plan.verify(*args)
+    assert verified.ok, str(verified)
+    exact = [row for row in verified.rows if row.difference <= row.tolerance]
+    # Adam makes a full step of a gradient that is rounding alone; most arrays have more than that.
+    assert len(exact) > 0.5 * len(verified.rows), str(verified)

@@ -1,0 +1,83 @@
+"""Which dims are cut together, found in the jaxpr alone."""
+
+import jax
+import jax.numpy as jnp
+
+import meshwright as mw
+from meshwright.planning.dim_groups import WHOLE, find_groups
+from meshwright.planning.traced_program import read_program
+
+
+def groups_of(fn, *shapes):
+    closed = jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes))
+    program = read_program(closed)
+    return program, find_groups(program)
+
+
+def kinds(program, groups, argument):
+    return [kind for kind, _ in groups.layout[program.arguments[argument]]]
+
+
+def test_a_product_has_three_groups():
+    program, groups = groups_of(lambda x, w: x @ w, (64, 32), (32, 16))
+    (b, k), (also_k, n) = kinds(program, groups, 0), kinds(program, groups, 1)
+    assert k == also_k
+    assert len({b, k, n}) == 3
+
+
+def test_rows_go_through_a_chain_of_layers():
+    def fn(x, w1, w2):
+        return jax.nn.relu(x @ w1) @ w2
+
+    program, groups = groups_of(fn, (64, 32), (32, 128), (128, 8))
+    assert kinds(program, groups, 1)[1] == kinds(program, groups, 2)[0]
+    result = groups.layout[program.results[0]]
+    assert result[0][0] == kinds(program, groups, 0)[0]
+
+
+def test_equal_layers_are_one_kind_and_others_are_not():
+    def fn(x, first, second, head):
+        for up, down in (first, second):
+            x = x + jax.nn.relu(x @ up) @ down
+        return x @ head
+
+    wide = jax.ShapeDtypeStruct((32, 128), "float32"), jax.ShapeDtypeStruct((128, 32), "float32")
+    x = jax.ShapeDtypeStruct((64, 32), "float32")
+    head = jax.ShapeDtypeStruct((32, 256), "float32")
+    program = read_program(jax.make_jaxpr(fn)(x, wide, wide, head))
+    groups = find_groups(program)
+    assert kinds(program, groups, 1)[1] == kinds(program, groups, 3)[1] != WHOLE
+    assert kinds(program, groups, 5)[1] != kinds(program, groups, 1)[1]
+
+
+def test_the_dim_a_loop_goes_along_stays_whole():
+    def fn(x, stack):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stack)[0]
+
+    program, groups = groups_of(fn, (64, 32), (4, 32, 32))
+    assert kinds(program, groups, 1)[0] == WHOLE
+    assert kinds(program, groups, 0)[0] != WHOLE
+
+
+def test_queries_and_keys_of_scores_are_left_whole():
+    def fn(q, k, v):
+        return jax.nn.softmax(q @ k.T) @ v
+
+    def self_attention(x, w):
+        return fn(x @ w, x, x)
+
+    program, groups = groups_of(self_attention, (64, 32), (32, 32))
+    scores = [
+        value
+        for value, shape in enumerate(program.shapes)
+        if shape == (64, 64) and program.maker.get(value) == "dot_general"
+    ]
+    assert scores
+    assert all(kind == WHOLE for value in scores for kind, _ in groups.layout[value])
+
+
+def test_groups_of_a_model_have_names():
+    tiny = mw.models.model("tiny")
+    p = mw.plan(tiny.train_step, tiny.shapes(), tiny.batch(64), on="v5e:2x4", donate_argnums=0)
+    assert {"batch", "seq", "embed"} <= set(p.groups)
+    assert len(set(p.groups)) == len(p.groups)

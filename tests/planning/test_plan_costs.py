@@ -1,0 +1,177 @@
+"""What a plan is predicted to cost, against the collectives that the partitioner makes of it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import meshwright as mw
+
+ROWS, WIDTH, HIDDEN = 512, 256, 1024
+
+
+def step(params, x):
+    def loss(params):
+        return ((jax.nn.relu(x @ params["up"]) @ params["down"]) ** 2).mean()
+
+    value, gradient = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient), value
+
+
+def shapes(rows=ROWS):
+    params = {
+        "up": jax.ShapeDtypeStruct((WIDTH, HIDDEN), "float32"),
+        "down": jax.ShapeDtypeStruct((HIDDEN, WIDTH), "float32"),
+    }
+    return params, jax.ShapeDtypeStruct((rows, WIDTH), "float32")
+
+
+def planned(lists, mesh="fsdp:8", rows=ROWS):
+    p = mw.plan(
+        step, *shapes(rows), on="cpu:8", mesh=mesh, donate_argnums=0, compiler="cpu", progress=False
+    )
+    p.layouts.lists = tuple(tuple(p.groups.index(name) for name in order) for order in lists)
+    return p
+
+
+def by_kind(pairs):
+    total = {}
+    for kind, size in pairs:
+        total[kind] = total.get(kind, 0) + size
+    return total
+
+
+def predicted(p):
+    return by_kind((entry.kind, entry.bytes * times) for entry, _, times in p.exchanges())
+
+
+def compiled(p):
+    r = p.rehearse(compiler="cpu", progress=False)
+    return by_kind((entry.kind, entry.total_bytes) for entry in r.collectives if entry.bytes > 4096)
+
+
+def test_data_parallelism_sums_every_gradient_once():
+    p = planned([["batch"]])
+    weights = 2 * WIDTH * HIDDEN * 4
+    assert predicted(p) == {"all-reduce": pytest.approx(weights)}
+    assert compiled(p) == {"all-reduce": pytest.approx(weights, rel=1e-4)}
+
+
+def test_fsdp_gathers_weights_and_scatters_gradients():
+    p = planned([["batch", "embed"]])
+    found = predicted(p)
+    weight = WIDTH * HIDDEN * 4
+    # The CPU's compiler makes an all-reduce of a scatter.
+    assert found["all-gather"] == pytest.approx(2 * weight)
+    assert found["reduce-scatter"] == pytest.approx(2 * weight)
+    made = compiled(p)
+    assert made["all-gather"] == 2 * weight
+    assert made["all-reduce"] == pytest.approx(2 * weight, rel=1e-4)
+
+
+def test_tensor_parallelism_sums_activations():
+    p = planned([["batch"]])
+    p.layouts.lists = ((p.costs.groups.sizes.index((HIDDEN,)),),)
+    rows = ROWS * WIDTH * 4
+    assert predicted(p) == {"all-reduce": pytest.approx(rows)}
+    assert compiled(p) == {"all-reduce": pytest.approx(rows, rel=1e-4)}
+
+
+def test_nothing_is_hidden_on_simulated_devices():
+    assert planned([["batch", "embed"]]).predicted.hidden == 0
+
+
+def test_memory_has_all_arguments_once():
+    p = planned([["batch", "embed"]])
+    totals = p.costs.totals(p.lists)
+    arguments = (2 * WIDTH * HIDDEN + ROWS * WIDTH) * 4 / 8
+    # Beside them: a gathered weight, gradients, and what the backward pass needs of the forward.
+    assert arguments < totals.bytes < 8 * arguments
+
+
+def test_a_batch_that_the_axis_does_not_divide_is_not_cut():
+    p = planned([["batch"]], rows=12)
+    assert predicted(p) == {}
+
+
+@pytest.mark.parametrize("rows, known", [(8192, ["batch"]), (64, ["batch", "embed"])])
+def test_no_known_layout_costs_less_than_what_was_found(rows, known):
+    p = mw.plan(step, *shapes(rows), on="v5e:2x4", donate_argnums=0, mesh="fsdp:8", progress=False)
+    lists = (tuple(p.groups.index(name) for name in known),)
+    assert p.costs.objective(p.lists) <= p.costs.objective(lists) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("on", "mesh", "lists", "hides"),
+    [
+        ("v5e:4x4", "fsdp:16", [["batch", "embed"]], True),
+        ("v5p:4x4x4", "fsdp:64", [["batch", "embed"]], False),  # too many pieces
+        ("v5e:4x4", "fsdp:4, dp:4", [["batch", "embed"], ["batch"]], False),  # rows in more parts
+        ("h100:8x8", "fsdp:64", [["batch", "embed"]], True),  # started early, not in pieces
+    ],
+)
+def test_a_tpu_hides_what_its_products_take_in_pieces(on, mesh, lists, hides):
+    # By libtpu and the CUDA compiler: decoders with fsdp over 8 to 64 devices.
+    params = {
+        "up": jax.ShapeDtypeStruct((4096, 16384), "bfloat16"),
+        "down": jax.ShapeDtypeStruct((16384, 4096), "bfloat16"),
+    }
+    x = jax.ShapeDtypeStruct((2**17, 4096), "bfloat16")
+    p = mw.plan(step, params, x, on=on, mesh=mesh, donate_argnums=0, pipelines=False)
+    costs = p.layouts.costs
+    chosen = tuple(tuple(p.groups.index(name) for name in order) for order in lists)
+    assert (costs.totals(chosen).hidden > 0) == hides
+
+
+def product(equation, first, second, lists):
+    """A plan of one product on 4 x 4 chips; `lists` name the dims of an axis by their lengths."""
+
+    def multiply(x, w):
+        return jnp.einsum(equation, x, w)
+
+    x, w = (jax.ShapeDtypeStruct(dims, "bfloat16") for dims in (first, second))
+    p = mw.plan(multiply, x, w, on="v5e:4x4", mesh="dp:4, tp:4", progress=False, pipelines=False)
+    kinds = {sizes[0]: kind for kind, sizes in enumerate(p.costs.groups.sizes)}
+    p.layouts.lists = tuple(tuple(kinds[size] for size in order) for order in lists)
+    return p
+
+
+PRODUCTS = {
+    "scattered in pieces": (
+        ("bsf,fe->bse", (16, 2048, 14336), (14336, 4096), ((16,), (14336, 4096))),
+        "collective-permute",
+    ),
+    "too short for pieces": (
+        ("bsf,fe->bse", (16, 2048, 3072), (3072, 4096), ((16,), (3072, 4096))),
+        "reduce-scatter",
+    ),
+    "scattered to heads": (
+        ("bse,ehd->bshd", (16, 2048, 4096), (4096, 32, 128), ((16,), (4096, 32))),
+        "all-reduce",
+    ),
+    "gathered along the sum": (
+        ("bse,ef->bsf", (16, 2048, 4096), (4096, 14336), ((16,), (14336, 4096))),
+        "collective-permute",
+    ),
+    "gathered along rows that another axis cuts": (
+        ("bse,ef->bsf", (16, 2048, 4096), (4096, 14336), ((16,), (14336, 2048))),
+        "all-gather",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_how_a_tpu_exchanges_for_one_product(name):
+    case, kind = PRODUCTS[name]
+    p = product(*case)
+    ((entry, work, _),) = p.exchanges()
+    hidden = p.costs.way(work, p.lists).hidden
+    assert (hidden > 0) == (kind == "collective-permute")
+    assert kind in ("collective-permute", entry.kind)
+
+
+@pytest.mark.compilers
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_the_compiler_of_a_tpu_exchanges_so(name):
+    case, kind = PRODUCTS[name]
+    made = product(*case).rehearse(progress=False, codegen=False).collectives
+    assert {entry.kind for entry in made if entry.bytes > 2**16} == {kind}

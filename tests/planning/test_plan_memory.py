@@ -1,0 +1,108 @@
+"""What a step keeps in memory, and as what, before it is known how it is cut."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from meshwright.planning.dim_groups import find_groups
+from meshwright.planning.plan_memory import kept_values, live_sets
+from meshwright.planning.traced_program import read_program
+
+
+def peak(function, *args, tpu=False):
+    """Bytes at the worst moment, uncut; arguments included."""
+    program = read_program(jax.make_jaxpr(function)(*args))
+    kept = kept_values(program, tpu)
+    layout = find_groups(program).layout
+    donated = [False] * len(args)
+    moments = live_sets(program, layout, kept, donated, tpu)
+    return max(sum(moment.values()) for moment in moments)
+
+
+def shape(*dims, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def test_a_constant_mask_that_a_loop_takes_is_made_inside_of_it():
+    def step(x, w, mask):
+        def body(x, _):
+            return jnp.where(mask, x @ w, 0.0), None
+
+        return jax.lax.scan(body, x, length=4)[0]
+
+    def constant(x, w):
+        return step(x, w, jnp.ones((512, 1024), bool))
+
+    x, w = shape(512, 1024), shape(1024, 1024)
+    given = peak(step, x, w, shape(512, 1024, dtype=bool))
+    assert given - peak(constant, x, w) == pytest.approx(512 * 1024, rel=0.01)
+
+
+def test_what_is_computed_from_what_is_there_anyway_does_not_wait_for_later_uses():
+    def twice(x, w):
+        scores = x @ w
+        chosen = jnp.exp(scores)  # for two products, far apart; `scores` stays for the end
+        y = chosen @ w
+        for _ in range(4):
+            y = y @ w
+        return (y + scores) @ w + chosen @ w
+
+    def once(x, w):
+        scores = x @ w
+        y = jnp.exp(scores) @ w
+        for _ in range(4):
+            y = y @ w
+        return (y + scores) @ w
+
+    x, w = shape(4096, 512), shape(512, 512)
+    array = 4 * 4096 * 512
+    assert peak(twice, x, w) - peak(once, x, w) <= array
+
+
+def test_a_tpu_stores_what_is_for_products_alone_as_bf16():
+    def step(x, w):
+        return jax.nn.relu(x @ w) @ w
+
+    def also(x, w):
+        hidden = jax.nn.relu(x @ w)
+        return hidden @ w, hidden
+
+    x, w = shape(8192, 256), shape(256, 256)
+    array = 4 * 8192 * 256
+    assert peak(step, x, w) - peak(step, x, w, tpu=True) == pytest.approx(array / 2)
+    assert peak(also, x, w) == peak(also, x, w, tpu=True)
+
+
+def test_a_tpu_compares_where_every_row_gets_one_number():
+    def loss(w, x, labels):
+        logits = x @ w
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1).mean()
+
+    args = shape(64, 8192), shape(2048, 64), shape(2048, dtype=jnp.int32)
+    program = read_program(jax.make_jaxpr(jax.grad(loss))(*args))
+    (scattered,) = (v for v in range(len(program.bytes)) if program.maker.get(v) == "scatter-add")
+    assert scattered in kept_values(program)
+    assert scattered not in kept_values(program, tpu=True)
+    assert peak(jax.grad(loss), *args, tpu=True) <= peak(jax.grad(loss), *args)
+
+
+def test_what_is_computed_elementwise_takes_the_place_of_what_it_is_computed_from():
+    def biased(x, w, b):
+        return (x @ w + b) @ w
+
+    def also(x, w, b):
+        hidden = x @ w
+        shifted = hidden + b
+        return shifted @ w, hidden @ w.T
+
+    def later(x, w, b):
+        hidden = x @ w
+        shifted = hidden + b  # a use of `hidden`, not the last one
+        return shifted @ w + shifted[:, ::-1] @ w, hidden @ w.T
+
+    args = shape(8192, 256), shape(256, 256), shape(8192, 256)
+    array = 4 * 8192 * 256
+    given = 2 * array + 4 * 256 * 256
+    assert peak(biased, *args) == pytest.approx(given + 2 * array, rel=0.01)  # and the result
+    assert peak(also, *args) == pytest.approx(given + 4 * array, rel=0.01)
+    assert peak(later, *args) >= peak(also, *args)

@@ -1,0 +1,151 @@
+"""Saved plans load again; what changed since is told, and what is no plan is refused."""
+
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from shown_steps import arguments, planned, train
+
+import meshwright as mw
+from meshwright.errors import PlanChangedWarning, PlanningError
+from meshwright.planning.saved_plans import describe_program
+
+
+def load(path, *args, function=train, on="v5e:2x4", **options):
+    return mw.plan(function, *(args or arguments()), on=on, donate_argnums=0, saved=path, **options)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    return planned(mesh="dp:2, tp:4").save(tmp_path / "plan.json")
+
+
+def test_loaded_plan_is_the_saved_one(saved):
+    before, after = planned(mesh="dp:2, tp:4"), load(saved)
+    assert after.spec == before.spec
+    assert after.lists == before.lists
+    assert after.in_specs == before.in_specs
+    assert after.predicted.bytes == before.predicted.bytes
+    assert after.predicted.seconds == pytest.approx(before.predicted.seconds, rel=1e-6)
+    assert after.notes[-1].endswith("plan.json, for the same program and hardware.")
+    assert after.tried == 1
+
+
+def test_fingerprint_is_the_same_in_another_process(saved):
+    here = Path(__file__).parent
+    code = (
+        "from shown_steps import planned; p = planned(mesh='dp:2, tp:4');"
+        "from meshwright.planning.saved_plans import describe_program;"
+        "print(describe_program(p.step, p.costs.program)['fingerprint'])"
+    )
+    path = {"PYTHONPATH": f"{Path(mw.__file__).parent.parent}:{here}", "JAX_PLATFORMS": "cpu"}
+    out = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**path, "PYTHONHASHSEED": "7", "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    plan = planned(mesh="dp:2, tp:4")
+    assert out.stdout.strip() == describe_program(plan.step, plan.costs.program)["fingerprint"]
+
+
+def test_changed_argument_is_named_with_both_shapes(saved):
+    changed = r"argument params/up was bfloat16\[1024, 8192\] and is bfloat16\[1024, 4096\]"
+    with pytest.warns(PlanChangedWarning, match=changed):
+        plan = load(saved, *arguments(hidden=4096))
+    assert "argument params/up was" in str(plan).replace("\n  ", " ")
+
+
+def test_changed_program_names_the_primitives(saved):
+    def other(params, batch):
+        new, value = train(params, batch)
+        return new, jnp.tanh(value)
+
+    with pytest.warns(PlanChangedWarning, match=r"tanh occurs 1 times, not 0"):
+        load(saved, function=other)
+
+
+def test_changed_hardware_names_both(saved):
+    with pytest.warns(PlanChangedWarning, match=r"name was v5e:2x4 and is v6e:2x4"):
+        load(saved, on="v6e:2x4")
+
+
+def test_other_number_of_devices_is_refused(saved):
+    with pytest.raises(PlanningError, match=r"a plan for 8 devices, dp:2, tp:4 on v5e:2x4.*has 16"):
+        load(saved, on="v5e:4x4")
+
+
+def test_group_that_is_gone_is_refused(saved):
+    data = json.loads(saved.read_text())
+    data["axes"][0]["shards"] = ["batsch"]
+    saved.write_text(json.dumps(data))
+    with pytest.raises(PlanningError, match=r"shards 'batsch'.*Did you mean 'batch'"):
+        load(saved)
+
+
+def test_same_step_warns_of_nothing(saved):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(saved)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("{", "is damaged: not JSON"),
+        ("[]", 'is not a plan: it has no "format"'),
+        ('{"format": "meshwright-calibration", "version": 1}', "is not a plan"),
+        ('{"format": "meshwright-plan", "version": 99}', "is of version 99"),
+        ('{"format": "meshwright-plan", "version": "x"}', "is of version 'x'"),
+        ('{"format": "meshwright-plan", "version": 1}', "is damaged: there is no 'mesh'"),
+        (
+            '{"format": "meshwright-plan", "version": 1, "mesh": "dp:8", "axes": []}',
+            "its axes are not those of its mesh",
+        ),
+    ],
+)
+def test_file_that_is_no_plan_is_refused(tmp_path, text, match):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(PlanningError, match=match):
+        load(path)
+
+
+def test_every_missing_key_is_damage_that_is_named(saved):
+    whole = json.loads(saved.read_text())
+    for key in ("mesh", "axes", "program", "hardware", "made_by"):
+        saved.write_text(json.dumps({k: v for k, v in whole.items() if k != key}))
+        with pytest.raises(PlanningError, match=f"is damaged: there is no '{key}'"):
+            load(saved)
+
+
+def test_missing_file_and_folder_are_told(tmp_path):
+    with pytest.raises(PlanningError, match="No such file"):
+        load(tmp_path / "none.json")
+    with pytest.raises(PlanningError, match="No such file"):
+        planned(mesh="dp:8").save(tmp_path / "none" / "plan.json")
+    with pytest.raises(PlanningError, match=r"ends in neither \.json nor \.html"):
+        planned(mesh="dp:8").save(tmp_path / "plan.txt")
+
+
+def test_saved_goes_with_neither_mesh_nor_keep(saved):
+    with pytest.raises(PlanningError, match="mesh: a saved plan has its own"):
+        load(saved, mesh="dp:8")
+    with pytest.raises(PlanningError, match="keep: a saved plan has its own"):
+        load(saved, keep={"batch": "dp"})
+
+
+def test_argument_that_is_new_and_gone_is_told(saved):
+    params, batch = arguments()
+
+    def renamed(params, batch):
+        return train(params, {"x": batch["x"], "y": batch["target"]})
+
+    with pytest.warns(PlanChangedWarning, match=r"argument batch/y is gone.*batch/target is new"):
+        load(saved, params, {"x": batch["x"], "target": batch["y"]}, function=renamed)
