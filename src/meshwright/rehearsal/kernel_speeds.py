@@ -116,9 +116,10 @@ def tpu_speeds(chip: Chip, scheduled: bool = False) -> TpuSpeeds | None:
 # complex ones, of the scaling after inverse ones, and of the copy that those to real ones take.
 LONGEST_FFT = 1 << 14  # rows that are transformed in one pass
 # `start kernel` is what passes from one kernel to the next, if it takes no longer itself, `start
-# long kernel` at the least, if it does; `part bus`, of large transfers from and to the host;
-# `dtype`, products against bf16 (TPUs multiply float32 in bf16); `part kernel`, of whole kernels of
-# a GPU, their exponentials and bytes included.
+# long kernel` at the least, if it does, `start reduction` what one that reduces takes beside what
+# goes with its size, `start step` what passes between two runs of a program; `part bus`, of large
+# transfers from and to the host; `dtype`, products against bf16 (TPUs multiply float32 in bf16);
+# `part kernel`, of whole kernels of a GPU, their exponentials and bytes included.
 
 # How much of its part cuDNN reaches with so many keys for a query: steps with 2,048 to 32,768 keys.
 _KEYS, _MORE_KEYS = 0.96, 0.08
@@ -142,7 +143,8 @@ class Speeds:
     loop to the next, if its kernels take no longer. `products`: measured operations by dtype, at
     sides of a square product; without it they are modelled. All are those of the full clock.
     `clock` is the part of it that a step runs at (`in_step`), `power` what products of a dtype
-    draw at the full one, as a part of the most that the device may draw.
+    draw at the full one, as a part of the most that the device may draw. `step`: seconds that
+    starting a program adds to its kernels.
     """
 
     flops: float
@@ -165,6 +167,7 @@ class Speeds:
     bus_to_host: float = 0.0
     power: Mapping[str, float] = dataclasses.field(default_factory=dict)
     clock: float = 1.0
+    step: float = 0.0
 
     def compute(self, flops: float, dtype: str, kind: str = "", keys: float = 0.0) -> float:
         """Seconds for this many operations on values of this dtype, in a kernel of a kind.
@@ -202,6 +205,8 @@ class Speeds:
         speed = self.access.get(kernel.access, self.bytes)
         memory = max(kernel.bytes / speed, kernel.looped / self.loop)
         memory += kernel.row_operations / self.rows / self.clock
+        if "reduc" in kernel.access or kernel.access == "rows":
+            memory += min(memory, self.table.value("start reduction") or 0.0)
         if kind not in self.kernels:  # else they are in its efficiency
             functions = _seconds(kernel.slow, self.functions) / self.clock
             compute = max(compute, functions)
@@ -328,6 +333,7 @@ def speeds(chip: Chip, scheduled: bool = False) -> Speeds:
         tpu_speeds(chip, scheduled),
         {access: part * memory for access, part in figures.values("part access").items()},
         {kind: part * nominal for kind, part in figures.values("part kernel").items()},
+        step=figures.value("start step") or 0.0,
     )
     return table if chip.measured is None else _as_measured(table, chip.measured)
 

@@ -97,7 +97,8 @@ def kernels(program: Program, computation: Computation) -> Iterator[Kernel]:
         work, dtype = _work(program, computation, instruction)
         slow = _slow(program, computation, instruction)
         access = "" if work else _access(program, instruction)
-        rows = _row_operations(program, instruction) if access == "rows" else 0.0
+        reduces = access in ("rows", "reduction")
+        rows = _row_operations(program, instruction, access) if reduces else 0.0
         beside = _beside_result(program, instruction) if work else 0.0
         zeros = bool(work) and _multiplies_zeros(program, computation, instruction)
         traffic *= _tiled(program, computation, instruction) if work else 1.0
@@ -312,34 +313,59 @@ def _beside_result(program: Program, fusion: Instruction) -> float:
     return float(met + fusion.shape.bytes) if met else 0.0
 
 
-# What a Triton fusion of rows computes in the time in which it reads and writes them; and how many
-# times as long the others take for each mask that chooses among elements (64 kernels of one H200).
-# A row alone in its tile takes as long as if it were as long as a power of two; where several
-# share a tile, what is missing to that leaves registers to more blocks (rows of 6,144 and 12,288).
-_HIDDEN_OPERATIONS = 4
-_MASK = 1.5
+# A Triton fusion keeps rows in registers while it reduces them. With 64 elements a thread, what is
+# computed of them after a reduction leaves room for one block of threads at a time, so that nothing
+# hides its waiting: that takes as long as so many operations on each element, and more for each of
+# its own. Rows that are padded to a power of two leave room for a second block where a tile has two
+# to four of them and little is read (rows of 2,560 to 6,144); one row alone is waited for at each
+# reduction. A mask that chooses among elements slows down what is computed, with any number of
+# them. (200 kernels of norms and softmaxes of 1,024 to 16,384 on one H200, 11 with masks.)
+_HIDDEN_OPERATIONS, _HIDDEN_BEFORE_MASKS = 3, 4
+_CROWDED = 64  # elements a thread
+_ONE_BLOCK, _OPERATION = 3.6, 0.56
+_SECOND_BLOCK, _REDUCTION_ALONE, _MASK = 0.4, 0.2, 1.65
+# Of columns that are reduced, by what is not Triton's (14 kernels with more than these).
+_HIDDEN_IN_COLUMNS, _IN_COLUMNS = 7, 0.28
 _NO_OPERATIONS = frozenset(
     "parameter constant broadcast bitcast tuple get-tuple-element iota reshape reduce".split()
 )
 
 
-def _row_operations(program: Program, fusion: Instruction) -> float:
-    """Operations on elements of rows beyond what is hidden: elements times operations on each."""
-    body = program.computations[fusion.called[0][1]].instructions
+def _row_operations(program: Program, fusion: Instruction, access: str) -> float:
+    """Operations on elements that are reduced, beyond what is hidden: elements times operations."""
+    inner = program.computations[fusion.called[0][1]]
+    body = inner.instructions
     sizes = {
         each.name: max((leaf.elements for leaf in each.shape.leaves), default=0) for each in body
     }
     whole = max(sizes.values(), default=0)
-    opcodes = [
-        each.opcode
-        for each in body
-        if sizes[each.name] == whole and each.opcode not in _NO_OPERATIONS
-    ]
-    more = max(0, len(opcodes) - _HIDDEN_OPERATIONS)
+    reduced: set[str] = set()  # what depends on a reduction
+    before = after = masks = 0
+    for each in body:
+        depends = not reduced.isdisjoint(each.operands)
+        if depends or each.opcode == "reduce":
+            reduced.add(each.name)
+        if sizes[each.name] == whole and each.opcode not in _NO_OPERATIONS:
+            after, before = after + depends, before + (not depends)
+            masks += each.opcode == "select"
+    if access == "reduction":
+        return whole * _IN_COLUMNS * max(0, before + after - _HIDDEN_IN_COLUMNS)
     padded = _padded(body)
-    if padded > 1 and _rows_in_tile(fusion) > 1:
-        padded **= -2
-    return padded * whole * more * (1 + _MASK * opcodes.count("select"))
+    rows, threads = _tile(fusion)
+    if masks:
+        more = max(0, before + after - _HIDDEN_BEFORE_MASKS)
+        return padded * whole * more * (1 + _MASK * masks)
+    row = whole / max(1, _rows(body))
+    if after <= _HIDDEN_OPERATIONS or rows * row * padded < _CROWDED * threads:
+        return 0.0
+    more = math.sqrt(padded) * (_ONE_BLOCK + _OPERATION * after)
+    moved = fusion.shape.bytes + sum(each.shape.bytes for each in inner.parameters.values())
+    if rows in (2, 4) and padded >= 4 / 3 and moved < 5 * whole:
+        more *= _SECOND_BLOCK
+    if rows == 1 and fusion.shape.bytes > whole:
+        reductions = sum(each.opcode == "reduce" for each in body)
+        more *= 1 + _REDUCTION_ALONE * (reductions - 1)
+    return whole * more
 
 
 def _padded(body: Sequence[Instruction]) -> float:
@@ -357,13 +383,19 @@ def _padded(body: Sequence[Instruction]) -> float:
     return row
 
 
-_ROWS_IN_TILE = re.compile(r'"output_tiles":\[\{"sizes":\["(\d+)"')
+def _rows(body: Sequence[Instruction]) -> int:
+    """How many rows a fusion reduces."""
+    reduction = next((each for each in body if each.opcode == "reduce"), None)
+    return reduction.shape.leaves[0].elements if reduction else 1
 
 
-def _rows_in_tile(fusion: Instruction) -> int:
-    """How many rows a block of threads takes at once; 1 where the compiler does not say."""
-    tile = _ROWS_IN_TILE.search(fusion.attributes)
-    return int(tile[1]) if tile else 1
+_ROW_TILE = re.compile(r'"num_warps":"(\d+)".*"output_tiles":\[\{"sizes":\["(\d+)"')
+
+
+def _tile(fusion: Instruction) -> tuple[int, int]:
+    """How many rows a block takes at once, and its threads; 1, 256 where the compiler is silent."""
+    tile = _ROW_TILE.search(fusion.attributes)
+    return (int(tile[2]), 32 * int(tile[1])) if tile else (1, 256)
 
 
 def running(program: Program) -> Iterator[Computation]:

@@ -477,6 +477,8 @@ def _one_run(runs: _Runs, computation: Computation) -> dict[str, float]:
             parts["start"] += start
             clock.work += seconds
             clock.now += seconds + start
+    if computation is runs.program.entry:
+        parts["start"] += runs.speed.step
     hidden = on_bus - parts["host_exposed"]
     parts["host_hidden"] = hidden if hidden > 1e-9 * on_bus else 0.0  # not what rounding leaves
     return parts
