@@ -110,7 +110,7 @@ def test_products_of_many_zeros_leave_more_of_the_clock(fused, call):
 
 
 def rows(width, tile=1, after=6, reductions=1):
-    """Operations that nothing hides, for each element of rows that are reduced, then computed on."""
+    """Operations that nothing hides, for each element of rows, after they are reduced."""
     array = f"bf16[512,{width}]"
     fused = f"""\
 %add (x: bf16[], y: bf16[]) -> bf16[] {{
@@ -151,7 +151,7 @@ def test_rows_that_fill_the_registers_are_waited_for():
 
 
 def test_rows_that_are_padded_may_leave_room_for_a_second_block():
-    # On one H200 rows of 8,192, two in a tile, take 2.06 ps an element, of 6,144 1.34, of 7,168 2.11.
+    # One H200, two rows in a tile: of 8,192 2.06 ps an element, of 6,144 1.34, of 7,168 2.11.
     assert rows(6144, tile=2) < rows(8192, tile=2) < rows(7168, tile=2)
     assert rows(1536, tile=8) > rows(2048, tile=8)
 

@@ -74,7 +74,8 @@ class Work:
     matrices, beside which compilers exchange its operands; beside convolutions they do not.
     `scatters`: whether partial sums are scattered where the result lies cut. Those of convolutions
     are added up everywhere, and sliced. `looks_up`: a gather or a scatter, in `rows` or in one
-    `table`. `sides`: for each value of a product of matrices, which of its loops every dim is in.
+    `table`. `looped`: whether it is in a loop's body. `sides`: for each value of a product of
+    matrices, which of its loops every dim is in.
     """
 
     heavy: bool
@@ -87,6 +88,7 @@ class Work:
     flops: float
     dtype: str
     shared: tuple[int, ...]
+    looped: bool = False
     sides: tuple[dict[int, str], ...] = dataclasses.field(default=(), compare=False)
 
 
@@ -137,7 +139,10 @@ class ExchangeCosts:
 
     def divided(self, cut: Cut) -> int:
         """Into how many parts a cut divides an array."""
-        return math.prod([self.sizes[axis] for axis in cut])
+        parts = 1
+        for axis in cut:  # the innermost loop of the search
+            parts *= self.sizes[axis]
+        return parts
 
     def _beside(self, beside: Beside, parts: int, size: float, seconds: float) -> bool:
         """Count what a product hides of an exchange among so many devices: a TPU's only in pieces.
@@ -205,8 +210,6 @@ class ExchangeCosts:
         beside: Beside,
     ) -> float:
         """Seconds to add up partial sums: scattered where the result lies cut, else everywhere."""
-        if not partial:
-            return 0.0
         seconds, thinner = 0.0, 1
         local = work.values[number][1] / self.divided(made)
         scattered = math.prod([self.sizes[axis] for axis in partial if axis in lies])

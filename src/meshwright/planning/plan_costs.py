@@ -44,6 +44,10 @@ _PER_ENTRY = 0.01  # part of the time by which a list must be better to be longe
 # (queries to a key, halves of a head): partitioners then exchange in more and larger pieces than
 # needed, a tenth of a step's time and more.
 _PER_DOUBLE = 0.03
+# Where rows are looked up along a dim that one axis cuts, and another axis cuts the rows, libtpu
+# keeps masked copies of them, and scatters their gradient whole in float32: so many times their
+# bytes (users' models of text, 2.1 to 3.1). With the one axis alone it does not.
+_MASKED = 2.5
 _OVER = 10.0  # how much a plan costs for being over the limit, times the part it is over
 
 
@@ -97,11 +101,13 @@ class PlanCosts:
         # Products that the TPU's own compiler has scheduled reach more than those it has not.
         own = speeds(topology.chip, scheduled=True).tpu
         self._products = own.nominal / own.scheduled if own and overlaps else 1.0
+        self._product_seconds: dict[tuple[float, int, str], float] = {}  # of any mesh
         self.exchanging = ExchangeCosts((), topology, overlaps)
         self.sizes = self.exchanging.sizes
         self.tried = 0
         self._tpu = topology.chip.family == "tpu" and overlaps
-        kept = kept_values(program, self._tpu)
+        family = topology.chip.family if overlaps else ""
+        kept = kept_values(program, family)
         self._uses: collections.Counter[tuple[int, int, str]] = collections.Counter()
         for operation in program.operations:
             if operation.primitive in HEAVY:
@@ -122,7 +128,9 @@ class PlanCosts:
                 here = frozenset(k for dims, _ in work.values for k, _ in dims if k >= 0)
                 self._bundles[here].append((work, times))
         self._live: list[dict[frozenset[int], list[tuple[Layout, float]]]] = []
-        for live in live_sets(program, groups.layout, kept, donated, self._tpu):
+        self._looped: list[bool] = []  # whether that moment is in a loop
+        for live, looped in live_sets(program, groups.layout, kept, donated, family):
+            self._looped.append(looped)
             by_kinds: dict[frozenset[int], list[tuple[Layout, float]]] = collections.defaultdict(
                 list
             )
@@ -150,7 +158,7 @@ class PlanCosts:
     def _clear(self) -> None:
         """Forget what was costed on another mesh."""
         # For each bundle, its parts by the lists without the kinds that it does not have.
-        self._parts: list[dict[Lists, tuple[float, float, float, list[float], float]]] = [
+        self._parts: list[dict[Lists, tuple[float, float, float, list[float], list[float]]]] = [
             {} for _ in self._bundles
         ]
         self._shortened: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
@@ -190,6 +198,7 @@ class PlanCosts:
             tuple(
                 self._uses[v, operation.body, operation.primitive] or 1 for v in operation.inputs
             ),
+            bool(operation.body),
             product_sides(operation),
         )
 
@@ -201,8 +210,12 @@ class PlanCosts:
     def _multiplying(self, work: Work, ways: int) -> float:
         if not work.flops:
             return 0.0
-        seconds = self.speeds.compute(work.flops / ways, work.dtype)
-        return seconds * self._products
+        key = work.flops, ways, work.dtype
+        seconds = self._product_seconds.get(key)
+        if seconds is None:
+            seconds = self.speeds.compute(work.flops / ways, work.dtype) * self._products
+            self._product_seconds[key] = seconds
+        return seconds
 
     def cut(self, layout: Layout, lists: Lists) -> Cut:
         """How an array lies: each axis on the first kind of its list that is there and divides."""
@@ -215,17 +228,12 @@ class PlanCosts:
             for axis, order in enumerate(lists):
                 size = self.sizes[axis]
                 for wanted in order:
-                    dim = next(
-                        (
-                            d
-                            for d, (kind, length) in enumerate(layout)
-                            if kind == wanted and length % (ways[d] * size) == 0
-                        ),
-                        None,
-                    )
-                    if dim is not None:
-                        found[axis] = dim
-                        ways[dim] *= size
+                    for dim, (kind, length) in enumerate(layout):
+                        if kind == wanted and length % (ways[dim] * size) == 0:
+                            found[axis] = dim
+                            ways[dim] *= size
+                            break
+                    if axis in found:
                         break
         return found
 
@@ -302,10 +310,12 @@ class PlanCosts:
         seconds = moved = held = 0.0
         product = self._multiplying(work, ways)
         beside = Beside(frozenset(taken.values()), product)
+        divided = self.exchanging.divided
+        read = 1.0 if work.heavy else _FUSED
         for number, (layout, size) in enumerate(work.values):
             is_input = number < work.inputs
-            local = size / self.exchanging.divided(cuts[number])
-            moved += local * (1.0 if work.heavy or not is_input else _FUSED)
+            local = size / divided(cuts[number])
+            moved += local * read if is_input else local
             if size < _SMALL:
                 continue
             lies = self.cut(layout, lists)
@@ -328,10 +338,14 @@ class PlanCosts:
                 continue
             beside.shared = 1
             moved += beside.rounds * local
-            seconds += self.exchanging.reduce(
-                work, number, partial, lies, cuts[number], log, beside
-            )
+            if partial:
+                seconds += self.exchanging.reduce(
+                    work, number, partial, lies, cuts[number], log, beside
+                )
             seconds += self.exchanging.move(size, cuts[number], lies, log)
+        # Of a gather of rows that one axis cuts, and another cuts what it looks through.
+        if work.looks_up == "rows" and work.inputs == 2 and 0 < len(partial) < len(cuts[0]):
+            held += _MASKED * work.values[0][1] / divided(cuts[0])
         compute = max(product, moved / self.speeds.bytes)
         hidden = 0.0
         if work.multiplies:
@@ -341,7 +355,8 @@ class PlanCosts:
 
     def totals(self, lists: Lists) -> Totals:
         """Sum up a step under a plan."""
-        compute = exchange = hidden = held = 0.0
+        compute = exchange = hidden = 0.0
+        held = [0.0, 0.0]  # by operations outside of loops, and in them
         sizes = [0.0] * len(self._live)
         shortened = [self._shorten(order) for order in lists]
         for (kinds, bundle), parts, *here in zip(
@@ -356,9 +371,10 @@ class PlanCosts:
             hidden += part[2]
             if part[3]:
                 sizes = [total + more for total, more in zip(sizes, part[3], strict=True)]
-            if part[4] > held:
-                held = part[4]
-        return Totals(compute, exchange, hidden, max(sizes, default=0.0) + held)
+            if part[4]:
+                held = [max(pair) for pair in zip(held, part[4], strict=True)]
+        most = max(size + held[looped] for size, looped in zip(sizes, self._looped, strict=True))
+        return Totals(compute, exchange, hidden, most)
 
     def _shorten(self, order: tuple[int, ...]) -> list[tuple[int, ...]]:
         """For every bundle, an axis's list with the kinds alone that the bundle has."""
@@ -370,21 +386,22 @@ class PlanCosts:
 
     def _bundle(
         self, kinds: frozenset[int], bundle: Sequence[tuple[Work, int]], lists: Lists
-    ) -> tuple[float, float, float, list[float], float]:
-        compute = exchange = hidden = held = 0.0
+    ) -> tuple[float, float, float, list[float], list[float]]:
+        compute = exchange = hidden = 0.0
+        held = [0.0, 0.0]
         for work, times in bundle:
             way = self.way(work, lists)
             compute += times * way.compute
             exchange += times * way.exchange
             hidden += times * way.hidden
-            held = max(held, way.gathered)
+            held[work.looped] = max(held[work.looped], way.gathered)
         sizes = []
         if any(kinds in live for live in self._live):
             sizes = [
                 sum(size * self._part(layout, lists) for layout, size in live.get(kinds, ()))
                 for live in self._live
             ]
-        return compute, exchange, hidden, sizes, held
+        return compute, exchange, hidden, sizes, held if any(held) else []
 
     def objective(self, lists: Lists) -> float:
         """What the search makes small: seconds, more if it does not fit or is complicated."""

@@ -66,7 +66,8 @@ class TracedProgram:
 
     `shapes`, `bytes` and `dtypes` are those of the values. `ties`: dims of two values that are one
     in some operation. `stacked`: dims that a loop goes along. `events`: for the memory of a step,
-    what is read and made, in order; a loop is one event before its body and one after.
+    what is read and made, in order; a loop is one event before its body and one after. `carried`:
+    what a body hands to its next run. `stack_of`: what a body takes a part of in each run.
     """
 
     shapes: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
@@ -79,6 +80,8 @@ class TracedProgram:
         default_factory=list
     )
     maker: dict[int, str] = dataclasses.field(default_factory=dict)
+    carried: set[int] = dataclasses.field(default_factory=set)
+    stack_of: dict[int, int] = dataclasses.field(default_factory=dict)
     arguments: list[int] = dataclasses.field(default_factory=list)
     results: list[int] = dataclasses.field(default_factory=list)
 
@@ -279,6 +282,7 @@ class _Reader:
         self.body = outer
         self.program.events.append(("scan", tuple(inputs), tuple(outputs)))
         results = [self.read(env, atom) for atom in body.outvars]
+        self.program.carried.update(results[:carried])
         whole = constants + carried
         pairs = [*zip(inputs[:whole], inside[:whole], strict=True)]
         pairs += zip(outputs[:carried], results[:carried], strict=True)
@@ -286,6 +290,7 @@ class _Reader:
         for outside, within in pairs:
             self._same(outside, within)
         stacks = [*zip(inputs[whole:], inside[whole:], strict=True)]
+        self.program.stack_of.update((part, stack) for stack, part in stacks)
         stacks += zip(outputs[carried:], results[carried:], strict=True)
         for stack, part in stacks:
             self._same(stack, part, skip=1)

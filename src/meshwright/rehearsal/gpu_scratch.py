@@ -15,13 +15,13 @@ from collections.abc import Iterable
 from meshwright.hardware.chips import Chip, device_facts, gpu_capability
 from meshwright.hlo.instructions import Computation, Instruction, integers
 from meshwright.hlo.program import Program
-from meshwright.rehearsal.kernel_speeds import LONGEST_FFT
-from meshwright.rehearsal.kernels import (
+from meshwright.rehearsal.gpu_fusions import (
     LIBRARY_PRODUCTS,
     fused_product,
     is_eight_bit,
     transposed_sizes,
 )
+from meshwright.rehearsal.kernel_speeds import LONGEST_FFT
 
 
 # In: an instruction of a program that was compiled without a GPU. Out: sizes of the buffers that

@@ -20,9 +20,10 @@ from meshwright.hlo.instructions import Computation, Instruction
 from meshwright.hlo.kernel_work import Trust
 from meshwright.hlo.program import Program
 from meshwright.rehearsal.collectives.types import Collectives
+from meshwright.rehearsal.gpu_fusions import goes_to_library
 from meshwright.rehearsal.host_transfers import Direction, HostTransfer, transfers_of
 from meshwright.rehearsal.kernel_speeds import Speeds, speeds
-from meshwright.rehearsal.kernels import Kernel, goes_to_library, kernels, running
+from meshwright.rehearsal.kernels import Kernel, kernels, running
 from meshwright.rehearsal.memory import CPU_ESTIMATE
 from meshwright.rehearsal.repeated_work import RepeatedWork, work_inside
 
