@@ -101,7 +101,7 @@ class LinkFigure:
 
         >>> points = (4e3, 1e-5, 0.0), (4e6, 1e-2, 0.0)
         >>> LinkFigure("all-gather", "x", "NVLink", 2, 1, 1e-5, 4e9, 0.0, points).problem
-        'all-gather, x: its points are not a line; 3.81 MiB took 10.0 ms, the line has 1.01 ms'
+        'all-gather, x: its points are not a line; 3.815 MiB took 10.0 ms, the line has 1.01 ms'
         """
         if self.true_error <= _NO_LINE or not self.points:
             return ""
@@ -414,8 +414,8 @@ def _given_path(given: str | os.PathLike[str], option: str, chip: str | None) ->
         folder = default_file("").parent
         files = sorted(each.name for each in folder.glob("*.json"))
         raise CalibrationError(
-            f"{option}: {DEFAULT!r} is a file for each kind of chip. Name one of {folder}: "
-            f"{listing(files) or 'there is none yet'}.",
+            f"{option}: {DEFAULT!r} is a file for each kind of chip. Name the one you mean; "
+            f"{folder} has {listing(files) or 'none yet'}.",
             option=option,
         )
     if not word:
