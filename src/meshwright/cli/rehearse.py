@@ -280,8 +280,8 @@ class CalibrateCommand(Command):
     )
 
     others: str | None = positional(
-        "With --compare, the file to compare with; `table` is meshwright's own of the chip, and so "
-        "it is without this.",
+        "With --compare, the file to compare with; `table` is meshwright's own of the chip, as "
+        "without this word.",
         metavar="FILE.json",
         required=False,
     )
