@@ -94,7 +94,10 @@ TEXTS = {
         changed(chip="v5e", topology="v5e:2x4"),
         "was measured on v5e .a chip., not on h200",
     ),
-    "a chip that is none": (changed(chip="../h200"), "was measured on ../h200"),
+    "a chip that is none": (
+        changed(chip="../h200", topology="../h200:8"),
+        "was measured on ../h200",
+    ),
     "a link twice": (changed(links=GOOD["links"][:1] * 2), "'all-gather' over 'inside': it is the"),
     "each too short": (figure(each=[1e12] * 7), "'product bf16 1024': each has 7 values of 8 dev"),
     "each too long": (figure(each=[1e12] * 9), "each has 9 values of 8 devices"),
