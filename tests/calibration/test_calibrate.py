@@ -9,9 +9,11 @@ from test_calibration_file import a_calibration
 
 import meshwright as mw
 from meshwright.calibration import calibrate as calibrating
+from meshwright.calibration.collective_probes import fit_line
 from meshwright.calibration.comparison import compare_calibrations as compare
 from meshwright.cli.main import main
 from meshwright.errors import CalibrationError
+from meshwright.hardware.calibration_file import LinkFigure, load
 
 
 @pytest.mark.slow
@@ -61,6 +63,121 @@ def test_an_interrupt_keeps_what_was_measured(monkeypatch):
     assert words.startswith("collectives: 0 s were over before all_gather_x_4096, ")
 
 
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ("attention", "attention: of GPUs, and these devices are CPUs."),
+        ("eight-bit", "eight-bit: of GPUs and TPUs, and these devices are CPUs."),
+        ("host", "host: of GPUs and TPUs, and these devices work in the host's own memory."),
+    ],
+)
+def test_a_run_that_measures_nothing_is_refused_and_writes_nothing(tmp_path, capsys, part, words):
+    out = a_calibration("cpu", "cpu:8").save(tmp_path / "o.json")
+    before = out.read_text()
+    assert main(["calibrate", "--only", part, "--quick", "--out", str(out)]) == 2
+    shown = capsys.readouterr()
+    assert f"--only: there is nothing to measure. {words}" in shown.err and not shown.out
+    assert out.read_text() == before
+
+
+def test_a_part_that_is_not_here_is_left_out_beside_others():
+    one = jax.sharding.Mesh(jax.devices()[:1], ("x",))
+    some = mw.calibrate(one, quick=True, only=["launches", "attention"], progress=False)
+    assert some.left_out == ("attention: of GPUs, and these devices are CPUs",)
+    with pytest.raises(CalibrationError, match="collectives: of several devices, and there is one"):
+        mw.calibrate(one, quick=True, only=["collectives"], progress=False)
+
+
+def test_an_interrupted_run_does_not_replace_a_whole_file(tmp_path, monkeypatch, capsys):
+    whole = a_calibration("cpu", "cpu:8")
+    less = dataclasses.replace(whole, figures=whole.figures[:2], links=(), interrupted=True)
+    more = dataclasses.replace(less, figures=whole.figures[:3])
+    none = dataclasses.replace(less, figures=())
+    keep, partial = tmp_path / "keep.json", tmp_path / "keep.partial.json"
+
+    def run(measured):
+        monkeypatch.setattr(mw, "calibrate", lambda *_, **__: measured)
+        code = main(["calibrate", "--quick", "--out", str(keep)])
+        return code, capsys.readouterr().err
+
+    assert run(none) == (
+        130,
+        f"interrupted before anything was measured: {keep} is not written.\n",
+    )
+    assert not keep.exists()
+    # Without a file there, and in the place of one with no more, it is the file.
+    assert run(less)[0] == 130 and load(keep).count == 2
+    assert run(more)[0] == 130 and load(keep).count == 3 and not partial.exists()
+    assert run(whole)[0] == 0 and load(keep).count == whole.count
+    code, told = run(more)
+    assert code == 130 and load(keep).count == whole.count and load(partial).count == 3
+    assert f"interrupted: {keep} has more, and is kept." in told and f"wrote {partial}" in told
+    code, told = run(less)
+    assert code == 130 and load(partial).count == 3 and "wrote" not in told
+    code, told = run(none)
+    assert code == 130 and f"{keep} is as it was" in told and load(keep).count == whole.count
+    # What is not a calibration is somebody's, too.
+    keep.write_text("notes")
+    assert run(more)[0] == 130 and keep.read_text() == "notes"
+    # Nor does a run that had no time for anything.
+    code, told = run(dataclasses.replace(none, interrupted=False, left_out=("memory: 0 s",)))
+    assert code == 2 and "nothing was measured: memory: 0 s. " in told
+
+
+def test_a_line_has_the_error_of_its_points():
+    sizes = [4**power * 1024.0 for power in range(1, 7)]
+    straight = [(size, 20e-6 + size / 5e9, 0.0) for size in sizes]
+    assert fit_line(straight) == pytest.approx((20e-6, 5e9, 0.0), rel=1e-6, abs=1e-9)
+    # Of simulated devices: the large ones are far above what the small ones promise.
+    times = (60e-6, 62e-6, 70e-6, 140e-6, 1805e-6, 41676e-6)
+    bent = [(size, seconds, 0.0) for size, seconds in zip(sizes, times, strict=True)]
+    latency, bandwidth, error = fit_line(bent)
+    factors = [
+        max(each, 1 / each) for each in ((latency + size / bandwidth) / t for size, t, _ in bent)
+    ]
+    assert 2 < max(factors) < 6 and 1 < error < max(factors) - 1
+    row = LinkFigure("all-gather", "x", "memory", 4, 1, latency, bandwidth, error, tuple(bent))
+    assert row.true_error == pytest.approx(error)
+    shown = str(a_calibration("cpu", "cpu:8", links=(row,)))
+    words = "all-gather, x: its points are not a line; 4 MiB took 41.7 ms, the line has 7.33 ms."
+    assert words in shown and f"{error:.0%}" in shown and "rms error" in shown
+    # A file of before has the mean of relative errors, which hides it: its points do not.
+    old = dataclasses.replace(row, latency=55.7e-6, bandwidth=4.64e9, error=0.46)
+    assert old.true_error > 2 and "4 MiB took 41.7 ms, the line has 960 us" in old.problem
+
+
+def test_times_that_size_makes_no_difference_to_bound_both():
+    latency, bandwidth, _ = fit_line([(2.0**power, 1e-5, 0.0) for power in range(10, 20)])
+    assert latency == pytest.approx(1e-5) and bandwidth == pytest.approx(2**19 / 1e-5)
+
+
+def test_files_are_compared_by_their_paths_and_findings_name_the_file(tmp_path, capsys):
+    usual = a_calibration()
+    [figure, *rest] = usual.figures
+    each = (300e12,) * 7 + (150e12,)
+    slow = dataclasses.replace(figure, value=200e12, each=each)
+    today = dataclasses.replace(usual, figures=(slow, *rest)).save(tmp_path / "today.json")
+    monday = usual.save(tmp_path / "monday.json")
+    told = compare(str(today), monday)
+    assert {entry.where for entry in told.slower} == {
+        *(str(today), f"device 7 of process 0 of {today}"),
+    }
+    assert (told.to_json()["first"], told.to_json()["second"]) == (str(today), str(monday))
+    # Both directions, whichever comes first.
+    assert {entry.where for entry in compare(monday, today).slower} == {
+        entry.where for entry in told.slower
+    }
+    assert main(["calibrate", "--compare", str(today), str(monday), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(told.to_json()))
+    assert compare(mw.Calibration.load(today)).to_json()["second"] is None
+    with pytest.raises(CalibrationError, match="compare: 5 is not a file of `meshwright calib"):
+        compare(5)
+    with pytest.raises(CalibrationError, match=r"compare: there is no file none\.json"):
+        compare(usual, "none.json")
+    with pytest.raises(CalibrationError, match=r"path: none\.json: No such file"):
+        mw.Calibration.load("none.json")
+
+
 def test_what_is_slower_is_named():
     usual = a_calibration(processes=(0, 0, 1, 1, 2, 2, 3, 3))
     [figure, *_] = usual.figures
@@ -70,7 +187,9 @@ def test_what_is_slower_is_named():
     )
     assert not compare(usual, usual).slower and not compare(slow).processes
     [one] = compare(slow, slow).slower[:1]
-    assert (one.where, one.what, one.ratio) == ("device 5 of process 2", figure.name, 2.0)
+    assert (one.what, one.ratio) == (figure.name, 2.0)
+    assert one.where == "device 5 of process 2 of a calibration of h200:8 (the first)"
+    assert "device 5 of process 2" in {entry.where for entry in compare(slow).slower}
     # All figures of a process: the process. Against another file, and against the table.
     halved = tuple(
         dataclasses.replace(
@@ -135,6 +254,8 @@ def test_bad_requests_are_refused_before_anything_is_measured(tmp_path, capsys):
         mw.calibrate(only=["product"])
     with pytest.raises(CalibrationError, match="only: 'memory' is not a list"):
         mw.calibrate(only="memory")
+    with pytest.raises(CalibrationError, match="only: an empty list asks for nothing"):
+        mw.calibrate(only=[])
     with pytest.raises(CalibrationError, match="quick"):
         mw.calibrate(quick="yes")
     h200 = a_calibration().save(tmp_path / "a.json")
@@ -143,7 +264,12 @@ def test_bad_requests_are_refused_before_anything_is_measured(tmp_path, capsys):
         (["--compare", str(h200), str(cpu)], "is of h200, "),
         (["x.json"], "x.json: a file goes with --compare"),
         (["--out", "/none/x.json"], "there is no folder /none"),
-        (["--compare", str(tmp_path / "c.json")], "c.json: No such file"),
+        (["--compare", str(tmp_path / "c.json")], "--compare: there is no file /"),
+        (["--compare", str(h200), "nope.json"], "--compare: there is no file nope.json"),
+        (["--compare", "default"], "--compare: 'default' is a file for each kind of chip. Name"),
+        (["--compare", str(h200), "table", "--out", "x.json"], "writes no file: leave out --out."),
+        (["--compare", str(h200), "--quick", "--only", "memory"], "leave out --quick, --only."),
+        (["--mesh", "dp:8", "--only", "memory"], "--mesh is for collectives, and --only memory"),
     ):
         assert main(["calibrate", *words]) == 2
         assert told in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Files of speeds that are damaged, hostile or something else: an error that says what, in time."""
 
+import dataclasses
 import json
 import math
 import os
@@ -89,8 +90,34 @@ TEXTS = {
     "members beyond all": (link(members=10**30), "members is 1000.*, not an integer from 2"),
     "points flat": (link(points=[1, 2, 3]), "points is 1, not bytes, seconds and their spread"),
     "points short": (link(points=[[1, 2]]), "points is .1, 2., not bytes"),
-    "another chip": (changed(chip="v5e"), "was measured on v5e .a chip., not on h200"),
-    "a chip that is none": (changed(chip="../h200"), "was measured on ../h200"),
+    "another chip": (
+        changed(chip="v5e", topology="v5e:2x4"),
+        "was measured on v5e .a chip., not on h200",
+    ),
+    "a chip that is none": (
+        changed(chip="../h200", topology="../h200:8"),
+        "was measured on ../h200",
+    ),
+    "a link twice": (changed(links=GOOD["links"][:1] * 2), "'all-gather' over 'inside': it is the"),
+    "each too short": (figure(each=[1e12] * 7), "'product bf16 1024': each has 7 values of 8 dev"),
+    "each too long": (figure(each=[1e12] * 9), "each has 9 values of 8 devices"),
+    "each of a link": (link(each=[1e-3]), "'all-gather' over 'inside': each has 1 value of 8"),
+    "two processes": (changed(processes=[0, 1]), "topology is 'h200:8', and processes has 2 dev"),
+    "4,000 processes": (changed(processes=[0] * 4000), "and processes has 4,?000 devices"),
+    "another count": (changed(topology="h200:99"), "topology is 'h200:99', and processes has 8"),
+    "another machine": (changed(topology="banana:8"), "topology is 'banana:8', not a shape of 'h2"),
+    "no shape": (changed(topology="h200"), "topology is 'h200', not a shape of 'h200'"),
+    "99 members": (link(members=99), "members is 99, which does not divide the 8 devices"),
+    "more slices": (link(slices=9), "slices is 9, more than its 8 members"),
+    "another kind": (link(kind="banana"), "'banana' over 'inside': kind is 'banana', not one of"),
+    "a latency of years": (link(latency=1e9), "latency is 1000000000.0, not seconds up to 3,600"),
+    "a point of years": (link(points=[[1, 1e9, 0]]), "points is 1000000000.0, not seconds up to"),
+    "a start of years": (figure(4, value=1e9), "'start iteration': value is 1000000000.0, not sec"),
+    "nothing in it": (
+        changed(figures=[], links=[]),
+        "is empty: it has no figure and no collective",
+    ),
+    "nothing at all": (changed(figures=[], links=[], processes=[]), "is empty: it has no figure"),
 }
 
 
@@ -118,23 +145,24 @@ def test_what_is_no_file_is_not_waited_for(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "loop.json").symlink_to(tmp_path / "loop.json")
     for path, words in (
-        (tmp_path, "is not a file"),
-        (tmp_path / "pipe.json", "is not a file"),
-        ("/dev/zero", "is not a file"),
+        (tmp_path, "speeds: /.* is a folder, not a file. Name a file of"),
+        (tmp_path / "pipe.json", r"speeds: /.*pipe.json is a pipe, not a file\."),
+        ("/dev/zero", r"speeds: /dev/zero is a device, not a file\."),
         (tmp_path / "none.json", "there is no file"),
         (tmp_path / "loop.json", "there is no file|symbolic links"),
-        ("", "is not a file"),
+        ("", "speeds: the path is empty. Name a file"),
         ("~nobody-of-that-name/x.json", "home"),
         ("a\0b.json", "there is no file|null"),
     ):
-        with pytest.raises(CalibrationError, match=words):
+        with pytest.raises(CalibrationError, match=words) as refused:
             mw.topology("h200:8", speeds=path)
+        assert "damaged" not in str(refused.value)
     # The command that compares reads its files by the same door.
     assert main(["calibrate", "--compare", str(tmp_path / "pipe.json")]) == 2
-    assert "is not a file" in capsys.readouterr().err
+    assert "pipe.json is a pipe, not a file" in capsys.readouterr().err
     good = a_calibration().save(tmp_path / "good.json")
     assert main(["calibrate", "--compare", str(good), "/dev/zero"]) == 2
-    assert "is not a file" in capsys.readouterr().err
+    assert "--compare: /dev/zero is a device, not a file" in capsys.readouterr().err
 
 
 def test_a_file_far_too_large_is_not_read(tmp_path):
@@ -142,16 +170,16 @@ def test_a_file_far_too_large_is_not_read(tmp_path):
     with path.open("wb") as file:
         file.truncate(_MOST_BYTES + 1)
     with pytest.raises(
-        CalibrationError, match=r"large.json has .* a calibration has at most 64 MiB"
+        CalibrationError, match=r"^speeds: /\S*large.json has .* a calibration has at most 64 MiB"
     ):
         load(path)
 
 
 def test_text_of_a_file_cannot_steer_a_terminal(tmp_path):
     path = tmp_path / "x.json"
-    path.write_text(changed(topology="\x1b[2Jh200:8", left_out=["a\rb\u202e"]), encoding="utf-8")
+    path.write_text(changed(kind="\x1b[2Jh200", left_out=["a\rb\u202e"]), encoding="utf-8")
     shown = str(load(path))
-    assert "\x1b" not in shown and "\r" not in shown and "?[2Jh200:8" in shown
+    assert "\x1b" not in shown and "\r" not in shown and "?[2Jh200" in shown
 
 
 def test_a_file_of_before_sources_and_one_with_more_fields_are_read(tmp_path):
@@ -159,6 +187,30 @@ def test_a_file_of_before_sources_and_one_with_more_fields_are_read(tmp_path):
     old = [{k: v for k, v in each.items() if k != "source"} for each in GOOD["figures"]]
     path.write_text(changed(figures=old, remark="of the night shift"))
     assert load(path).to_json() == GOOD
+
+
+def test_an_interrupted_job_may_lack_devices_of_a_figure(tmp_path):
+    path = tmp_path / "x.json"
+    data = json.loads(figure(each=[1e12] * 4))
+    path.write_text(json.dumps({**data, "interrupted": True}))
+    assert len(load(path).figures[0].each) == 4
+
+
+@pytest.mark.parametrize(
+    ("chip", "topology", "devices"),
+    [
+        ("v5e", "v5e:2x2 x 2 slices", 8),
+        ("v4", "v4:2x2x1", 8),
+        ("v5p", "v5p:4x4x8_twisted", 128),
+        ("gb200", "gb200:4x2", 8),
+        ("unknown", "AMD Instinct MI300X:8", 8),
+    ],
+)
+def test_every_name_of_live_devices_is_a_topology(tmp_path, chip, topology, devices):
+    figures = a_calibration(devices=devices).figures
+    made = a_calibration(figures=figures, links=(), processes=(0,) * devices)
+    made = dataclasses.replace(made, chip=chip, topology=topology)
+    assert load(made.save(tmp_path / "x.json")).topology == topology
 
 
 def _mutated(data, draw):

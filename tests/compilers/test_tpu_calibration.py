@@ -57,7 +57,7 @@ def test_the_file_it_would_write_is_rehearsed_by(mesh, tmp_path):
         for size in sizes
     }
     runs = dict.fromkeys(range(4), [2.0**27 * 8 / 0.6e12] * 5)
-    figures = (_figure("memory copy", ("B/s", 8.0 * 2**27), runs),)
+    figures = (_figure("memory copy", ("B/s", 8.0 * 2**27), runs, 4),)
     device = mesh.devices.flat[0]
     links = fit_all(mesh, placement, seconds)
     written = Calibration(

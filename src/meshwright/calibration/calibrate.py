@@ -34,6 +34,7 @@ from meshwright.calibration.timing import Input, Seconds, Timed, fastest, run_al
 from meshwright.calibration.trace import Trace
 from meshwright.errors import BackendError, CalibrationError, near, short
 from meshwright.hardware.calibration_file import Calibration, Figure
+from meshwright.hardware.chips import Chip
 from meshwright.hardware.topology import Topology, topology
 from meshwright.meshes.build import explain_mesh
 from meshwright.meshes.devices import live_devices
@@ -49,7 +50,7 @@ def calibrate(
     mesh: Mesh | None = None,
     *,
     quick: bool = False,
-    only: Sequence[str] = (),
+    only: Sequence[str] | None = None,
     progress: bool = True,
 ) -> Calibration:
     """Measure the speeds of the devices that are here: products, memory, functions, collectives.
@@ -67,7 +68,8 @@ def calibrate(
       progress: show what is being measured.
 
     Raises:
-      CalibrationError: for a mesh without devices, or if another profiler is running.
+      CalibrationError: for a mesh without devices, if none of the parts can be measured here, or if
+        another profiler is running.
 
     >>> import jax, meshwright as mw
     >>> measured = mw.calibrate(quick=True, only=["memory"], progress=False)
@@ -88,13 +90,19 @@ def calibrate(
 
 
 def _calibrated(
-    mesh: Mesh | None, quick: bool, chosen: frozenset[str], progress: bool, together: Together
+    mesh: Mesh | None,
+    quick: bool,
+    only: frozenset[str] | None,
+    progress: bool,
+    together: Together,
 ) -> Calibration:
     mesh, placement = _meshes(mesh)
+    chosen, not_here = _possible_parts(only, mesh, placement.topology.chip, quick)
     # Of several processes, which measure alike, one says so.
     speaks = progress and jax.process_index() == 0
     with showing(speaks), Pulse(f"calibrating {placement.topology.name}") as pulse:
         session = _Session(mesh, placement, quick, chosen, pulse, together)
+        session.left_out += not_here
         try:
             together.agree()
             session.measure()
@@ -116,8 +124,10 @@ PARTS = (
 )
 
 
-def _checked_parts(only: Sequence[str]) -> frozenset[str]:
-    """The parts that are asked for; all if none is named."""
+def _checked_parts(only: Sequence[str] | None) -> frozenset[str] | None:
+    """The parts that are asked for; `None` for all."""
+    if only is None:
+        return None
     if isinstance(only, str) or not isinstance(only, Sequence):
         raise CalibrationError(
             f"only: {short(only)} is not a list such as ['products'].", option="only"
@@ -129,7 +139,47 @@ def _checked_parts(only: Sequence[str]) -> frozenset[str]:
                 f"{', '.join(PARTS)}.",
                 option="only",
             )
-    return frozenset(only or PARTS)
+    if not only:
+        raise CalibrationError(
+            f"only: an empty list asks for nothing. Leave it out for all parts, or name some of "
+            f"{', '.join(PARTS)}.",
+            option="only",
+        )
+    return frozenset(only)
+
+
+def _possible_parts(
+    only: frozenset[str] | None, mesh: Mesh, chip: Chip, quick: bool
+) -> tuple[frozenset[str], list[str]]:
+    """Return the parts to measure, and those asked for by name that cannot be, with the reason."""
+    if only is None:
+        return frozenset(PARTS), []
+    reasons = _why_not(mesh, chip, quick)
+    not_here = [f"{name}: {reasons[name]}" for name in PARTS if name in only and name in reasons]
+    if only <= reasons.keys():
+        raise CalibrationError(
+            f"only: there is nothing to measure. {'; '.join(not_here)}. Name other parts, or leave "
+            "it out for all.",
+            option="only",
+        )
+    return only - reasons.keys(), not_here
+
+
+def _why_not(mesh: Mesh, chip: Chip, quick: bool) -> dict[str, str]:
+    """The parts that these devices have nothing of, each with the reason."""
+    reasons = {}
+    if quick:
+        reasons["eight-bit"] = "not with quick, its compiler takes up to a minute a size"
+    if chip.family == "cpu":
+        reasons["eight-bit"] = "of GPUs and TPUs, and these devices are CPUs"
+        reasons["host"] = "of GPUs and TPUs, and these devices work in the host's own memory"
+    if chip.family == "tpu":
+        reasons["irregular"] = "not on TPUs, whose compiler works on one sort for a minute"
+    if chip.family != "gpu":
+        reasons["attention"] = f"of GPUs, and these devices are {chip.family.upper()}s"
+    if mesh.size < 2:
+        reasons["collectives"] = "of several devices, and there is one"
+    return reasons
 
 
 def _meshes(mesh: Mesh | None) -> tuple[Mesh, Placement]:
@@ -386,7 +436,9 @@ class _Session:
             {"meshwright": __version__, **_versions()},
             clocks,
             tuple(
-                _figure(name, data["units"][name], {int(k): v for k, v in runs.items()})
+                _figure(
+                    name, data["units"][name], {int(k): v for k, v in runs.items()}, len(devices)
+                )
                 for name, runs in data["runs"].items()
             ),
             collective_probes.fit_all(self.mesh, self.placement, links),
@@ -416,7 +468,9 @@ def _joined(texts: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _figure(name: str, counted: tuple[str, float], runs: Mapping[int, Sequence[float]]) -> Figure:
+def _figure(
+    name: str, counted: tuple[str, float], runs: Mapping[int, Sequence[float]], devices: int
+) -> Figure:
     unit, work = counted
     medians = {place: float(np.median(each)) for place, each in runs.items()}
     together = [seconds for each in runs.values() for seconds in each]
@@ -424,7 +478,9 @@ def _figure(name: str, counted: tuple[str, float], runs: Mapping[int, Sequence[f
     def value(seconds: float) -> float:
         return seconds / work if unit == "s" else work / max(seconds, 1e-12)
 
-    each = tuple(value(medians[place]) for place in sorted(medians))
+    # Of some devices alone, as after an interrupt, nobody could say whose they are.
+    whole = len(medians) == devices
+    each = tuple(value(medians[place]) for place in sorted(medians)) if whole else ()
     # A device that is slower than the others is told by `each`, not by the spread of the runs.
     own = float(np.median([spread(runs[place]) for place in runs]))
     return Figure(name, value(float(np.median(together))), unit, own, each)

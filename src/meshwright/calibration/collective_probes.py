@@ -16,12 +16,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from meshwright.calibration.timing import Input, Seconds, Timed, spread
+from meshwright.hardware.calibration_file import COLLECTIVES as KINDS
 from meshwright.hardware.calibration_file import LinkFigure
 from meshwright.placement.cost_model import INSIDE, links_text
 from meshwright.placement.placement import AxisPlan, Placement
 from meshwright.trees.specs import make_spec
 
-KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 _WIDTH = 4  # bytes of a float32
 _lax: Any = jax.lax  # in which collectives are untyped
 
@@ -167,22 +167,40 @@ def _of_groups(groups: np.ndarray, seconds: Seconds) -> np.ndarray:
     return least
 
 
+# A time is too long or too short by a factor, and factors count alike in both directions and at all
+# sizes. (Of relative errors a line that is far too short has at most 100 %: ten times too short
+# costs less than twice too long, and points above the line are given up.) By the least squares of
+# logarithms, time = (size + half) / bandwidth, where `half` are the bytes that take as long as the
+# latency: for each `half` the best bandwidth is known, and what is left is a search in one number.
 def fit_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
-    """Latency (s), bandwidth (bytes/s) and mean relative error of the line of least squares.
+    """Latency (s), bandwidth (bytes/s) and root mean square error of the line through points.
 
-    Relative ones, so that small sizes count as much as large ones.
+    The error is that of the logarithm, as a factor less 1: 0.5 is 1.5 times too long or too short.
 
     >>> latency, bandwidth, error = fit_line([(1e3, 11e-6, 0.0), (1e6, 1010e-6, 0.0)])
     >>> round(latency * 1e6, 3), round(bandwidth / 1e9, 3), round(error, 6)
     (10.0, 1.0, 0.0)
     """
-    size, seconds = (np.array([point[i] for point in points]) for i in (0, 1))
-    slope, latency = np.linalg.lstsq(
-        np.stack([size / seconds, 1 / seconds], 1), np.ones(len(size)), rcond=None
-    )[0]
-    if latency < 0:
-        latency, slope = 0.0, float(np.mean(seconds / size))
-    if slope <= 0:  # size made no difference: what the largest took, as an upper bound of both
-        latency, slope = float(seconds.min()), float(seconds[-1] / size[-1])
-    error = np.mean(np.abs(latency + slope * size - seconds) / seconds)
-    return float(latency), float(1 / slope), float(error)
+    size = np.array([point[0] for point in points])
+    seconds = np.maximum([point[1] for point in points], 1e-9)  # what a trace can tell
+    low, high = size.min() * 1e-3, size.max() * 1e3
+    halves = np.concatenate([[0.0], np.geomspace(low, high, 400)])
+    for _ in range(8):  # each time between the neighbours of the best: to 1e-12 of it
+        best = int(np.argmin(_log_errors(size, seconds, halves)[0]))
+        low, high = halves[max(best - 1, 0)], halves[min(best + 1, halves.size - 1)]
+        halves = np.linspace(low, high, 51)
+    errors, slopes = _log_errors(size, seconds, halves)
+    best = int(np.argmin(errors))
+    latency, slope = halves[best] * slopes[best], slopes[best]
+    if halves[best] > size.max() * 500:  # size made no difference: an upper bound of both
+        latency, slope = seconds.min(), seconds[-1] / size[-1]
+    logs = np.log((latency + slope * size) / seconds)
+    return float(latency), float(1 / slope), float(np.expm1(np.sqrt(np.mean(logs**2))))
+
+
+def _log_errors(
+    size: np.ndarray, seconds: np.ndarray, halves: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """For each `half`, the variance of the logarithms, and the seconds a byte that give it."""
+    logs = np.log(seconds) - np.log(size + halves[:, None])
+    return logs.var(axis=1), np.exp(logs.mean(axis=1))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from meshwright.hardware.calibration_file import (
     LinkFigure,
     measured_text,
     processes_text,
+    read_calibration,
     shipped_speeds,
 )
 from meshwright.hardware.chips import CHIPS, Chip
@@ -38,7 +40,10 @@ _MOST = 20  # rows of a table
 
 @dataclasses.dataclass(frozen=True)
 class Slower:
-    """One finding: `what` is slower than `than`, `ratio` times its time, in `where`."""
+    """One finding: `what` is slower than `than`, `ratio` times its time, in `where`.
+
+    Where two files are compared, `where` names the one that it is in.
+    """
 
     where: str
     what: str
@@ -53,7 +58,7 @@ class Slower:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class CalibrationComparison(Shown):
-    """What is slower in a calibration, the worst first. Prints itself; HTML; `to_json()`.
+    """What is slower in either of two calibrations, the worst first. Prints itself; HTML; JSON.
 
     `processes` are those that are slower than the others of their job in most figures; `slower`
     has single figures and links, against the other file, the table, or others of the job.
@@ -65,7 +70,7 @@ class CalibrationComparison(Shown):
     slower: tuple[Slower, ...]
 
     def _sheet(self) -> Sheet:
-        names = [_name(each) for each in (self.first, self.second) if each is not None]
+        names = _names(self.first, self.second)
         parts: list[str | Table] = [f"{entry}." for entry in self.processes]
         if not self.slower and not self.processes:
             parts.append("Nothing is slower by more than its spread.")
@@ -81,8 +86,11 @@ class CalibrationComparison(Shown):
         return Sheet(f"{' and '.join(names)}: {plural(len(self.slower), 'slower figure')}", parts)
 
     def to_json(self) -> dict[str, Any]:
-        """Return every finding as plain data."""
+        """Return every finding as plain data, with the names of what was compared."""
+        names = _names(self.first, self.second)
         return {
+            "first": names[0],
+            "second": names[1] if len(names) > 1 else None,
             "processes": [dataclasses.asdict(each) for each in self.processes],
             "slower": [dataclasses.asdict(each) for each in self.slower],
         }
@@ -94,14 +102,24 @@ def _name(calibration: Calibration) -> str:
     return calibration.file or f"a calibration of {calibration.topology}"
 
 
-def compare_calibrations(
-    first: Calibration, second: Calibration | None = None
-) -> CalibrationComparison:
-    """Find what is slower in one calibration than in another, or in some of its own devices.
+def _names(first: Calibration, second: Calibration | None) -> list[str]:
+    """What both are called; apart, though neither may be a file, or both of one."""
+    names = [_name(each) for each in (first, second) if each is not None]
+    if len(names) == 2 and names[0] == names[1]:
+        return [f"{names[0]} (the first)", f"{names[1]} (the second)"]
+    return names
 
-    With one alone, also what is slower than in the table of its chip; that of meshwright,
-    `topology(name).speeds`, is a value like any other. Raises `CalibrationError` for two kinds of
-    chips.
+
+def compare_calibrations(
+    first: Calibration | str | os.PathLike[str],
+    second: Calibration | str | os.PathLike[str] | None = None,
+) -> CalibrationComparison:
+    """Find what is slower in one calibration than in another, in both directions.
+
+    Also the devices and processes of each that are slower than the rest of it. Each is a file's
+    path or a value; without a second one, the first is compared with the table of its chip. That of
+    meshwright, `topology(name).speeds`, is a value like any other. Raises `CalibrationError` for
+    two kinds of chips, and for what is not a calibration.
 
     >>> import meshwright as mw
     >>> measured = mw.calibrate(quick=True, only=["launches"], progress=False)
@@ -110,20 +128,28 @@ def compare_calibrations(
     >>> mw.compare_calibrations(measured, mw.topology("cpu:8").speeds).processes
     ()
     """
+    first = read_calibration(first, "compare", None)
+    if second is not None:
+        second = read_calibration(second, "compare", first.chip)
+    names = _names(first, second)
     if second is not None and first.chip != second.chip:
         raise CalibrationError(
-            f"compare: {_name(first)} is of {first.chip}, {_name(second)} of {second.chip}. "
+            f"compare: {names[0]} is of {first.chip}, {names[1]} of {second.chip}. "
             "Compare files of one kind of chip.",
             option="compare",
         )
     both = [first] if second is None else [first, second]
-    processes = [entry for each in both for entry in _slow_processes(each)]
-    slower = [entry for each in both for entry in _slow_devices(each)]
+    processes, slower = [], []
+    for each, name in zip(both, names, strict=True):
+        whose = "" if second is None else f" of {name}"
+        processes += list(_slow_processes(each, whose))
+        slower += list(_slow_devices(each, whose))
     if second is None or second.is_table != first.is_table:
         table, one = (first, second) if first.is_table else (second, first)
         slower += [] if one is None else _against_table(one, table or shipped_speeds(one.chip))
     else:
-        slower += [*_against(first, second), *_against(second, first)]
+        slower += _against(first, second, names[0], names[1])
+        slower += _against(second, first, names[1], names[0])
     ordered = (sorted(entries, key=lambda entry: -entry.ratio) for entries in (processes, slower))
     return CalibrationComparison(first, second, *map(tuple, ordered))
 
@@ -141,7 +167,7 @@ def _by_process(calibration: Calibration, times: np.ndarray) -> dict[int, float]
 
 # In: a file of several processes. Out: those whose time is above that of the others in most
 # figures, by more than their spread. One figure may be an accident; half of them are a slow host.
-def _slow_processes(calibration: Calibration) -> Iterator[Slower]:
+def _slow_processes(calibration: Calibration, whose: str) -> Iterator[Slower]:
     count = len(set(calibration.processes))
     usable = [each for each in calibration.figures if len(each.each) == calibration.devices]
     if count < 2 or not usable:
@@ -160,11 +186,11 @@ def _slow_processes(calibration: Calibration) -> Iterator[Slower]:
         # The middle of n figures is surer than one of them.
         if middle > 1 + max(_ALIKE, usual / len(every) ** 0.5) and least > 1:
             words = f"{sum(each > 1 for each in every)} of {len(every)} figures"
-            where = processes_text(calibration.processes, process)
+            where = processes_text(calibration.processes, process) + whose
             yield Slower(where, words, "in the other processes", middle, middle - least)
 
 
-def _slow_devices(calibration: Calibration) -> Iterator[Slower]:
+def _slow_devices(calibration: Calibration, whose: str) -> Iterator[Slower]:
     """Devices whose figure is slower than that of the others by more than the spread."""
     rows: list[tuple[str, str, float, np.ndarray]] = [
         (each.name, each.unit, each.spread, _times(each)) for each in calibration.figures
@@ -181,7 +207,7 @@ def _slow_devices(calibration: Calibration) -> Iterator[Slower]:
         for device in np.flatnonzero(times > usual * (1 + max(_ALIKE, 2 * spread))):
             values = _values(times[device], unit), _values(usual, unit)
             ratio = float(times[device]) / usual
-            where = f"device {device} of process {calibration.processes[device]}"
+            where = f"device {device} of process {calibration.processes[device]}{whose}"
             yield Slower(where, name, "other devices", ratio, spread, values)
 
 
@@ -189,35 +215,34 @@ def _values(seconds: float, unit: str) -> str:
     return duration(seconds) if unit == "s" else measured_text(1 / seconds, unit)
 
 
-def _against(first: Calibration, second: Calibration) -> Iterator[Slower]:
+def _against(first: Calibration, second: Calibration, where: str, than: str) -> Iterator[Slower]:
     """What is slower in `first` than in `second`."""
     others = {figure.name: figure for figure in second.figures}
     for figure in first.figures:
         other = others.get(figure.name)
         if other is not None:
             spread = math.hypot(figure.spread, other.spread)
-            yield from _if_slower(first, figure, other.value, spread, _name(second))
+            yield from _if_slower(where, figure, other.value, spread, than)
     lines = {(each.kind, each.links, each.members): each for each in second.links}
     for line in first.links:
         match = lines.get((line.kind, line.links, line.members))
         if match is None or not line.points:
             continue
         most = min(line.points[-1][0], match.points[-1][0] if match.points else math.inf)
-        own, usual = (each.latency + most / each.bandwidth for each in (line, match))
+        own, usual = (each.seconds(most) for each in (line, match))
         spread = math.hypot(line.error, match.error)
         if own > usual * (1 + max(_ALIKE, spread)):
             values = duration(own), duration(usual)
-            where, than = _name(first), _name(second)
             yield Slower(where, line.name, than, own / usual, spread, values)
 
 
 def _if_slower(
-    calibration: Calibration, figure: Figure, usual: float, spread: float, than: str
+    where: str, figure: Figure, usual: float, spread: float, than: str
 ) -> Iterator[Slower]:
     ratio = figure.value / usual if figure.unit == "s" else usual / figure.value
     if ratio > 1 + max(_ALIKE, spread):
         values = measured_text(figure.value, figure.unit), measured_text(usual, figure.unit)
-        yield Slower(_name(calibration), figure.name, than, ratio, spread, values)
+        yield Slower(where, figure.name, than, ratio, spread, values)
 
 
 def _against_table(calibration: Calibration, table: Calibration) -> Iterator[Slower]:
@@ -240,7 +265,7 @@ def _against_table(calibration: Calibration, table: Calibration) -> Iterator[Slo
         usual = known.get(figure.name)
         if usual and not math.isinf(usual):
             spread = math.hypot(figure.spread, _spread_of(table, figure.name))
-            yield from _if_slower(calibration, figure, usual, spread, _name(table))
+            yield from _if_slower(_name(calibration), figure, usual, spread, _name(table))
     yield from _links_against_table(calibration, chip, _name(table))
 
 
@@ -266,7 +291,7 @@ def _links_against_table(calibration: Calibration, chip: Chip, than: str) -> Ite
     for line in calibration.links:
         usual = _modelled(line, hardware)
         size = line.points[-1][0] if line.points else 0.0
-        own = line.latency + size / line.bandwidth
+        own = line.seconds(size)
         spread = math.hypot(line.error, _MODELLED)
         if usual and own > usual * (1 + spread):
             values = duration(own), duration(usual)

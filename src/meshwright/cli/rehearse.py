@@ -20,7 +20,7 @@ from meshwright.cli import terminal
 from meshwright.cli.mesh_commands import dcn_option, on_option, slices_option, speeds_option
 from meshwright.cli.options import Command, flag, option, positional, words
 from meshwright.errors import CalibrationError, RehearsalError, short
-from meshwright.hardware.calibration_file import default_file, load
+from meshwright.hardware.calibration_file import Calibration, default_file, load
 from meshwright.hardware.topology import topology
 from meshwright.models.presets import check_model, model, names
 from meshwright.rehearsal.compiler import MOST_BYTES, cached, clear, default_folder
@@ -270,17 +270,18 @@ class CacheCommand(Command):
 @dataclasses.dataclass(kw_only=True)
 class CalibrateCommand(Command):
     """Measure what the devices that are here do: products, memory, functions, sorts, collectives.
-    `--speeds` of other commands takes the file. After Ctrl-C it has what was measured until then,
-    and the exit code is 130."""
+    `--speeds` of other commands takes the file. After Ctrl-C it has what was measured until then;
+    a file that has more is kept, and FILE.partial.json is written. The exit code is then 130."""
 
     command = "calibrate"
     examples = (
         "meshwright calibrate --out cluster.json",
-        "meshwright calibrate --compare monday.json today.json",
+        "meshwright calibrate --compare today.json monday.json",
     )
 
     others: str | None = positional(
-        "With --compare, the file to compare with; `table` is meshwright's own of the chip.",
+        "With --compare, the file to compare with; `table` is meshwright's own of the chip, as "
+        "without this word.",
         metavar="FILE.json",
         required=False,
     )
@@ -303,10 +304,10 @@ class CalibrateCommand(Command):
     )
     distributed: bool = flag("Join the other processes of a job: jax.distributed.initialize().")
     compare: Path | None = option(
-        "Measure nothing: tell what is slower in this file than in the other, in other processes "
-        "or, with one file, in the table.",
+        "Measure nothing: list what is slower in this file than in the other, what is slower in "
+        "the other, and the devices and processes of each that are slower than the rest of it.",
         Path,
-        ending=".json",
+        metavar="FILE.json",
     )
     json: bool = flag("Print JSON.")
 
@@ -316,13 +317,23 @@ class CalibrateCommand(Command):
             return None
         if self.others is not None:
             raise CalibrationError(f"{self.others}: a file goes with --compare.")
+        if self.mesh is not None and self.only and "collectives" not in self.only:
+            raise CalibrationError(
+                f"--mesh is for collectives, and --only {' '.join(self.only)} measures none. Leave "
+                "out --mesh, or add collectives to --only."
+            )
         if self.out is not None and not self.out.parent.is_dir():
             raise CalibrationError(f"--out {self.out}: there is no folder {self.out.parent}.")
         return self._measure()
 
     def _compare(self, path: Path) -> None:
+        names = ("out", "quick", "only", "mesh", "distributed")
+        if given := [f"--{name}" for name in names if getattr(self, name)]:
+            raise CalibrationError(
+                f"--compare measures nothing and writes no file: leave out {', '.join(given)}."
+            )
         with_table = self.others in (None, "table")
-        told = mw.compare_calibrations(load(path), None if with_table else load(self.others or ""))
+        told = mw.compare_calibrations(path, None if with_table else self.others)
         print(json.dumps(told.to_json(), indent=2) if self.json else told)
 
     def _measure(self) -> int | None:
@@ -331,13 +342,48 @@ class CalibrateCommand(Command):
         if self.distributed:
             jax.distributed.initialize()
         asked = None if self.mesh is None else mw.mesh(self.mesh)
-        measured = mw.calibrate(asked, quick=self.quick, only=self.only)  # type: ignore[arg-type]
+        measured = mw.calibrate(asked, quick=self.quick, only=self.only or None)  # type: ignore[arg-type]
         ended = INTERRUPTED if measured.interrupted else None
         if jax.process_index():
             if ended and measured.left_out:
                 print(f"{measured.left_out[-1]}; process 0 has the rest.", file=sys.stderr)
             return ended
-        path = measured.save(self.out or default_file(measured.chip))
+        wanted = self.out or default_file(measured.chip)
+        if not measured.count:
+            return _tell_nothing_measured(measured, wanted)
+        path = _replaceable(measured, wanted)
+        if path is not None:
+            measured.save(path)
         print(json.dumps(measured.to_json(), indent=2) if self.json else measured)
-        terminal.tell_written(path)
+        if path != wanted:
+            print(f"interrupted: {wanted} has more, and is kept.", file=sys.stderr)
+        if path is not None:
+            terminal.tell_written(path)
         return ended
+
+
+def _tell_nothing_measured(measured: Calibration, wanted: Path) -> int:
+    """Say why there is nothing to write; returns the exit code."""
+    kept = f"{wanted} is as it was" if wanted.exists() else f"{wanted} is not written"
+    if measured.interrupted:
+        print(f"interrupted before anything was measured: {kept}.", file=sys.stderr)
+        return INTERRUPTED
+    reasons = "; ".join(measured.left_out[:3]) or "no program ran"
+    raise CalibrationError(f"nothing was measured: {reasons}. {kept}.")
+
+
+# A whole run replaces what is there. An interrupted one replaces what was interrupted earlier.
+def _replaceable(measured: Calibration, wanted: Path) -> Path | None:
+    """The file to write: the one asked for, the `.partial.json` beside it, or none."""
+    if not measured.interrupted:
+        return wanted
+    for path in (wanted, wanted.with_suffix(".partial.json")):
+        if not path.exists():
+            return path
+        try:
+            before = load(path)
+        except CalibrationError:  # not a calibration: somebody's, all the same
+            continue
+        if before.interrupted and before.count <= measured.count:
+            return path
+    return None

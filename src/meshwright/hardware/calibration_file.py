@@ -14,6 +14,8 @@ import functools
 import json
 import math
 import os
+import re
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -22,10 +24,12 @@ from typing import Any
 from meshwright._checks import JsonFields
 from meshwright._show import Sheet, Shown, Table
 from meshwright._text import amount, duration, plural, ranges, write_text
-from meshwright.errors import CalibrationError, short
+from meshwright.errors import CalibrationError, listing, short
 
 FORMAT, VERSION = "meshwright calibration", 1
 DEFAULT = "default"  # as `speeds`: the user's own file for the kind of chip
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+_NO_LINE = 0.3  # error of a line from which on its points are said not to lie on one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +54,10 @@ class LinkFigure:
     """One collective over groups of `members` devices: `latency + bytes / bandwidth` seconds.
 
     `links` says what joins them, as in a rehearsal; `slices` how many parts of the machine that
-    DCN joins they span. `error` is the mean error of the line, as a part of the time; `points` are
-    what it is fitted to: bytes, seconds and their spread. `each`: every device's seconds at the
-    most bytes, without waiting for others of its group.
+    DCN joins they span. `points` are what the line is fitted to: bytes, seconds and their spread.
+    `error` is the root mean square error of the line over them: 0.5 is a time 1.5 times too long
+    or too short. `each`: every device's seconds at the most bytes, without waiting for others of
+    its group.
     """
 
     kind: str
@@ -70,6 +75,41 @@ class LinkFigure:
     def name(self) -> str:
         """What was measured, over which links."""
         return f"{self.kind} over {self.members} by {self.links}"
+
+    def seconds(self, size: float) -> float:
+        """The time of so many bytes by the line."""
+        return self.latency + size / self.bandwidth
+
+    @property
+    def off(self) -> tuple[float, ...]:
+        """How many times too long or too short the line is at each point, less 1."""
+        least = 1e-9  # what a trace can tell; keeps a time of 0 from being infinitely far off
+        pairs = [
+            (max(self.seconds(size), least), max(took, least)) for size, took, _ in self.points
+        ]
+        return tuple(max(line / took, took / line) - 1 for line, took in pairs)
+
+    @property
+    def true_error(self) -> float:
+        """The root mean square of `off`; files of before 2026-11-18 have another `error`."""
+        logs = [math.log1p(each) ** 2 for each in self.off]
+        return math.expm1(math.sqrt(sum(logs) / len(logs))) if logs else self.error
+
+    @property
+    def problem(self) -> str:
+        """Says where the points are farthest from the line, if they do not lie on one; else empty.
+
+        >>> points = (4e3, 1e-5, 0.0), (4e6, 1e-2, 0.0)
+        >>> LinkFigure("all-gather", "x", "NVLink", 2, 1, 1e-5, 4e9, 0.0, points).problem
+        'all-gather, x: its points are not a line; 3.815 MiB took 10.0 ms, the line has 1.01 ms'
+        """
+        if self.true_error <= _NO_LINE or not self.points:
+            return ""
+        size, took, _ = self.points[max(range(len(self.off)), key=self.off.__getitem__)]
+        return (
+            f"{self.kind}, {self.axis}: its points are not a line; {amount(int(size))} took "
+            f"{duration(took)}, the line has {duration(self.seconds(size))}"
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -106,6 +146,11 @@ class Calibration(Shown):
     def devices(self) -> int:
         """How many devices it was measured on."""
         return len(self.processes)
+
+    @property
+    def count(self) -> int:
+        """How many figures and collectives it has."""
+        return len(self.figures) + len(self.links)
 
     @functools.cached_property
     def _by_name(self) -> dict[str, Figure]:
@@ -201,9 +246,10 @@ class Calibration(Shown):
         if self.figures:
             parts.append(_figure_table(self.figures))
         if self.links:
-            heading = ["collective", "members", "by", "latency", "GB/s", "fit", "sizes"]
+            heading = ["collective", "members", "by", "latency", "GB/s", "rms error", "sizes"]
             right = [False, True, False, True, True, True, False]
             parts.append(Table(heading, [_link_cells(row) for row in self.links], right))
+            parts += [f"{row.problem}." for row in self.links if row.problem]
         if self.interrupted:
             parts.append("It was interrupted: what is not here was not measured.")
         parts += [f"left out: {words}" for words in self.left_out]
@@ -229,6 +275,14 @@ class Calibration(Shown):
         data |= {"links": [dataclasses.asdict(each) for each in self.links]}
         plain: dict[str, Any] = json.loads(json.dumps(data))  # tuples as lists
         return {"format": FORMAT, "version": VERSION, **plain}
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Calibration:
+        """Read the file that `save` or `meshwright calibrate` has written.
+
+        Raises `CalibrationError` if it is damaged, of a newer meshwright, or something else.
+        """
+        return load(path, "path")
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write it to a JSON file; returns its path. Raises `CalibrationError` where it cannot."""
@@ -282,7 +336,7 @@ def _link_cells(row: LinkFigure) -> list[str]:
     sizes = f"{amount(row.points[0][0])} to {amount(row.points[-1][0])}" if row.points else ""
     speed = "-" if math.isinf(row.bandwidth) else f"{row.bandwidth / 1e9:.3g}"
     cells = [f"{row.kind}, {row.axis}", str(row.members), row.links, duration(row.latency), speed]
-    return [*cells, f"{row.error:.0%}", sizes]
+    return [*cells, f"{row.true_error:.0%}", sizes]
 
 
 def default_file(chip: str) -> Path:
@@ -294,23 +348,7 @@ def default_file(chip: str) -> Path:
 
 def read_speeds(speeds: object, chip: str) -> Calibration:
     """Return the calibration that `speeds` means, and check that it is of this kind of chip."""
-    if isinstance(speeds, Calibration):
-        calibration = speeds
-    elif isinstance(speeds, (str, os.PathLike)):
-        path = default_file(chip) if speeds == DEFAULT else _given_path(speeds)
-        if not path.exists():
-            raise CalibrationError(
-                f"speeds: there is no file {path}. `meshwright calibrate` writes one, on the "
-                "devices.",
-                option="speeds",
-            )
-        calibration = load(path)
-    else:
-        raise CalibrationError(
-            f"speeds: {short(speeds)} is not a file of `meshwright calibrate`, nor what "
-            "mw.calibrate() returns.",
-            option="speeds",
-        )
+    calibration = read_calibration(speeds, "speeds", chip)
     if calibration.chip != chip:
         raise CalibrationError(
             f"speeds: {calibration.file or 'this calibration'} was measured on "
@@ -319,6 +357,37 @@ def read_speeds(speeds: object, chip: str) -> Calibration:
             option="speeds",
         )
     _check_nominal(calibration)
+    return calibration
+
+
+def read_calibration(given: object, option: str, chip: str | None) -> Calibration:
+    """Return a calibration, or that of a path; `default` is the user's own of a kind of chip.
+
+    Refuses one that has no figure. `option` is whose argument it is, which messages name.
+    """
+    if isinstance(given, Calibration):
+        calibration = given
+    elif isinstance(given, (str, os.PathLike)):
+        path = _given_path(given, option, chip)
+        if not path.exists():
+            raise CalibrationError(
+                f"{option}: there is no file {path}. `meshwright calibrate` writes one, on the "
+                "devices.",
+                option=option,
+            )
+        calibration = load(path, option)
+    else:
+        raise CalibrationError(
+            f"{option}: {short(given)} is not a file of `meshwright calibrate`, nor what "
+            "mw.calibrate() returns.",
+            option=option,
+        )
+    if not calibration.count:
+        raise CalibrationError(
+            f"{option}: {calibration.file or 'this calibration'} is empty: it has no figure and no "
+            "collective. Calibrate again, or leave it out to use the table.",
+            option=option,
+        )
     return calibration
 
 
@@ -337,72 +406,111 @@ def _check_nominal(calibration: Calibration) -> None:
                 )
 
 
-def _given_path(given: str | os.PathLike[str]) -> Path:
+def _given_path(given: str | os.PathLike[str], option: str, chip: str | None) -> Path:
+    word = os.fspath(given)
+    if word == DEFAULT and chip is not None:
+        return default_file(chip)
+    if word == DEFAULT:
+        folder = default_file("").parent
+        files = sorted(each.name for each in folder.glob("*.json"))
+        raise CalibrationError(
+            f"{option}: {DEFAULT!r} is a file for each kind of chip. Name the one you mean; "
+            f"{folder} has {listing(files) or 'none yet'}.",
+            option=option,
+        )
+    if not word:
+        raise CalibrationError(
+            f"{option}: the path is empty. Name a file of `meshwright calibrate`.", option=option
+        )
     try:
         return Path(given).expanduser()
     except RuntimeError as error:  # of `~name`, where there is no such user
-        raise CalibrationError(f"speeds: {short(given)}: {error}", option="speeds") from error
+        raise CalibrationError(f"{option}: {short(given)}: {error}", option=option) from error
 
 
 @functools.cache
 def shipped_speeds(chip: str) -> Calibration:
     """Return meshwright's own table of a chip, which is a file of the package."""
     file = resources.files("meshwright.hardware") / "speeds" / f"{chip}.json"
-    return dataclasses.replace(_parse(file.read_text(encoding="utf-8"), file.name), file="")
+    return dataclasses.replace(
+        _parse(file.read_text(encoding="utf-8"), file.name, "speeds"), file=""
+    )
 
 
 # A figure of every device of 50,000 takes less.
 _MOST_BYTES = 64 * 2**20
 
 
-def load(path: str | os.PathLike[str]) -> Calibration:
+_KINDS_OF_FILES = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def load(path: str | os.PathLike[str], option: str = "speeds") -> Calibration:
     """Read a file; raises `CalibrationError` if it is damaged, newer, or something else."""
     path = Path(path)
     try:
-        if not path.is_file() and path.exists():  # a pipe would be waited for
-            raise CalibrationError(f"speeds: {path} is not a file.", option="speeds")
-        if (size := path.stat().st_size) > _MOST_BYTES:
-            raise CalibrationError(
-                f"speeds: {path} has {amount(size)}; a calibration has at most "
-                f"{amount(_MOST_BYTES)}. It is something else.",
-                option="speeds",
-            )
+        found = path.stat()
+    except OSError as error:
+        raise CalibrationError(f"{option}: {path}: {error.strerror}.", option=option) from error
+    except ValueError as error:  # a path that is none
+        raise CalibrationError(f"{option}: {short(str(path))}: {error}.", option=option) from error
+    # Not opened: a pipe would be waited for, and a device has no end.
+    if not stat.S_ISREG(found.st_mode):
+        kind = _KINDS_OF_FILES.get(stat.S_IFMT(found.st_mode), "something else")
+        raise CalibrationError(
+            f"{option}: {path} is {kind}, not a file. Name a file of `meshwright calibrate`.",
+            option=option,
+        )
+    if found.st_size > _MOST_BYTES:
+        raise CalibrationError(
+            f"{option}: {path} has {amount(found.st_size)}; a calibration has at most "
+            f"{amount(_MOST_BYTES)}. It is something else.",
+            option=option,
+        )
+    try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise CalibrationError(f"speeds: {path}: {error.strerror}.", option="speeds") from error
-    except ValueError as error:  # bytes that are no text, or a path that is none
-        raise _damaged(str(path), f"not JSON ({error})") from error
-    return _parse(text, str(path))
+        raise CalibrationError(f"{option}: {path}: {error.strerror}.", option=option) from error
+    except ValueError as error:  # bytes that are no text
+        raise _damaged(str(path), f"not JSON ({error})", option) from error
+    return _parse(text, str(path), option)
 
 
-def _parse(text: str, file: str) -> Calibration:
+def _parse(text: str, file: str, option: str) -> Calibration:
     try:
         data = json.loads(text, parse_constant=_no_number, object_pairs_hook=_without_doubles)
     except (ValueError, RecursionError) as error:
-        raise _damaged(file, f"not JSON ({error})") from error
+        raise _damaged(file, f"not JSON ({error})", option) from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise CalibrationError(
-            f"speeds: {file} is not a calibration: it has no "
+            f"{option}: {file} is not a calibration: it has no "
             f'"format": "{FORMAT}". `meshwright calibrate` writes one.',
-            option="speeds",
+            option=option,
         )
     version = data.get("version")
     if isinstance(version, int) and version > VERSION:
         raise CalibrationError(
-            f"speeds: {file} is of version {short(version)}, and this meshwright reads up to "
+            f"{option}: {file} is of version {short(version)}, and this meshwright reads up to "
             f"{VERSION}. Update meshwright, or calibrate again.",
-            option="speeds",
+            option=option,
         )
     try:
-        return _calibration(JsonFields(data, "the file"), file)
+        calibration = _calibration(JsonFields(data, "the file"), file)
+        _check_counts(calibration)
     except ValueError as error:
-        raise _damaged(file, str(error)) from error
+        raise _damaged(file, str(error), option) from error
+    return calibration
 
 
-def _damaged(file: str, why: str) -> CalibrationError:
+def _damaged(file: str, why: str, option: str) -> CalibrationError:
     return CalibrationError(
-        f"speeds: {file} is damaged: {why}. Calibrate again, or take a copy of it.",
-        option="speeds",
+        f"{option}: {file} is damaged: {why}. Calibrate again, or take a copy of it.",
+        option=option,
     )
 
 
@@ -420,6 +528,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _LEAST = 1e-15  # of a speed or a time in its unit
+_MOST_SECONDS = 3600.0  # of a kernel or a collective: none takes an hour
 
 
 def _calibration(data: JsonFields, file: str) -> Calibration:
@@ -454,6 +563,61 @@ def _calibration(data: JsonFields, file: str) -> Calibration:
     )
 
 
+# As `hardware.live` names what is here: a chip, or its kind where there is no table of it, a shape,
+# and slices.
+_TOPOLOGY = re.compile(r"(.+):(\d{1,9}(?:x\d{1,9}){0,5})(?:_twisted)?(?: x (\d{1,9}) slices)?")
+
+
+# In: a file whose every field is what it should be. They agree with each other: the name of the
+# machine with its devices, and figures and collectives with both. A table names no devices.
+def _check_counts(calibration: Calibration) -> None:
+    devices = calibration.devices
+    if devices:
+        _check_topology(calibration)
+    lengths = [(f"figure {short(row.name)}", len(row.each)) for row in calibration.figures]
+    lengths += [(_link_text(row), len(row.each)) for row in calibration.links]
+    for where, count in lengths:
+        # An interrupted job of several processes had figures of some of its devices.
+        partial = calibration.interrupted and count < devices
+        if count and count != devices and not partial:
+            raise ValueError(
+                f"{where}: each has {plural(count, 'value')} of {plural(devices, 'device')}"
+            )
+    known = set()
+    for link in calibration.links:
+        key = link.kind, link.axis, link.links, link.members
+        if key in known:
+            raise ValueError(f"{_link_text(link)}: it is there twice")
+        known.add(key)
+        if devices and devices % link.members:
+            raise ValueError(
+                f"{_link_text(link)}: members is {link.members}, which does not divide the "
+                f"{plural(devices, 'device')}"
+            )
+        if link.slices > link.members:
+            raise ValueError(
+                f"{_link_text(link)}: slices is {link.slices}, more than its {link.members} members"
+            )
+
+
+def _check_topology(calibration: Calibration) -> None:
+    name, chip = calibration.topology, calibration.chip
+    match = _TOPOLOGY.fullmatch(name)
+    if match is None or chip not in (match[1], "unknown"):
+        raise ValueError(f"topology is {short(name)}, not a shape of {short(chip)}")
+    chips = math.prod(map(int, match[2].split("x"))) * int(match[3] or 1)
+    # A TPU's chip may be two devices. By its name: `chips` reads its tables by this file.
+    cores = (1, 2) if re.match(r"v\d|tpu", chip) else (1,)
+    if calibration.devices not in [chips * each for each in cores]:
+        raise ValueError(
+            f"topology is {short(name)}, and processes has {plural(calibration.devices, 'device')}"
+        )
+
+
+def _link_text(link: LinkFigure) -> str:
+    return f"{short(link.kind)} over {short(link.axis)}"
+
+
 # The unit of figures that rehearsals look up, by the first word of their names.
 _UNITS = {
     **dict.fromkeys(("product", "sustained", "kernel"), "FLOP/s"),
@@ -472,6 +636,8 @@ def _figure(row: JsonFields) -> Figure:
     if first == "product" and not (len(rest) == 2 and rest[1].isdecimal() and int(rest[1][:9])):
         raise row.wrong("name", name, "a dtype and a side, as 'product bf16 4096'")
     each = row.numbers("each", _LEAST) if "each" in row.data else ()
+    if unit == "s":
+        _check_seconds(row, "value", row.get("value"))
     source = row.text("source") if "source" in row.data else ""
     return Figure(name, row.number("value", _LEAST), unit, row.number("spread"), each, source)
 
@@ -479,17 +645,26 @@ def _figure(row: JsonFields) -> Figure:
 def _link(row: JsonFields) -> LinkFigure:
     kind, axis, links = (row.text(name) for name in ("kind", "axis", "links"))
     row = JsonFields(row.data, f"{short(kind)} over {short(axis)}")
+    if kind not in COLLECTIVES:
+        raise row.wrong("kind", kind, f"one of {', '.join(COLLECTIVES)}")
+    _check_seconds(row, "latency", row.get("latency"))
     points = []
     for point in row.list_of("points"):
         if not isinstance(point, list) or len(point) != 3:
             raise row.wrong("points", point, "bytes, seconds and their spread")
         size, seconds, spread = (row.as_number("points", value) for value in point)
+        _check_seconds(row, "points", seconds)
         points.append((size, seconds, spread))
     return LinkFigure(
         *(kind, axis, links, row.count("members", 2), row.count("slices", 1)),
         *(row.number("latency"), row.number("bandwidth", _LEAST), row.number("error")),
         *(tuple(points), row.numbers("each")),
     )
+
+
+def _check_seconds(row: JsonFields, name: str, value: Any) -> None:
+    if row.as_number(name, value) > _MOST_SECONDS:
+        raise row.wrong(name, value, f"seconds up to {_MOST_SECONDS:,.0f}")
 
 
 def _file_text(data: Mapping[str, Any]) -> str:
