@@ -13,12 +13,14 @@ from meshwright._html import Part as Segment
 from meshwright._show import Sheet, Shown, Table, short_repr
 from meshwright._text import amount, duration, plural, write_text
 from meshwright.calibration.kernel_classes import class_seconds
+from meshwright.calibration.rehearsal_match import refuse_rehearsal, with_note
 from meshwright.errors import CalibrationError, short
 from meshwright.hlo.instructions import Source
 from meshwright.rehearsal.collectives.types import CAUSES, Collective
 from meshwright.rehearsal.kernel_speeds import speeds
 from meshwright.rehearsal.result import Rehearsal
 from meshwright.rehearsal.step_time import StepTime
+from meshwright.spec.mesh_spec import MeshSpec
 
 _MOST_KERNELS, _MOST_COLLECTIVES, _MOST_DEVICES = 12, 20, 16
 
@@ -122,7 +124,8 @@ class Measurement(Shown):
     by `speeds` of whom. `results` is what the last step
     returned: a step that donates its arguments has used up those that it was given.
     `unknown` are names in the trace that the program lacks, with their seconds; `silent` kernels of
-    the program that left no event. `notes` say what is different from a plain run.
+    the program that left no event. `notes` say what is different from a plain run. `array_types`
+    are the shapes and dtypes of the arrays that the step takes.
     """
 
     name: str
@@ -144,6 +147,7 @@ class Measurement(Shown):
     notes: tuple[str, ...]
     rehearsal: Rehearsal | None
     results: Any
+    array_types: tuple[str, ...] = ()
 
     @property
     def ratio(self) -> float:
@@ -171,10 +175,18 @@ class Measurement(Shown):
         return max((device.peak for device in self.devices if device.peak), default=None)
 
     def compare(self, rehearsal: Rehearsal) -> Measurement:
-        """The same measurement beside this rehearsal: it shows that one's time and memory, too."""
+        """The same measurement beside this rehearsal: it shows that one's time and memory, too.
+
+        Raises `CalibrationError` where it is of other arguments or another number of devices; a
+        note says what was rehearsed where the name, the mesh or the hardware is another.
+        """
         if not isinstance(rehearsal, Rehearsal):
             raise CalibrationError(f"compare: {short(rehearsal)} is not a rehearsal.")
-        return dataclasses.replace(self, rehearsal=rehearsal)
+        refuse_rehearsal(rehearsal, MeshSpec.parse(self.mesh).size or 1, self.array_types)
+        placed = rehearsal.placement
+        rehearsed = rehearsal.name, str(placed.spec), placed.topology.name
+        notes = with_note(self.notes, rehearsed, (self.name, self.mesh, self.on))
+        return dataclasses.replace(self, rehearsal=rehearsal, notes=notes)
 
     def __repr__(self) -> str:
         return short_repr(
@@ -214,6 +226,9 @@ class Measurement(Shown):
             "rehearsed": None
             if rehearsed is None
             else {
+                "name": rehearsed.name,
+                "mesh": str(rehearsed.placement.spec),
+                "on": rehearsed.placement.topology.name,
                 "seconds": rehearsed.time and rehearsed.time.total,
                 "peak": rehearsed.memory.peak,
             },
@@ -262,10 +277,15 @@ class Measurement(Shown):
 
     def _parts_table(self) -> Table:
         heading = ["part of a step", "runs", "modelled", "measured", "modelled / measured"]
+        rehearsed = None if self.rehearsal is None else self.rehearsal.time
+        promised = {} if self.rehearsal is None else _class_seconds(self.rehearsal)
         rows = [row(part.name, str(part.runs), part.modelled, part.measured) for part in self.parts]
+        # Kernels that only the rehearsed program has: its column adds up with them alone.
+        ran = {part.name for part in self.parts}
+        rows += [row(name, "0", 0.0, 0.0) for name in promised if name not in ran]
         if self.unknown:
             rows.append(row("not in the program's text", "", 0.0, sum(self.unknown.values())))
-        if self.collectives:
+        if self.collectives or (rehearsed is not None and rehearsed.exposed + rehearsed.hidden):
             runs = str(sum(entry.runs for entry in self.collectives))
             measured = sum(entry.measured for entry in self.collectives)
             hidden = max(0.0, round(measured - self.exposed, 9))  # not what rounding leaves
@@ -274,22 +294,20 @@ class Measurement(Shown):
         rows.append(row("idle, starting kernels", "", self.time.start, self.idle))
         rows.append(row("a step", "", self.time.total, self.seconds))
         right = [False, True, True, True, True]
-        if self.rehearsal is not None and self.rehearsal.time is not None:
-            heading = [*heading[:2], "rehearsed", *heading[2:]]
-            rehearsed = self.rehearsal.time
-            told = {
-                **_class_seconds(self.rehearsal),
-                "exposed communication": rehearsed.exposed,
-                "hidden communication": rehearsed.hidden,
-                "idle, starting kernels": rehearsed.start,
-                "a step": rehearsed.total,
-            }
-            rows = [
-                [*cells[:2], duration(told[cells[0]]) if cells[0] in told else "", *cells[2:]]
-                for cells in rows
-            ]
-            right = [*right, True]
-        return Table(heading, rows, right)
+        if rehearsed is None:
+            return Table(heading, rows, right)
+        told = {
+            **promised,
+            "exposed communication": rehearsed.exposed,
+            "hidden communication": rehearsed.hidden,
+            "idle, starting kernels": rehearsed.start,
+            "a step": rehearsed.total,
+        }
+        rows = [
+            [*cells[:2], duration(told[cells[0]]) if cells[0] in told else "", *cells[2:]]
+            for cells in rows
+        ]
+        return Table([*heading[:2], "rehearsed", *heading[2:]], rows, [*right, True])
 
     def _collectives_table(self) -> Table:
         heading = ["collective", "array", "over", "times", "modelled", "measured", "waiting"]
