@@ -74,8 +74,8 @@ def _what(rehearsal: Rehearsal) -> str:
 
 
 def _groups_text(groups: Sequence[int]) -> str:
-    sizes = listing(groups)
-    return f"{plural(len(groups), 'group')} of {sizes} {'device' if sizes == '1' else 'devices'}"
+    sizes = plural(groups[0], "device") if len(set(groups)) == 1 else f"{listing(groups)} devices"
+    return f"{plural(len(groups), 'group')} of {sizes}"
 
 
 def _refuse_devices(what: str, rehearsed: int, ran: int, again: str) -> None:

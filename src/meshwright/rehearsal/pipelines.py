@@ -174,8 +174,7 @@ class PipelineRehearsal:
 
     def compare(self, measured: Any) -> Any:
         """Show these promises beside what `step.measure` returned: it, with one column more."""
-        if not hasattr(measured, "timeline") or not hasattr(measured, "compare"):
-            # The class itself is of a room below this one.
+        if not hasattr(measured, "makespan"):  # of a room below this one
             raise RehearsalError(f"compare: {short(measured)} is not what step.measure returns.")
         return measured.compare(self)
 
