@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -46,6 +47,7 @@ from meshwright.rehearsal.task_compiler import task_program
 from meshwright.schedules.types import KINDS
 
 _ROUNDS = 3  # of timing
+T = TypeVar("T")
 
 
 def measure_pipeline(
@@ -59,13 +61,17 @@ def measure_pipeline(
     pulse: Pulse,
 ) -> PipelineMeasurement:
     """Run a pipeline's steps under the profiler; `place` says how a group's mesh lies."""
-    # What can be refused is refused before the first call: it uses donated arguments up.
-    refuse_recording(folder)
-    placements = [place(mesh) for mesh in step.groups.meshes]
     arguments = array_types(args)
-    if rehearsal is not None:
-        sizes = [mesh.size for mesh in step.groups.meshes]
-        refuse_pipeline_rehearsal(rehearsal, sizes, step.planner.microbatches, arguments)
+
+    def check() -> list[Placement]:
+        refuse_recording(folder)
+        if rehearsal is not None:
+            sizes = [mesh.size for mesh in step.groups.meshes]
+            refuse_pipeline_rehearsal(rehearsal, sizes, step.planner.microbatches, arguments)
+        return [place(mesh) for mesh in step.groups.meshes]
+
+    # What can be refused is refused before the first call: it uses donated arguments up.
+    placements = _checked_by_all(step, check)
     run = _Run(step, list(args))
     pulse.now("compiling", done=0.0)
     run.once()
@@ -125,6 +131,26 @@ def measure_pipeline(
         arguments,
     )
     return measured if rehearsal is None else measured.compare(rehearsal)
+
+
+def _checked_by_all(step: PipelineStep, check: Callable[[], T]) -> T:
+    """What `check` returns; what it refuses in one process ends all, before they wait for it."""
+    if step.process_context is None or step.closed:
+        return check()
+    confer = functools.partial(step.process_context.watchdog.confer, "checks of measure")
+    try:
+        answer = check()
+    except Exception as error:
+        confer(str(error) or type(error).__name__, _as_json)
+        raise
+    for process, problem in enumerate(json.loads(confer("", _as_json))):
+        if problem:
+            raise CalibrationError(f"process {process}: {problem} All end; nothing was measured.")
+    return answer
+
+
+def _as_json(texts: Sequence[str]) -> str:
+    return json.dumps(list(texts))
 
 
 def _order(task: MeasuredTask) -> tuple[int, int, int]:
