@@ -210,6 +210,18 @@ def test_the_program_says_its_mesh_where_the_arguments_do_not(make, mesh):
     assert all(kernel.runs == kernel.expected for kernel in m.kernels)
 
 
+def test_a_given_mesh_names_the_axes_if_it_has_the_devices_in_their_order():
+    own = mw.mesh("fsdp:8")
+    x = put(own, (64, 64), "fsdp")
+    step = jax.jit(lambda x: x.sum(0))
+    named = jax.sharding.Mesh(own.devices.reshape(2, 4), ("a", "b"))
+    m = mw.measure(step, x, mesh=named, steps=1)
+    assert m.mesh == "a:2, b:4" and m.collectives[0].collective.over == "a, b"
+    turned = jax.sharding.Mesh(own.devices[::-1], ("fsdp",))
+    with pytest.raises(CalibrationError, match=r"in another order than the step's own mesh, \{'fs"):
+        mw.measure(step, x, mesh=turned)
+
+
 class Trainer:
     @functools.partial(jax.jit, static_argnums=0)
     def step(self, x):

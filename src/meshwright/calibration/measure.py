@@ -131,11 +131,13 @@ def measure(
     the others their own.
 
     Args:
-      step: the step, bare or with `jax.jit`, `nnx.jit` or `eqx.filter_jit`. Of what `pipeline`
-        returned a `PipelineMeasurement` comes out, as from `step.measure(...)`.
+      step: the step, with `jax.jit`, `nnx.jit` or `eqx.filter_jit`; a bare one gets `jax.jit`. Of
+        what `pipeline` returned a `PipelineMeasurement` comes out, as from `step.measure(...)`.
       *args: its arguments, arrays on the devices.
-      rehearsal: the rehearsal of this step, whose promises are shown beside.
-      mesh: the mesh of the devices; by default that of the arguments' shardings.
+      rehearsal: the rehearsal of this step, whose promises are shown beside; with other arguments
+        or devices it is refused.
+      mesh: the mesh whose axes name the collectives, of the step's devices in their order; by
+        default that of the arguments' shardings, or of the compiled program's.
       steps: how many to run in each round of timing and under the profiler.
       speeds: measured speeds that the model goes by, as for `rehearse`; by default the tables'.
       trace: a folder to keep the profiler's own files in, for xprof or Perfetto.
@@ -143,9 +145,10 @@ def measure(
       name: what the result is called; by default the function's name.
 
     Raises:
-      CalibrationError: for shapes in place of arrays, a donated argument that no result can take
-        the place of, a profiler that runs already, a trace without events. What the step itself
-        raises comes through.
+      CalibrationError: before the first run for shapes or deleted arrays, a mesh or a rehearsal of
+        something else, a profiler that runs already, a trace's folder that cannot be written to;
+        after it for a donated argument that no result can take the place of, a trace without
+        events. What the step itself raises comes through.
 
     >>> import jax, meshwright as mw
     >>> from jax.sharding import NamedSharding, PartitionSpec as P

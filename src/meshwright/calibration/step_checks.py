@@ -157,14 +157,22 @@ def program_mesh(compiled: Any, args: Sequence[Any], mesh: Mesh | None) -> Mesh:
     own = [each for each in own if hasattr(each, "device_set")]  # an unused argument has none
     devices = {device for each in own for device in each.device_set}
     devices = devices or set(program.runtime_executable().local_devices())
+    named = shardings_mesh([*argument_shardings(args), *own], devices)
     if mesh is None:
-        named = shardings_mesh([*argument_shardings(args), *own], devices)
         return named or Mesh(np.array(sorted(devices, key=lambda each: each.id)), ("devices",))
     if set(mesh.devices.flat) != devices:
         raise CalibrationError(
             f"mesh: the step is compiled for {_devices_text(devices)}, and the mesh has "
             f"{_devices_text(set(mesh.devices.flat))}. Leave mesh= out to take the step's own, or "
             "place its arguments on this mesh: mw.shard(args, mesh, specs).",
+            option="mesh",
+        )
+    # A program counts devices by their order: of another one collectives get the wrong axes.
+    if named is not None and list(named.devices.flat) != list(mesh.devices.flat):
+        raise CalibrationError(
+            "mesh: it has the step's devices in another order than the step's own mesh, "
+            f"{dict(named.shape)}. Leave mesh= out, or make it of the same order: "
+            "Mesh(own.devices.reshape(...), names).",
             option="mesh",
         )
     return mesh
