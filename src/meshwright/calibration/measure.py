@@ -38,7 +38,6 @@ from meshwright.calibration.joining import (
 from meshwright.calibration.measurement import Measurement
 from meshwright.calibration.pipeline_measurement import PipelineMeasurement
 from meshwright.calibration.pipeline_steps import measure_pipeline
-from meshwright.calibration.rehearsal_match import refuse_rehearsal
 from meshwright.calibration.step_checks import (
     argument_shardings,
     bound_method,
@@ -49,6 +48,7 @@ from meshwright.calibration.step_checks import (
     refuse_arguments,
     refuse_no_work,
     refuse_recording,
+    refuse_rehearsal,
     shardings_mesh,
 )
 from meshwright.calibration.timing import (

@@ -12,7 +12,7 @@ from meshwright._html import Html, page, style
 from meshwright._show import Sheet, Shown, Table, short_repr
 from meshwright._text import amount, duration, plural, ranges
 from meshwright.calibration.measurement import PAGE, Part, row, save
-from meshwright.calibration.rehearsal_match import refuse_pipeline_rehearsal, with_note
+from meshwright.calibration.step_checks import refuse_pipeline_rehearsal, with_note
 from meshwright.errors import CalibrationError, short
 from meshwright.pipelines.profiling import MeasuredTimeline
 from meshwright.rehearsal.pipelines import PipelineRehearsal

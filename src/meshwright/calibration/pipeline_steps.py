@@ -27,8 +27,7 @@ from meshwright.calibration.pipeline_measurement import (
     MeasuredTask,
     PipelineMeasurement,
 )
-from meshwright.calibration.rehearsal_match import refuse_pipeline_rehearsal
-from meshwright.calibration.step_checks import refuse_recording
+from meshwright.calibration.step_checks import refuse_pipeline_rehearsal, refuse_recording
 from meshwright.calibration.timing import NO_GRAPHS, elements, refuse_donation, structure, wait
 from meshwright.calibration.trace import Trace, record
 from meshwright.errors import CalibrationError

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import meshwright as mw
+from meshwright._lazy import later
 from meshwright._text import write_text
 from meshwright.cli import terminal
 from meshwright.cli.mesh_commands import speeds_option
@@ -22,6 +23,8 @@ from meshwright.cli.rehearse import own_step
 from meshwright.errors import CalibrationError, MeshwrightError, near, short
 from meshwright.models.presets import check_model, names
 from meshwright.spec.mesh_spec import MeshSpec
+
+_find_mesh = later("meshwright.calibration.measure", "find_mesh")  # it comes with JAX
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -115,10 +118,7 @@ class MeasureCommand(Command):
             rehearsed = mw.rehearse_pipeline(step, *args, speeds=self.speeds)
             return dataclasses.replace(rehearsed, name=self.source)
         if mesh is None:
-            # In the function: it comes with JAX.
-            from meshwright.calibration.measure import find_mesh
-
-            mesh = find_mesh(step, args)
+            mesh = _find_mesh(step, args)
         return mw.rehearse(step, *args, mesh=mesh, speeds=self.speeds, name=self.source)
 
     @contextlib.contextmanager
