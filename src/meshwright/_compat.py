@@ -496,3 +496,21 @@ def forget_profiler() -> None:
 
     with profiler._profile_state.lock:
         profiler._profile_state.reset()  # type: ignore[no-untyped-call]
+
+
+def profiler_runs() -> bool:
+    """Whether `jax.profiler.start_trace` or `jax.profiler.trace` is recording in this process.
+
+    JAX says so only by refusing to start a second one (jax 0.10 to 0.12); starting one to see
+    would load CUPTI, which slows the kernels that are timed next.
+    """
+    from jax._src import profiler
+
+    return profiler._profile_state.profile_session is not None
+
+
+def is_tracing() -> bool:
+    """Whether JAX traces a function now; `jax.core` has it no more (jax 0.10 to 0.12)."""
+    from jax._src import core
+
+    return not core.trace_state_clean()

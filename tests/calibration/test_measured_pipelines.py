@@ -9,7 +9,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.cli.main import main
-from meshwright.errors import CalibrationError, PipelineError
+from meshwright.errors import CalibrationError, PipelineError, RehearsalError
 
 MICROBATCHES = 4
 
@@ -170,3 +170,54 @@ def test_what_the_step_itself_raises_comes_through(tmp_path):
         pipelined().measure(params, jax.ShapeDtypeStruct((32, 64), "float32"))
     with jax.profiler.trace(tmp_path), pytest.raises(CalibrationError, match="running already"):
         pipelined().measure(params, x, steps=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"trace": "/dev/null/here"}, r"^trace: no file can be written to /dev/null/here: Not a"),
+        ({"speeds": "/no/such/file.json"}, r"/no/such/file\.json"),
+        ({"microbatches": 2}, r"^rehearsal: of train in 2 microbatches, and the step has 4\. Rehe"),
+        ({"groups": "pp:2, dp:2"}, r"of train on 2 groups of 2 devices, and the step runs on"),
+        (
+            {"rows": 64},
+            r"train with other arguments: float32\[64,64\] there, float32\[32,64\] here",
+        ),
+    ],
+)
+def test_what_is_wrong_is_told_before_the_first_call(options, words):
+    params, x = arguments()
+    step = pipelined(donate_argnums=0)
+    if not {"trace", "speeds"} & set(options):
+        options = {"rehearsal": rehearsed(**options)}
+    with pytest.raises(CalibrationError, match=words):
+        step.measure(params, x, **options)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+    with pytest.raises(PipelineError):  # no call has made a plan
+        step.explain()
+
+
+def rehearsed(fn=train, microbatches=MICROBATCHES, groups="pp:2, dp:4", rows=32, **options):
+    params, _ = arguments()
+    mesh = mw.mesh(groups, devices=jax.devices()[: 8 if "dp:4" in groups else 4])
+    step = mw.pipeline(fn, mw.MpmdMesh(mesh, "pp"), microbatches=microbatches, **options)
+    return mw.rehearse_pipeline(step, params, jax.ShapeDtypeStruct((rows, 64), "float32"))
+
+
+def test_a_rehearsal_is_shown_beside_afterwards():
+    _, m, _ = measured()
+    r = rehearsed()
+    beside = r.compare(m)
+    promised = {task.name: task.time.total for group in r.groups for task in group.tasks}
+    assert {task.name: task.rehearsed for task in beside.tasks} == promised
+    assert [group.rehearsed_peak for group in beside.groups] == [
+        group.memory.peak for group in r.groups
+    ]
+    other = rehearsed(schedule="gpipe").compare(m)
+    words = f"Rehearsed was train as gpipe on 2 x cpu:4; {m.name} ran as 1f1b on 2 x cpu:4."
+    assert other.notes[-1] == words and words in str(other)
+    assert other.to_json()["rehearsed"]["name"] == "train"
+    with pytest.raises(RehearsalError, match=r"is not what step\.measure returns\."):
+        r.compare(r)
+    with pytest.raises(CalibrationError, match="compare: 3 is not what rehearse_pipeline returns"):
+        m.compare(3)

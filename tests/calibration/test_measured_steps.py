@@ -1,12 +1,14 @@
 """`measure`: the trace joined with the program, who is late, steps in all idioms, bad input."""
 
 import functools
+import itertools
 import json
 
 import equinox as eqx
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -165,6 +167,129 @@ def test_the_second_program_is_measured_where_the_first_step_gives_other_shardin
     m = mw.measure(jax.jit(step, donate_argnums=0), state, put(mesh, (8,), "dp"), steps=1)
     assert "compiles it twice" in "\n".join(m.notes)
     assert m.results[0].sharding.spec == P("dp")
+
+
+def by_in_shardings(sharding):
+    return jax.jit(lambda x: x + 1, in_shardings=sharding), np.ones((64, 64), "float32")
+
+
+def by_shard_map(sharding):
+    options = {"in_specs": sharding.spec, "out_specs": sharding.spec}
+    return jax.jit(jax.shard_map(jnp.sin, mesh=sharding.mesh, **options)), jnp.ones((64, 64))
+
+
+def by_constraint(sharding):
+    def step(x):
+        return jax.lax.with_sharding_constraint(x, sharding).sum()
+
+    return jax.jit(step), jnp.ones((64, 64))
+
+
+def by_out_shardings(sharding):
+    return (jax.jit(lambda: jnp.sin(jnp.arange(4096.0)), out_shardings=sharding),)
+
+
+def by_unused(sharding):
+    return jax.jit(lambda x, unused: x + 1), np.ones(4), jax.device_put(jnp.ones(64), sharding)
+
+
+@pytest.mark.parametrize(
+    ("make", "mesh"),
+    [
+        (by_in_shardings, "fsdp:4"),
+        (by_shard_map, "fsdp:4"),
+        (by_constraint, "fsdp:4"),
+        (by_out_shardings, "fsdp:4"),
+        (by_unused, "devices:1"),
+    ],
+)
+def test_the_program_says_its_mesh_where_the_arguments_do_not(make, mesh):
+    sharding = NamedSharding(mw.mesh("fsdp:4", devices=jax.devices()[:4]), P("fsdp"))
+    m = mw.measure(*make(sharding), steps=1)
+    assert m.mesh == mesh and len(m.devices) == int(mesh[-1])
+    assert all(kernel.runs == kernel.expected for kernel in m.kernels)
+
+
+def test_a_given_mesh_names_the_axes_if_it_has_the_devices_in_their_order():
+    own = mw.mesh("fsdp:8")
+    x = put(own, (64, 64), "fsdp")
+    step = jax.jit(lambda x: x.sum(0))
+    named = jax.sharding.Mesh(own.devices.reshape(2, 4), ("a", "b"))
+    m = mw.measure(step, x, mesh=named, steps=1)
+    assert m.mesh == "a:2, b:4" and m.collectives[0].collective.over == "a, b"
+    turned = jax.sharding.Mesh(own.devices[::-1], ("fsdp",))
+    with pytest.raises(CalibrationError, match=r"in another order than the step's own mesh, \{'fs"):
+        mw.measure(step, x, mesh=turned)
+
+
+class Trainer:
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(self, x):
+        return x + 1
+
+
+def test_a_jitted_method_is_measured_and_a_bare_function_says_that_it_is_jitted():
+    m = mw.measure(Trainer().step, jnp.ones(3), steps=1)
+    assert m.name == "step" and "jitted" not in "".join(m.notes)
+    assert mw.measure(Trainer().step, x := jnp.ones(3), steps=1).results.shape == x.shape
+    bare = mw.measure(lambda x: x + 1, jnp.ones(3), steps=1)
+    assert bare.notes[0] == "The step is not jitted; it ran as jax.jit(step), without donation."
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_a_donated_array_that_no_result_replaces_is_noted():
+    m = mw.measure(jax.jit(lambda x: x[:-1], donate_argnums=0), jnp.ones(9), steps=1)
+    assert m.notes[0].startswith("x is donated, but no result has its shapes to take its place")
+
+
+def cells(shown, column):
+    """The rows of the first table of a text: names, and what stands in a column."""
+    heading, *rows = str(shown).splitlines()[1:]
+    end = heading.index(column) + len(column)
+    rows = itertools.takewhile(lambda line: not line.startswith("kernels that"), rows)
+    return {line[:22].strip(): line[end - 9 : end].strip() for line in rows}
+
+
+def test_a_rehearsal_of_another_program_is_named_and_its_column_adds_up():
+    mesh = mw.mesh("fsdp:8")
+    x = put(mesh, (64, 64), "fsdp")
+    m = mw.measure(jax.jit(jnp.sin), x, steps=1)
+    other = mw.rehearse(lambda a: jnp.sort(a @ a, 0), x, mesh=mesh, name="other")
+    beside = other.compare(m)
+    words = "Rehearsed was other as fsdp:8 on cpu:8; sin ran as fsdp:8 on cpu:8."
+    assert beside.notes[-1] == words and words not in m.notes
+    shown = cells(beside, "rehearsed")
+    assert {"matrix products", "sorts", "exposed communication"} <= set(shown)
+    units = {"us": 1e-6, "ms": 1e-3, "": 0.0}
+    seconds = {
+        name: float(number) * units[unit]
+        for name, text in shown.items()
+        for number, _, unit in [(text or "0").partition(" ")]
+    }
+    total = seconds.pop("a step")
+    seconds.pop("hidden communication")
+    assert sum(seconds.values()) == pytest.approx(total, rel=0.02)
+    # The next one takes its place, note and all.
+    own = mw.rehearse(jnp.sin, x, mesh=mesh)
+    assert own.compare(beside).notes == m.notes
+    assert beside.to_json()["rehearsed"]["name"] == "other"
+
+
+@pytest.mark.parametrize(
+    ("shape", "mesh", "words"),
+    [
+        ((128, 64), "fsdp:8", r"float32\[128,64\] there, float32\[64,64\] here\. Rehearse"),
+        ((64, 64), "fsdp:4", r"^rehearsal: of sin as fsdp:4 on cpu:4, 4 devices, and the step"),
+    ],
+)
+def test_a_rehearsal_of_other_sizes_is_refused(shape, mesh, words):
+    x = put(mw.mesh("fsdp:8"), (64, 64), "fsdp")
+    shapes = jax.ShapeDtypeStruct(shape, "float32")
+    other = mw.rehearse(jnp.sin, shapes, mesh=mesh, on=f"cpu:{mesh[-1]}")
+    with pytest.raises(CalibrationError, match=words):
+        mw.measure(jnp.sin, x, rehearsal=other)
+    with pytest.raises(CalibrationError, match=words):
+        other.compare(mw.measure(jnp.sin, x, steps=1))
 
 
 def pipelined():

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import meshwright as mw
+from meshwright import _compat
 from meshwright.calibration.trace import record
 from meshwright.errors import CalibrationError
 
@@ -91,6 +92,75 @@ def test_traces_are_removed_unless_they_are_asked_for(temporary, tmp_path):
     assert list(temporary.iterdir()) == []
     mw.measure(jnp.sin, jnp.ones(3), steps=1, trace=tmp_path / "kept")
     assert list((tmp_path / "kept").rglob("*.xplane.pb"))
+
+
+def counted():
+    """A step that donates its argument and notes every run, and the list of those."""
+    runs = []
+
+    def step(x):
+        jax.debug.callback(lambda: runs.append(1))
+        return x + 1
+
+    return jax.jit(step, donate_argnums=0), runs
+
+
+def other_rehearsal():
+    return mw.rehearse(jnp.sin, jax.ShapeDtypeStruct((4,), "float32"), mesh="dp:1", on="cpu:1")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"trace": "/dev/null/here"}, r"^trace: no file can be written to /dev/null/here: Not a"),
+        ({"mesh": "dp:8"}, r"^mesh: the step is compiled for 1 device \(number 0\), and the mesh"),
+        ({"speeds": "/no/such/file.json"}, r"/no/such/file\.json"),
+        ({"rehearsal": other_rehearsal}, r"other arguments: float32\[4\] there, float32\[3\] here"),
+    ],
+)
+def test_what_is_wrong_around_a_step_is_told_before_its_first_run(options, words):
+    made = {"mesh": mw.mesh, "rehearsal": lambda make: make()}
+    options = {name: made.get(name, str)(value) for name, value in options.items()}
+    step, runs = counted()
+    x = jnp.ones(3)
+    with pytest.raises(CalibrationError, match=words):
+        mw.measure(step, x, **options)
+    assert not x.is_deleted() and runs == []
+
+
+def test_a_running_profiler_is_told_before_the_first_run(tmp_path):
+    step, runs = counted()
+    x = jnp.ones(3)
+    assert not _compat.profiler_runs()
+    with jax.profiler.trace(tmp_path):
+        assert _compat.profiler_runs()
+        with pytest.raises(CalibrationError, match="a profiler is running already"):
+            mw.measure(step, x)
+    assert not x.is_deleted() and runs == []
+
+
+def test_what_is_no_step_that_can_be_run_is_told():
+    x, gone = jnp.ones(3), jnp.ones(3)
+    gone.delete()
+    jitted = jax.jit(lambda x: x + 1)
+    with pytest.raises(CalibrationError, match=r"^x/a: the array has been deleted, mostly because"):
+        mw.measure(jitted, {"a": gone})
+    with pytest.raises(CalibrationError, match=r"Pass the jitted function that it came from"):
+        mw.measure(jitted.lower(x).compile(), x)
+    with pytest.raises(CalibrationError, match=r"^step: its program does no work on a device"):
+        mw.measure(jax.jit(lambda: None))
+    with pytest.raises(CalibrationError, match=r"^trace: 5 is not a folder's name"):
+        mw.measure(jitted, x, trace=5)
+    with pytest.raises(CalibrationError, match=r"^name: 5 is not a text"):
+        mw.measure(jitted, x, name=5)
+
+
+def test_measuring_where_nothing_is_compiled_or_all_is_traced():
+    with jax.disable_jit(), pytest.raises(CalibrationError, match=r"^jax_disable_jit is set"):
+        mw.measure(jnp.sin, jnp.ones(3))
+    with pytest.raises(CalibrationError, match=r"inside of a function that JAX traces \(jit, grad"):
+        jax.jit(lambda x: mw.measure(jnp.sin, x))(jnp.ones(3))
+    assert not _compat.is_tracing()
 
 
 # A file may have 256 bytes, as where a disk is full: the profiler's is larger.

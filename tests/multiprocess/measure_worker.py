@@ -1,7 +1,8 @@
 """A step that is measured by several processes, one device of which is slow.
 
-python measure_worker.py PORT ME PROCESSES DEVICES [INTERRUPTED]
-INTERRUPTED is the number of a process that gets Ctrl-C while `measure` traces the step.
+python measure_worker.py PORT ME PROCESSES DEVICES [INTERRUPTED [REFUSED]]
+INTERRUPTED is the number of a process that gets Ctrl-C while `measure` traces the step, REFUSED of
+one that cannot write its trace; -1 for none.
 """
 
 import os
@@ -38,7 +39,8 @@ def report():
         (128 * mesh.size, 128)
     )
     try:
-        m = mw.measure(jax.jit(step), x, steps=4)
+        trace = "/dev/null/here" if me == refused else None
+        m = mw.measure(jax.jit(step), x, steps=4, trace=trace)
     except (mw.errors.CalibrationError, KeyboardInterrupt) as error:
         return {"ended": [type(error).__name__, str(error)]}
     return {
@@ -50,7 +52,7 @@ def report():
 
 if __name__ == "__main__":
     port, me, processes, devices, *more = map(int, sys.argv[1:])
-    [interrupted] = more or [-1]
+    interrupted, refused = [*more, -1, -1][:2]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
     _progress._LINES = 0.05  # so that tests see what is going on
     start(port, me, processes, devices)

@@ -30,3 +30,10 @@ def test_every_process_has_the_tasks_of_all_groups(run):
     for group in m["groups"]:
         assert group["busy"] + group["idle"] == pytest.approx(m["makespan"])
     assert set(m["groups"][0]["waiting"]) == {"1"} and set(m["groups"][1]["waiting"]) == {"0"}
+
+
+def test_what_is_refused_in_one_process_ends_all_before_the_first_call():
+    first, second = launch(WORKER, 2, 2, 2, 1)
+    words = "trace: no file can be written to /dev/null/here: Not a directory. Name another folder."
+    assert second["refused"] == words
+    assert first["refused"] == f"process 1: {words} All end; nothing was measured."

@@ -22,3 +22,11 @@ def test_an_interrupt_in_one_process_ends_all():
     kind, message = first["ended"]
     assert kind == "CalibrationError"
     assert message == "process 1 was interrupted (Ctrl-C). All end; nothing was measured."
+
+
+def test_a_folder_that_one_process_cannot_write_to_ends_all():
+    first, second = launch(WORKER, 2, 2, -1, 1)
+    words = "trace: no file can be written to /dev/null/here: Not a directory. Name another folder."
+    assert second["ended"] == ["CalibrationError", words]
+    kind, message = first["ended"]
+    assert kind == "CalibrationError" and words.rstrip(".") in message

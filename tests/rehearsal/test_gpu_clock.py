@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from meshwright.calibration.kernel_classes import kernel_class
+from meshwright.calibration.measurement import kernel_class
 from meshwright.calibration.probes import parts
 from meshwright.hardware.chips import CHIPS
 from meshwright.hlo.program import read_program

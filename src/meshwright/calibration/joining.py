@@ -17,12 +17,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from meshwright.calibration.kernel_classes import kernel_class, modelled_kernels
 from meshwright.calibration.measurement import (
     MeasuredCollective,
     MeasuredDevice,
     MeasuredKernel,
     Part,
+    kernel_class,
+    modelled_kernels,
 )
 from meshwright.calibration.trace import Event, length, outside, union
 from meshwright.hlo.instructions import Instruction

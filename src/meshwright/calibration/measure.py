@@ -9,6 +9,7 @@ profiler: the step is timed as it is, and traced as it is compiled without them.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -21,7 +22,7 @@ from typing import Any, overload
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from meshwright._checks import check_flag
 from meshwright._processes import Interrupted, Together, combine_texts
@@ -37,6 +38,19 @@ from meshwright.calibration.joining import (
 from meshwright.calibration.measurement import Measurement
 from meshwright.calibration.pipeline_measurement import PipelineMeasurement
 from meshwright.calibration.pipeline_steps import measure_pipeline
+from meshwright.calibration.step_checks import (
+    argument_shardings,
+    bound_method,
+    check_options,
+    check_trace,
+    executable,
+    program_mesh,
+    refuse_arguments,
+    refuse_no_work,
+    refuse_recording,
+    refuse_rehearsal,
+    shardings_mesh,
+)
 from meshwright.calibration.timing import (
     NO_GRAPHS,
     changed_argument,
@@ -51,7 +65,6 @@ from meshwright.hardware.calibration_file import Calibration
 from meshwright.hardware.topology import measured_by
 from meshwright.hlo.program import read_program
 from meshwright.meshes.build import explain_mesh
-from meshwright.meshes.devices import live_devices
 from meshwright.pipelines.step import PipelineStep
 from meshwright.placement.placement import Placement
 from meshwright.placement.placer import measure as measure_placement
@@ -60,9 +73,10 @@ from meshwright.rehearsal.kernel_speeds import speeds as kernel_speeds
 from meshwright.rehearsal.pipelines import PipelineRehearsal
 from meshwright.rehearsal.repeated_work import find_repeated_work
 from meshwright.rehearsal.result import Rehearsal
-from meshwright.rehearsal.step_arguments import argument_names, is_jitted, unbound
+from meshwright.rehearsal.step_arguments import argument_names, array_types, is_jitted, unbound
 from meshwright.rehearsal.step_time import step_time
-from meshwright.trees.walk import walk
+from meshwright.trees.split import is_number
+from meshwright.trees.walk import is_array
 
 # Rounds of timing: at the least, and for how many seconds on an accelerator. Power and heat change
 # its clock for the first second, and from one second to the next.
@@ -117,11 +131,13 @@ def measure(
     the others their own.
 
     Args:
-      step: the step, bare or with `jax.jit`, `nnx.jit` or `eqx.filter_jit`. Of what `pipeline`
-        returned a `PipelineMeasurement` comes out, as from `step.measure(...)`.
+      step: the step, with `jax.jit`, `nnx.jit` or `eqx.filter_jit`; a bare one gets `jax.jit`. Of
+        what `pipeline` returned a `PipelineMeasurement` comes out, as from `step.measure(...)`.
       *args: its arguments, arrays on the devices.
-      rehearsal: the rehearsal of this step, whose promises are shown beside.
-      mesh: the mesh of the devices; by default that of the arguments' shardings.
+      rehearsal: the rehearsal of this step, whose promises are shown beside; with other arguments
+        or devices it is refused.
+      mesh: the mesh whose axes name the collectives, of the step's devices in their order; by
+        default that of the arguments' shardings, or of the compiled program's.
       steps: how many to run in each round of timing and under the profiler.
       speeds: measured speeds that the model goes by, as for `rehearse`; by default the tables'.
       trace: a folder to keep the profiler's own files in, for xprof or Perfetto.
@@ -129,9 +145,10 @@ def measure(
       name: what the result is called; by default the function's name.
 
     Raises:
-      CalibrationError: for shapes in place of arrays, a donated argument that no result can take
-        the place of, a profiler that runs already, a trace without events. What the step itself
-        raises comes through.
+      CalibrationError: before the first run for shapes or deleted arrays, a mesh or a rehearsal of
+        something else, a profiler that runs already, a trace's folder that cannot be written to;
+        after it for a donated argument that no result can take the place of, a trace without
+        events. What the step itself raises comes through.
 
     >>> import jax, meshwright as mw
     >>> from jax.sharding import NamedSharding, PartitionSpec as P
@@ -142,17 +159,14 @@ def measure(
     >>> [(entry.collective.kind, entry.runs) for entry in m.collectives]
     [('all-gather', 1)]
     """
-    if type(steps) is not int or steps < 1:
-        raise CalibrationError(f"steps: {short(steps)} is not a number from 1 on.", option="steps")
-    if not callable(step):
-        raise CalibrationError(f"step: {short(step)} cannot be called.", option="step")
+    check_options(step, steps, name, mesh)
     check_flag("progress", progress)
-    folder = None if trace is None else _trace_folder(trace)
+    folder = check_trace(trace)
+    speaks = progress and jax.process_index() == 0
     if isinstance(step, PipelineStep):
         _check_rehearsal(rehearsal, PipelineRehearsal, "rehearse_pipeline")
         _check_pipeline(step, args, mesh)
         called = name or str(getattr(step.fn, "__name__", "step"))
-        speaks = progress and jax.process_index() == 0
         with showing(speaks), Pulse(f"measuring {called}") as pulse:
             return measure_pipeline(
                 step,
@@ -166,11 +180,17 @@ def measure(
             )
     _check_rehearsal(rehearsal, Rehearsal, "rehearse")
     called = name or str(getattr(unbound(step), "__name__", "step"))
-    on_mesh = _mesh_of(args, mesh, argument_names(unbound(step), len(args)))
-    placement = _placement(on_mesh, speeds)
-    speaks = progress and jax.process_index() == 0
+    refuse_arguments(args, argument_names(unbound(step), len(args)))
     with showing(speaks), Pulse(f"measuring {called}") as pulse, _ending_together() as together:
-        run = _Run(step, args, on_mesh, pulse, together)
+        # What can be refused is refused before the first run: it uses donated arguments up.
+        refuse_recording(folder)
+        run = _Run(step, args, mesh, pulse, together)
+        placement = _placement(run.mesh, speeds)
+        arguments = array_types(args)
+        if isinstance(rehearsal, Rehearsal):
+            refuse_rehearsal(rehearsal, placement.positions.size, arguments)
+        together.agree()
+        run.settle()
         times = run.times(steps)
         run.without_graphs()
         run.warm_up(steps)
@@ -180,8 +200,10 @@ def measure(
             traced = run.round(steps)
         together.agree()
         pulse.now("reading the trace", done=_done(_ROUNDS + 2))
-        beside = rehearsal if isinstance(rehearsal, Rehearsal) else None
-        return _measurement(run, placement, recording.trace, steps, times, traced, called, beside)
+        measured = _measurement(
+            run, placement, recording.trace, steps, times, traced, called, arguments
+        )
+        return measured.compare(rehearsal) if isinstance(rehearsal, Rehearsal) else measured
 
 
 def _done(phases: int) -> float:
@@ -230,39 +252,12 @@ def _check_pipeline(step: PipelineStep, args: Sequence[Any], mesh: Mesh | None) 
         raise CalibrationError("step: pass its arguments, to run it with.", option="args")
 
 
-def _trace_folder(trace: str | Path) -> Path:
-    folder = Path(trace).expanduser()
-    if folder.exists() and not folder.is_dir():
-        raise CalibrationError(f"trace: {folder} is a file, not a folder.", option="trace")
-    return folder
-
-
-def _mesh_of(args: Sequence[Any], mesh: Mesh | None, names: Sequence[str]) -> Mesh:
-    """The mesh of the arguments, which must be arrays; of one device where they have none."""
-    if mesh is not None and not isinstance(mesh, Mesh):
-        raise CalibrationError(
-            f"mesh: {short(mesh)} is not a jax.sharding.Mesh of devices that are here. "
-            "mw.mesh(spec) makes one.",
-            option="mesh",
-        )
-    devices: dict[Any, None] = {}
-    for name, arg in zip(names, args, strict=True):
-        for leaf in walk(arg).arrays:
-            if isinstance(leaf.value, jax.ShapeDtypeStruct):
-                raise CalibrationError(
-                    f"{name}: a shape, where a step that is run needs an array. Shapes alone can "
-                    "be rehearsed: mw.rehearse(step, *args, mesh=...).",
-                    option="args",
-                )
-            sharding: Any = getattr(leaf.value, "sharding", None)
-            if isinstance(sharding, NamedSharding) and mesh is None:
-                mesh = sharding.mesh if isinstance(sharding.mesh, Mesh) else None
-            if sharding is not None:
-                devices |= dict.fromkeys(sharding.device_set)
-    if mesh is not None:
+def find_mesh(step: Callable[..., Any], args: Sequence[Any]) -> Mesh:
+    """The mesh that a step runs on: its arguments', else that of the program, which is compiled."""
+    if mesh := shardings_mesh(argument_shardings(args)):
         return mesh
-    used = sorted(devices, key=lambda device: device.id) or live_devices()[:1]
-    return Mesh(np.array(used), ("devices",))
+    refuse_arguments(args, argument_names(unbound(step), len(args)))
+    return program_mesh(_compile(step, args, {}).compiled, args, None)
 
 
 def _placement(mesh: Mesh, speeds: str | os.PathLike[str] | Calibration | None) -> Placement:
@@ -274,6 +269,54 @@ def _placement(mesh: Mesh, speeds: str | os.PathLike[str] | Calibration | None) 
     return measure_placement(placement.spec, hardware, placement.positions)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Compiled:
+    """A step compiled for some arguments, which it is called with; `donated` are numbers of them.
+
+    `jitted`: the step was a `jit` already.
+    """
+
+    compiled: Any
+    donated: frozenset[int]
+    jitted: bool
+
+
+def _compile(step: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> _Compiled:
+    """Compile a step for these arguments; `options` are the compiler's."""
+    function: Any = step
+    bound: tuple[Any, ...] = ()
+    named: dict[str, Any] = {}
+    if isinstance(function, functools.partial) and is_jitted(function.func):
+        function, bound, named = function.func, function.args, function.keywords
+    jitted = is_jitted(function)
+    if jitted:
+        function, instance = bound_method(function)
+        bound = (*instance, *bound)
+    else:
+        function = jax.jit(function)
+    lowered = function.lower(*bound, *args, **named)
+    info = getattr(lowered, "args_info", None)
+    if info is not None:  # static arguments are not among those of a compiled program
+        if len(info[0]) == len(args) and not _has_arrays(bound):
+            bound = ()  # all of them static, as `self` mostly is
+        if len(info[0]) != len(bound) + len(args):
+            raise CalibrationError(
+                "step: it has static arguments by number. Bind them by name: "
+                "functools.partial(jax.jit(f, static_argnames='train'), train=True).",
+                option="step",
+            )
+        named = {name: value for name, value in named.items() if name in info[1]}
+    donated = frozenset(_donated(lowered, len(bound)))
+    compiled = lowered.compile(options) if options else lowered.compile()
+    if bound or named:
+        compiled = functools.partial(compiled, *bound, **named)
+    return _Compiled(compiled, donated, jitted)
+
+
+def _has_arrays(bound: Sequence[Any]) -> bool:
+    return any(is_array(leaf) or is_number(leaf) for leaf in jax.tree.leaves(bound))
+
+
 class _Run:
     """A step that is compiled, and run again and again on what it returns."""
 
@@ -281,67 +324,54 @@ class _Run:
         self,
         step: Callable[..., Any],
         args: Sequence[Any],
-        mesh: Mesh,
+        mesh: Mesh | None,
         pulse: Pulse,
         together: Together,
     ):
-        self.step, self.args, self.mesh, self.pulse = step, list(args), mesh, pulse
+        """Compile the step, and look at its program; nothing runs yet."""
+        self.step, self.args, self.pulse = step, list(args), pulse
         self.together = together
         self.names = argument_names(unbound(step), len(args))
         self.notes: list[str] = []
-        self.platform = next(iter(mesh.devices.flat)).platform
         self.results: Any = None
         # Donated arguments, and the result that takes the place of each; unknown until it has run.
         self.taken: dict[int, int] | None = None
+        self._compile_now()
+        refuse_no_work(read_program(self.text))
+        self.mesh = program_mesh(self.compiled, self.args, mesh)
+        self.platform = next(iter(self.mesh.devices.flat)).platform
+
+    def _compile_now(self) -> None:
+        self.pulse.now("compiling", done=0.0)
+        made = _compile(self.step, self.args, {})
+        self.compiled = self.traced = made.compiled
+        self.donated, self.jitted = made.donated, made.jitted
+
+    def settle(self) -> None:
+        """Run until the step takes what it gives, and no `jit` would compile it anew."""
         for compiles in range(_MOST_COMPILES):
-            pulse.now("compiling", done=0.0)
-            self.compiled = self._compile({})
-            together.agree()
+            if compiles:
+                self._compile_now()
+                self.together.agree()
             before = _looks(self.args)
             self._once()
             if _looks(self.args) == before:
-                break
+                return
             if compiles == 0:
                 self.notes.append(
                     "The first step gives back arrays of other shardings or types than it takes, "
                     "so that JAX compiles it twice; measured is the second program."
                 )
-        else:
-            raise CalibrationError(
-                f"the step gives back other shapes or shardings than it takes, "
-                f"{_MOST_COMPILES} times in a row: {_difference(before, _looks(self.args))}. A "
-                "loop would compile it anew each time. Give its jit out_shardings, or keep shapes "
-                "as they are."
-            )
-        self.traced = self.compiled
-
-    def _compile(self, options: dict[str, Any]) -> Any:
-        """Compile for the arguments of now; `options` are the compiler's."""
-        function: Any = self.step
-        bound: tuple[Any, ...] = ()
-        named: dict[str, Any] = {}
-        if isinstance(function, functools.partial) and is_jitted(function.func):
-            function, bound, named = function.func, function.args, function.keywords
-        if not is_jitted(function):
-            function = jax.jit(function)
-        lowered = function.lower(*bound, *self.args, **named)
-        info = getattr(lowered, "args_info", None)
-        if info is not None:  # static arguments are not among those of a compiled program
-            if len(info[0]) != len(bound) + len(self.args):
-                raise CalibrationError(
-                    "step: it has static arguments by number. Bind them by name: "
-                    "functools.partial(jax.jit(f, static_argnames='train'), train=True).",
-                    option="step",
-                )
-            named = {name: value for name, value in named.items() if name in info[1]}
-        self.donated = _donated(lowered, len(bound))
-        compiled = lowered.compile(options) if options else lowered.compile()
-        return functools.partial(compiled, *bound, **named) if bound or named else compiled
+        raise CalibrationError(
+            f"the step gives back other shapes or shardings than it takes, "
+            f"{_MOST_COMPILES} times in a row: {_difference(before, _looks(self.args))}. A "
+            "loop would compile it anew each time. Give its jit out_shardings, or keep shapes "
+            "as they are."
+        )
 
     def _once(self) -> None:
         """Run a step; what it returns takes the place of what it has used up."""
-        compiled = self.traced if hasattr(self, "traced") else self.compiled
-        self.results = compiled(*self.args)
+        self.results = self.traced(*self.args)
         given = elements(self.results)
         if self.taken is None:
             wait(self.results)
@@ -362,6 +392,10 @@ class _Run:
             if match is None and not gone:  # a donation that the compiler has no use for
                 if problem := changed_argument(name, arg, given):
                     raise problem
+                self.notes.append(
+                    f"{name} is donated, but no result has its shapes to take its place: every "
+                    "step got the same one."
+                )
                 continue
             if match is None:
                 raise refuse_donation(name, arg, given)
@@ -426,11 +460,13 @@ class _Run:
         if self.platform != "gpu":
             return
         self.pulse.now("compiling without CUDA graphs", done=_done(_ROUNDS + 1))
-        self.traced = self._compile(NO_GRAPHS)
+        self.traced = _compile(self.step, self.args, NO_GRAPHS).compiled
 
     def all_notes(self) -> tuple[str, ...]:
         """What is different from a plain run."""
         notes = list(self.notes)
+        if not self.jitted:
+            notes.append("The step is not jitted; it ran as jax.jit(step), without donation.")
         if self.platform == "cpu":
             notes.append(
                 "Simulated devices share this machine's cores: counts, waiting and order are real, "
@@ -446,11 +482,7 @@ class _Run:
     @property
     def text(self) -> str:
         """The program that was traced."""
-        compiled = self.traced
-        while not hasattr(compiled, "as_text"):
-            inner = compiled.func if isinstance(compiled, functools.partial) else compiled.compiled
-            compiled = inner
-        return str(compiled.as_text())
+        return str(executable(self.traced).as_text())
 
 
 def _donated(lowered: Any, bound: int) -> set[int]:
@@ -500,7 +532,7 @@ def _measurement(
     times: Sequence[float],
     traced: float,
     called: str,
-    rehearsal: Rehearsal | None,
+    arguments: tuple[str, ...],
 ) -> Measurement:
     text = run.text
     program = read_program(text)
@@ -529,8 +561,9 @@ def _measurement(
         joined.unknown,
         joined.silent,
         run.all_notes(),
-        rehearsal,
+        None,
         run.results,
+        arguments,
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,16 @@ from meshwright._html import TIME, Html, Lane, bars, join, legend, page, style
 from meshwright._html import Part as Segment
 from meshwright._show import Sheet, Shown, Table, short_repr
 from meshwright._text import amount, duration, plural, write_text
-from meshwright.calibration.kernel_classes import class_seconds
+from meshwright.calibration.step_checks import refuse_rehearsal, with_note
 from meshwright.errors import CalibrationError, short
-from meshwright.hlo.instructions import Source
+from meshwright.hlo.instructions import Instruction, Source
+from meshwright.hlo.program import Program
 from meshwright.rehearsal.collectives.types import CAUSES, Collective
-from meshwright.rehearsal.kernel_speeds import speeds
+from meshwright.rehearsal.kernel_speeds import Speeds, speeds
+from meshwright.rehearsal.kernels import Kernel, kernels, running
 from meshwright.rehearsal.result import Rehearsal
 from meshwright.rehearsal.step_time import StepTime
+from meshwright.spec.mesh_spec import MeshSpec
 
 _MOST_KERNELS, _MOST_COLLECTIVES, _MOST_DEVICES = 12, 20, 16
 
@@ -122,7 +126,8 @@ class Measurement(Shown):
     by `speeds` of whom. `results` is what the last step
     returned: a step that donates its arguments has used up those that it was given.
     `unknown` are names in the trace that the program lacks, with their seconds; `silent` kernels of
-    the program that left no event. `notes` say what is different from a plain run.
+    the program that left no event. `notes` say what is different from a plain run. `array_types`
+    are the shapes and dtypes of the arrays that the step takes.
     """
 
     name: str
@@ -144,6 +149,7 @@ class Measurement(Shown):
     notes: tuple[str, ...]
     rehearsal: Rehearsal | None
     results: Any
+    array_types: tuple[str, ...] = ()
 
     @property
     def ratio(self) -> float:
@@ -171,10 +177,18 @@ class Measurement(Shown):
         return max((device.peak for device in self.devices if device.peak), default=None)
 
     def compare(self, rehearsal: Rehearsal) -> Measurement:
-        """The same measurement beside this rehearsal: it shows that one's time and memory, too."""
+        """The same measurement beside this rehearsal: it shows that one's time and memory, too.
+
+        Raises `CalibrationError` where it is of other arguments or another number of devices; a
+        note says what was rehearsed where the name, the mesh or the hardware is another.
+        """
         if not isinstance(rehearsal, Rehearsal):
             raise CalibrationError(f"compare: {short(rehearsal)} is not a rehearsal.")
-        return dataclasses.replace(self, rehearsal=rehearsal)
+        refuse_rehearsal(rehearsal, MeshSpec.parse(self.mesh).size or 1, self.array_types)
+        placed = rehearsal.placement
+        rehearsed = rehearsal.name, str(placed.spec), placed.topology.name
+        notes = with_note(self.notes, rehearsed, (self.name, self.mesh, self.on))
+        return dataclasses.replace(self, rehearsal=rehearsal, notes=notes)
 
     def __repr__(self) -> str:
         return short_repr(
@@ -214,6 +228,9 @@ class Measurement(Shown):
             "rehearsed": None
             if rehearsed is None
             else {
+                "name": rehearsed.name,
+                "mesh": str(rehearsed.placement.spec),
+                "on": rehearsed.placement.topology.name,
                 "seconds": rehearsed.time and rehearsed.time.total,
                 "peak": rehearsed.memory.peak,
             },
@@ -262,10 +279,15 @@ class Measurement(Shown):
 
     def _parts_table(self) -> Table:
         heading = ["part of a step", "runs", "modelled", "measured", "modelled / measured"]
+        rehearsed = None if self.rehearsal is None else self.rehearsal.time
+        promised = {} if self.rehearsal is None else _class_seconds(self.rehearsal)
         rows = [row(part.name, str(part.runs), part.modelled, part.measured) for part in self.parts]
+        # Kernels that only the rehearsed program has: its column adds up with them alone.
+        ran = {part.name for part in self.parts}
+        rows += [row(name, "0", 0.0, 0.0) for name in promised if name not in ran]
         if self.unknown:
             rows.append(row("not in the program's text", "", 0.0, sum(self.unknown.values())))
-        if self.collectives:
+        if self.collectives or (rehearsed is not None and rehearsed.exposed + rehearsed.hidden):
             runs = str(sum(entry.runs for entry in self.collectives))
             measured = sum(entry.measured for entry in self.collectives)
             hidden = max(0.0, round(measured - self.exposed, 9))  # not what rounding leaves
@@ -274,22 +296,20 @@ class Measurement(Shown):
         rows.append(row("idle, starting kernels", "", self.time.start, self.idle))
         rows.append(row("a step", "", self.time.total, self.seconds))
         right = [False, True, True, True, True]
-        if self.rehearsal is not None and self.rehearsal.time is not None:
-            heading = [*heading[:2], "rehearsed", *heading[2:]]
-            rehearsed = self.rehearsal.time
-            told = {
-                **_class_seconds(self.rehearsal),
-                "exposed communication": rehearsed.exposed,
-                "hidden communication": rehearsed.hidden,
-                "idle, starting kernels": rehearsed.start,
-                "a step": rehearsed.total,
-            }
-            rows = [
-                [*cells[:2], duration(told[cells[0]]) if cells[0] in told else "", *cells[2:]]
-                for cells in rows
-            ]
-            right = [*right, True]
-        return Table(heading, rows, right)
+        if rehearsed is None:
+            return Table(heading, rows, right)
+        told = {
+            **promised,
+            "exposed communication": rehearsed.exposed,
+            "hidden communication": rehearsed.hidden,
+            "idle, starting kernels": rehearsed.start,
+            "a step": rehearsed.total,
+        }
+        rows = [
+            [*cells[:2], duration(told[cells[0]]) if cells[0] in told else "", *cells[2:]]
+            for cells in rows
+        ]
+        return Table([*heading[:2], "rehearsed", *heading[2:]], rows, [*right, True])
 
     def _collectives_table(self) -> Table:
         heading = ["collective", "array", "over", "times", "modelled", "measured", "waiting"]
@@ -437,3 +457,68 @@ def row(name: str, runs: str, modelled: float, measured: float) -> Sequence[str]
     """Cells of a table: modelled and measured seconds, and the one by the other."""
     ratio = f"{modelled / measured:.2f}" if measured > 0 and modelled > 0 else "-"
     return [name, runs, duration(modelled), duration(measured), ratio]
+
+
+# What a kernel is, in a dozen classes: rows of tables that people read.
+
+
+def modelled_kernels(program: Program) -> Iterator[tuple[Kernel, int, bool]]:
+    """The kernels of a program, how often each runs, and whether a loop only asks it to go on."""
+    conditions = {
+        name
+        for computation in program.computations.values()
+        for instruction in computation.instructions
+        for how, name in instruction.called
+        if how == "condition"
+    }
+    for computation in running(program):
+        times = program.run_count(computation.name).count
+        for kernel in kernels(program, computation):
+            yield kernel, times, computation.name in conditions
+
+
+PRODUCTS, CUSTOM = "matrix products", "custom kernels"
+ATTENTION = "attention kernels"
+
+
+def kernel_class(program: Program, kernel: Kernel) -> str:
+    """What a kernel is, for a table of a dozen rows."""
+    if kernel.custom is not None:
+        return ATTENTION if "attention" in kernel.custom.kind else CUSTOM
+    if kernel.flops:
+        return PRODUCTS
+    if any(name.startswith("sorted") for name in kernel.slow):  # a library's have no opcode
+        return "sorts"
+    opcodes = set(_opcodes(program, kernel.instruction))
+    for name, members in _CLASSES.items():
+        if opcodes & members:
+            return name
+    return "elementwise"
+
+
+# In the order in which they are looked for: a fusion of a scatter and a sum is a scatter.
+_CLASSES = {
+    "scatters": {"scatter"},
+    "gathers": {"gather"},
+    "Fourier transforms": {"fft"},
+    "reductions": {"reduce", "reduce-window"},
+    "copies and transposes": {"copy", "transpose", "copy-start"},
+    "slices and updates": {"dynamic-slice", "dynamic-update-slice", "slice", "concatenate", "pad"},
+}
+
+
+def _opcodes(program: Program, instruction: Instruction) -> Iterator[str]:
+    yield instruction.opcode
+    if instruction.opcode == "fusion":
+        for _, name in instruction.called:
+            for inner in program.computations[name].instructions:
+                yield from _opcodes(program, inner)
+
+
+def class_seconds(program: Program, speed: Speeds) -> dict[str, float]:
+    """Modelled seconds of a program's kernels in a step, by class."""
+    seconds: dict[str, float] = collections.defaultdict(float)
+    speed = speed.in_step(program)
+    for kernel, times, _ in modelled_kernels(program):
+        seconds[kernel_class(program, kernel)] += max(speed.kernel(kernel)) * times
+    return dict(seconds)

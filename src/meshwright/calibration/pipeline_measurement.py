@@ -12,6 +12,8 @@ from meshwright._html import Html, page, style
 from meshwright._show import Sheet, Shown, Table, short_repr
 from meshwright._text import amount, duration, plural, ranges
 from meshwright.calibration.measurement import PAGE, Part, row, save
+from meshwright.calibration.step_checks import refuse_pipeline_rehearsal, with_note
+from meshwright.errors import CalibrationError, short
 from meshwright.pipelines.profiling import MeasuredTimeline
 from meshwright.rehearsal.pipelines import PipelineRehearsal
 from meshwright.schedules.timeline import Timeline
@@ -87,7 +89,8 @@ class PipelineMeasurement(Shown):
     `fastest` and `slowest`; `traced` is the same under the profiler, of which all other figures
     are. `timeline` is that of the step in the middle; `model` the schedule with the modelled times
     of the programs that ran, in milliseconds. `others` are the programs before and after the tasks.
-    `results` is what the last step returned.
+    `results` is what the last step returned. `array_types` are the shapes and dtypes of the arrays
+    that the step takes.
     """
 
     name: str
@@ -107,6 +110,7 @@ class PipelineMeasurement(Shown):
     notes: tuple[str, ...]
     rehearsal: PipelineRehearsal | None
     results: Any
+    array_types: tuple[str, ...] = ()
 
     @property
     def modelled(self) -> float:
@@ -130,6 +134,43 @@ class PipelineMeasurement(Shown):
     def idle(self) -> float:
         """The part of the time from the first task to the last that groups are in no task."""
         return statistics.fmean(group.idle for group in self.groups) / self.makespan
+
+    def compare(self, rehearsal: PipelineRehearsal) -> PipelineMeasurement:
+        """The same measurement beside this rehearsal, with its times of tasks and its peaks.
+
+        Raises `CalibrationError` where it is of other arguments, groups or microbatches; a note
+        says what was rehearsed where the name, the schedule or the hardware is another.
+        """
+        if not isinstance(rehearsal, PipelineRehearsal):
+            raise CalibrationError(
+                f"compare: {short(rehearsal)} is not what rehearse_pipeline returns."
+            )
+        ran = self.model.schedule
+        sizes = [group.devices for group in self.groups]
+        refuse_pipeline_rehearsal(rehearsal, sizes, ran.microbatches, self.array_types)
+        schedule = ran if rehearsal.timeline is None else rehearsal.timeline.schedule
+        rehearsed = rehearsal.name, schedule.name, rehearsal.on
+        promised = {
+            (task.stage, str(task.kind)): task.time.total
+            for group in rehearsal.groups
+            for task in group.tasks
+        }
+        peaks = {group.group: group.memory.peak for group in rehearsal.groups}
+        return dataclasses.replace(
+            self,
+            tasks=tuple(
+                dataclasses.replace(
+                    task, rehearsed=promised.get((task.stage or 0, task.kind or ""))
+                )
+                for task in self.tasks
+            ),
+            groups=tuple(
+                dataclasses.replace(group, rehearsed_peak=peaks.get(group.group))
+                for group in self.groups
+            ),
+            notes=with_note(self.notes, rehearsed, (self.name, ran.name, self.on)),
+            rehearsal=rehearsal,
+        )
 
     def __repr__(self) -> str:
         words = f"of {self.name}, {self._of()}: {duration(self.seconds)}, idle {self.idle:.0%}"
@@ -156,7 +197,13 @@ class PipelineMeasurement(Shown):
         rehearsed = self.rehearsal and self.rehearsal.timeline
         return {
             **{name: getattr(self, name) for name in (*own, *more)},
-            "rehearsed": rehearsed and {"makespan": rehearsed.makespan / 1e3},
+            "rehearsed": rehearsed
+            and self.rehearsal
+            and {
+                "name": self.rehearsal.name,
+                "on": self.rehearsal.on,
+                "makespan": rehearsed.makespan / 1e3,
+            },
             "tasks": [task.to_json() for task in self.tasks],
             "others": [task.to_json() for task in self.others],
             "groups": [group.to_json() for group in self.groups],

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -26,6 +27,7 @@ from meshwright.calibration.pipeline_measurement import (
     MeasuredTask,
     PipelineMeasurement,
 )
+from meshwright.calibration.step_checks import refuse_pipeline_rehearsal, refuse_recording
 from meshwright.calibration.timing import NO_GRAPHS, elements, refuse_donation, structure, wait
 from meshwright.calibration.trace import Trace, record
 from meshwright.errors import CalibrationError
@@ -38,11 +40,13 @@ from meshwright.rehearsal.collectives.analyze import analyze
 from meshwright.rehearsal.kernel_speeds import speeds as kernel_speeds
 from meshwright.rehearsal.pipelines import PipelineRehearsal, modelled_timeline
 from meshwright.rehearsal.repeated_work import find_repeated_work
+from meshwright.rehearsal.step_arguments import array_types
 from meshwright.rehearsal.step_time import step_time
 from meshwright.rehearsal.task_compiler import task_program
 from meshwright.schedules.types import KINDS
 
 _ROUNDS = 3  # of timing
+T = TypeVar("T")
 
 
 def measure_pipeline(
@@ -56,6 +60,17 @@ def measure_pipeline(
     pulse: Pulse,
 ) -> PipelineMeasurement:
     """Run a pipeline's steps under the profiler; `place` says how a group's mesh lies."""
+    arguments = array_types(args)
+
+    def check() -> list[Placement]:
+        refuse_recording(folder)
+        if rehearsal is not None:
+            sizes = [mesh.size for mesh in step.groups.meshes]
+            refuse_pipeline_rehearsal(rehearsal, sizes, step.planner.microbatches, arguments)
+        return [place(mesh) for mesh in step.groups.meshes]
+
+    # What can be refused is refused before the first call: it uses donated arguments up.
+    placements = _checked_by_all(step, check)
     run = _Run(step, list(args))
     pulse.now("compiling", done=0.0)
     run.once()
@@ -66,7 +81,6 @@ def measure_pipeline(
         pulse.now(words, done=(number + 1) / (_ROUNDS + 3))
         times.append(run.round(steps))
     times.sort()
-    placements = [place(mesh) for mesh in step.groups.meshes]
     plan = step.plan_of(*run.args)
     notes = []
     if placements[0].topology.chip.family == "gpu":
@@ -93,15 +107,9 @@ def measure_pipeline(
             "speeds are not those of any accelerator."
         )
     waits = _waits(timelines)
-    rehearsed = {} if rehearsal is None else {g.group: g for g in rehearsal.groups}
-    promised = {
-        (task.stage, str(task.kind)): task.time.total
-        for group in rehearsed.values()
-        for task in group.tasks
-    }
-    rows = [_task(row, timelines, waits, promised) for row in programs]
+    rows = [_task(row, timelines, waits) for row in programs]
     tasks = tuple(sorted((each for each in rows if each.kind), key=_order))
-    return PipelineMeasurement(
+    measured = PipelineMeasurement(
         name,
         f"{len(placements)} x {placements[0].topology.name}",
         placements[0].topology.chip.whose_speeds(placements[0].topology.num_devices),
@@ -115,11 +123,33 @@ def measure_pipeline(
         modelled_timeline(plan, {(t.stage or 0, t.kind or ""): 1e3 * t.modelled for t in tasks}),
         tasks,
         tuple(each for each in rows if not each.kind),
-        tuple(_groups(step, timelines, rows, peaks, rehearsed)),
+        tuple(_groups(step, timelines, rows, peaks)),
         tuple(notes),
-        rehearsal,
+        None,
         run.results,
+        arguments,
     )
+    return measured if rehearsal is None else measured.compare(rehearsal)
+
+
+def _checked_by_all(step: PipelineStep, check: Callable[[], T]) -> T:
+    """What `check` returns; what it refuses in one process ends all, before they wait for it."""
+    if step.process_context is None or step.closed:
+        return check()
+    confer = functools.partial(step.process_context.watchdog.confer, "checks of measure")
+    try:
+        answer = check()
+    except Exception as error:
+        confer(str(error) or type(error).__name__, _as_json)
+        raise
+    for process, problem in enumerate(json.loads(confer("", _as_json))):
+        if problem:
+            raise CalibrationError(f"process {process}: {problem} All end; nothing was measured.")
+    return answer
+
+
+def _as_json(texts: Sequence[str]) -> str:
+    return json.dumps(list(texts))
 
 
 def _order(task: MeasuredTask) -> tuple[int, int, int]:
@@ -130,7 +160,6 @@ def _task(
     row: Mapping[str, Any],
     timelines: Sequence[MeasuredTimeline],
     waits: Mapping[tuple[str, int], dict[str, float]],
-    promised: Mapping[tuple[int, str], float],
 ) -> MeasuredTask:
     """A row of a program, with what the timelines have of its runs."""
     fields = {name: value for name, value in row.items() if name not in ("by", "peak", "parts")}
@@ -154,7 +183,6 @@ def _task(
         parts=parts,
         waited=sum(waited.values()) / len(spans) / 1e3,
         awaited=awaited,
-        rehearsed=promised.get((row["stage"], row["kind"])),
     )
 
 
@@ -176,7 +204,6 @@ def _groups(
     timelines: Sequence[MeasuredTimeline],
     rows: Sequence[MeasuredTask],
     peaks: Mapping[int, int],
-    rehearsed: Mapping[int, Any],
 ) -> Iterator[MeasuredGroup]:
     """How each group spends a step, the mean of the timelines."""
     scale = 1e-3 / len(timelines)
@@ -192,7 +219,6 @@ def _groups(
                     if gap.awaited is not None:
                         waiting[timeline.schedule.group_of[gap.awaited.stage]] += gap.waited
         own = [each for each in rows if each.group == group]
-        promised = rehearsed.get(group)
         yield MeasuredGroup(
             group,
             tuple(sorted({device.process_index for device in mesh.devices.flat})),
@@ -204,7 +230,6 @@ def _groups(
             done * scale,
             sum(each.runs * each.kernels for each in own),
             peaks.get(group) or None,
-            promised and promised.memory.peak,
         )
 
 

@@ -154,10 +154,15 @@ def _start(folder: Path, options: Any) -> None:
     except RuntimeError as error:
         if "already" not in str(error):
             raise CalibrationError(f"the profiler does not start: {_line(error)}.") from error
-        raise CalibrationError(
-            "a profiler is running already in this process (jax.profiler.start_trace or "
-            "jax.profiler.trace); only one can. End it, then measure."
-        ) from error
+        raise running_already() from error
+
+
+def running_already() -> CalibrationError:
+    """What is raised where another profiler records in this process."""
+    return CalibrationError(
+        "a profiler is running already in this process (jax.profiler.start_trace or "
+        "jax.profiler.trace); only one can. End it, then measure."
+    )
 
 
 def _read(folder: Path) -> Any:

@@ -14,14 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import meshwright as mw
+from meshwright._lazy import later
 from meshwright._text import write_text
 from meshwright.cli import terminal
 from meshwright.cli.mesh_commands import speeds_option
 from meshwright.cli.options import Command, flag, option, positional
 from meshwright.cli.rehearse import own_step
-from meshwright.errors import CalibrationError
+from meshwright.errors import CalibrationError, MeshwrightError, near, short
 from meshwright.models.presets import check_model, names
 from meshwright.spec.mesh_spec import MeshSpec
+
+_find_mesh = later("meshwright.calibration.measure", "find_mesh")  # it comes with JAX
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -37,7 +40,8 @@ class MeasureCommand(Command):
 
     source: str = positional(
         "A model (`meshwright models` lists them), or module:function for a step of your own. The "
-        "function takes nothing and returns (step, arguments...), arrays on the devices.",
+        "function takes nothing and returns (step, arguments...), arrays on the devices, or a dict "
+        "with step, args and mesh.",
         metavar="MODEL",
         suggested=names(),
     )
@@ -65,15 +69,10 @@ class MeasureCommand(Command):
     def run(self) -> None:
         self._check()
         with self._step() as (step, args, mesh):
-            rehearsal: Any = None
-            if self.rehearse:
-                if hasattr(step, "plan_of"):  # a pipeline's
-                    rehearsal = mw.rehearse_pipeline(step, *args)
-                else:
-                    rehearsal = mw.rehearse(step, *args, mesh=mesh, speeds=self.speeds)
             options: dict[str, Any] = {"steps": self.steps, "trace": self.trace, "mesh": mesh}
             options |= {"name": self.source, "speeds": self.speeds}
-            with terminal.explained(f"{self.source}: its step failed"):
+            with terminal.explained(f"{self.source}: its step failed"), self._keys_named():
+                rehearsal = self._rehearsed(step, args, mesh) if self.rehearse else None
                 measured = mw.measure(step, *args, rehearsal=rehearsal, **options)
         if self.json:
             print(json.dumps(measured.to_json(), indent=2))
@@ -96,19 +95,55 @@ class MeasureCommand(Command):
                 "--mesh, --batch and --seq go with a model; your function's arrays have their own."
             )
 
+    def _own_mesh(self, own: Mapping[str, Any]) -> Any:
+        """The mesh that the function's dict has, if it has one; refuse other keys."""
+        for key in own:
+            if key != "mesh":
+                raise CalibrationError(
+                    f"{self.source} returned {short(key)}, which measure does not take. A dict has "
+                    f"step, args and mesh.{near(str(key), ('step', 'args', 'mesh'))}"
+                )
+        mesh = own.get("mesh")
+        if mesh is not None and not hasattr(mesh, "devices"):
+            raise CalibrationError(
+                f"{self.source} returned mesh={short(mesh)}, which is not a jax.sharding.Mesh of "
+                "devices that are here. mw.mesh(spec) makes one; without it the arrays' own is "
+                "taken."
+            )
+        return mesh
+
+    def _rehearsed(self, step: Any, args: tuple[Any, ...], mesh: Any) -> Any:
+        """The step rehearsed for the devices that it runs on, under the name it is measured by."""
+        if hasattr(step, "plan_of"):  # a pipeline's
+            rehearsed = mw.rehearse_pipeline(step, *args, speeds=self.speeds)
+            return dataclasses.replace(rehearsed, name=self.source)
+        if mesh is None:
+            mesh = _find_mesh(step, args)
+        return mw.rehearse(step, *args, mesh=mesh, speeds=self.speeds, name=self.source)
+
+    @contextlib.contextmanager
+    def _keys_named(self) -> Iterator[None]:
+        """Name the function in what is wrong with its own mesh: that is no option here."""
+        try:
+            yield
+        except MeshwrightError as error:
+            if ":" not in self.source or error.option != "mesh":
+                raise
+            raise CalibrationError(f"{self.source}: {error}") from error
+
     @contextlib.contextmanager
     def _step(self) -> Iterator[tuple[Any, tuple[Any, ...], Any]]:
         """The step, its arguments, and the mesh that they are on."""
         if ":" in self.source:
             step, args, own = own_step(self.source, terminal.call(self.source))
-            yield step, args, own.get("mesh")
+            yield step, args, self._own_mesh(own)
             return
         import jax
 
         mesh: Any = mw.mesh(self.mesh or "")
         chosen = mw.models.model(self.source)
+        rows = chosen.example(self.batch or 0, self.seq)  # 0 is refused there
         state = mw.init(chosen.state, jax.random.key(0), mesh=mesh, rules=chosen.rules(mesh))
-        rows = chosen.example(self.batch or 1, self.seq)
         batch = mw.shard(rows, mesh, chosen.batch_spec(mesh))
         with jax.set_mesh(mesh):
             yield jax.jit(chosen.train_step, donate_argnums=0), (state, batch), mesh

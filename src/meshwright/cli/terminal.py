@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import inspect
 import os
+import re
 import sys
 import textwrap
 import traceback
@@ -202,9 +203,32 @@ def explained(what: str) -> Iterator[None]:
     except MeshwrightError:
         raise
     except (Exception, SystemExit) as error:
-        lines = str(getattr(error, "msg", error)).splitlines() or [""]
+        message = str(getattr(error, "msg", error))
+        if inner := _raised_in_callback(message):
+            raise MeshwrightError(f"{what}: {inner}") from error
+        lines = message.splitlines() or [""]
         text = f"{type(error).__name__}: {lines[0]}".rstrip(": ")
         raise MeshwrightError(f"{what}: {text}{_where(error)}") from error
+
+
+# In: the text of an error of XLA. Out: the line that a callback of the user's code raised and its
+# place, or nothing where the text holds no traceback. Example: `INTERNAL: CpuCallback error calling
+# callback: Traceback (most recent call last):`, lines of frames and `ValueError: no data` come out
+# as `ValueError: no data (/home/me/train.py:12)`.
+def _raised_in_callback(message: str) -> str:
+    _, found, inner = message.partition(_TRACEBACK)
+    if not found:
+        return ""
+    frames = [traceback.FrameSummary(file, int(line), "") for file, line in _FRAME.findall(inner)]
+    # What stands after the last frame and its line of code, if the text has that.
+    after = inner.splitlines()
+    last = max((n for n, line in enumerate(after) if line.startswith("  ")), default=-1)
+    raised = [line for line in after[last + 1 :] if line.strip()]
+    return f"{raised[0]}{_own_place(frames)}" if raised else ""
+
+
+_TRACEBACK = "Traceback (most recent call last):"
+_FRAME = re.compile(r'^  File "([^"]+)", line (\d+)', re.MULTILINE)
 
 
 def _where(error: BaseException) -> str:
@@ -216,7 +240,11 @@ def _where(error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.filename not in _OURS and not frame.filename.startswith("<frozen ")
     ]
-    # The last frame in the user's own files: what is below it belongs to a library.
+    return _own_place(frames)
+
+
+def _own_place(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The last frame in the user's own files: what is below it belongs to a library."""
     own = [frame for frame in frames if Path.cwd() in Path(frame.filename).parents]
     own = [frame for frame in own if "site-packages" not in Path(frame.filename).parts]
     last = (own or frames)[-1:]

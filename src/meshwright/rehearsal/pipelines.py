@@ -42,6 +42,7 @@ from meshwright.rehearsal.lowering import cudnn_of_chip
 from meshwright.rehearsal.memory import Memory
 from meshwright.rehearsal.repeated_work import find_repeated_work
 from meshwright.rehearsal.request import TIMEOUT, choose_folder
+from meshwright.rehearsal.step_arguments import array_types
 from meshwright.rehearsal.step_time import StepTime, step_time
 from meshwright.rehearsal.task_compiler import (
     Exhausted,
@@ -103,7 +104,14 @@ def rehearse_pipeline(
     )
     check_flag("progress", progress, error=RehearsalError)
     # Read once, and refused before anything is compiled.
-    speeds = explain_mesh(step.groups.meshes[0], speeds=speeds).topology.chip.measured
+    hardware = explain_mesh(step.groups.meshes[0], speeds=speeds).topology
+    speeds = hardware.chip.measured
+    about: dict[str, Any] = {
+        "name": str(getattr(step.fn, "__name__", "step")),
+        "on": f"{len(step.groups.meshes)} x {hardware.name}",
+        "group_sizes": tuple(mesh.size for mesh in step.groups.meshes),
+        "array_types": array_types(args),
+    }
     try:
         with showing(progress):
             if step.groups.compile_only:
@@ -112,7 +120,8 @@ def rehearse_pipeline(
                 plan = step.plan_of(*args)
     except Exhausted as refused:
         group = GroupRehearsal(refused.group, refused.memory, 0, ())
-        return PipelineRehearsal((group,), None, None, refused.task, tuple(compiler.callbacks))
+        callbacks = tuple(compiler.callbacks)
+        return PipelineRehearsal((group,), None, None, refused.task, callbacks, **about)
     groups = tuple(_group(plan, number, speeds) for number in range(step.groups.mpmd_dim))
     times = {(t.stage, str(t.kind)): 1e3 * t.time.total for group in groups for t in group.tasks}
     return PipelineRehearsal(
@@ -121,6 +130,7 @@ def rehearse_pipeline(
         explain_plan(plan),
         callbacks=tuple(compiler.callbacks),
         offloads=tuple(compiler.offloads),
+        **about,
     )
 
 
@@ -131,7 +141,8 @@ class PipelineRehearsal:
     `timeline` is in milliseconds, from the modelled times of the tasks. `refused` names the task
     at which the compiler ran out of memory, if it did: then only its group is known. `callbacks`
     were left out of the tasks of groups that are not here; `offloads` are the lines of those that
-    move arrays to the host.
+    move arrays to the host. `on` is the hardware of the groups, `group_sizes` are their numbers
+    of devices, `array_types` the shapes and dtypes of the arrays that the step takes.
     """
 
     groups: tuple[GroupRehearsal, ...]
@@ -140,6 +151,10 @@ class PipelineRehearsal:
     refused: str = ""
     callbacks: tuple[Callback, ...] = ()
     offloads: tuple[Source | None, ...] = ()
+    name: str = ""
+    on: str = ""
+    group_sizes: tuple[int, ...] = ()
+    array_types: tuple[str, ...] = ()
 
     @property
     def offload_lost(self) -> bool:
@@ -156,6 +171,12 @@ class PipelineRehearsal:
     def fits(self) -> bool:
         """Whether every group fits the memory of its devices."""
         return all(group.memory.fits for group in self.groups)
+
+    def compare(self, measured: Any) -> Any:
+        """Show these promises beside what `step.measure` returned: it, with one column more."""
+        if not hasattr(measured, "makespan"):  # of a room below this one
+            raise RehearsalError(f"compare: {short(measured)} is not what step.measure returns.")
+        return measured.compare(self)
 
     def __repr__(self) -> str:
         verdict = "fits" if self.fits else "does not fit"

@@ -34,6 +34,7 @@ from meshwright.rehearsal.remedy_table import Remedies
 from meshwright.rehearsal.rendering import as_html, as_json, as_page, as_text, provenance
 from meshwright.rehearsal.repeated_work import find_repeated_work
 from meshwright.rehearsal.request import Request, batch_shape
+from meshwright.rehearsal.step_arguments import array_types
 from meshwright.rehearsal.step_time import StepTime, step_time
 
 
@@ -67,6 +68,11 @@ class Rehearsal:
     def name(self) -> str:
         """What the step is called: `name` of `rehearse`, or the function's name."""
         return self.request.name
+
+    @property
+    def array_types(self) -> tuple[str, ...]:
+        """The shapes and dtypes of the arrays that the step takes, sorted."""
+        return array_types(self.request.args)
 
     @property
     def fits(self) -> bool:

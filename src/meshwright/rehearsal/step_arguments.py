@@ -159,6 +159,25 @@ def has_rows(leaf: Any) -> bool:
     return bool(shape) and not (shape == (2,) and str(getattr(leaf, "dtype", "")) == "uint32")
 
 
+def array_types(args: Sequence[Any]) -> tuple[str, ...]:
+    """The shapes and dtypes of all arrays with rows, in no order that names or trees matter for.
+
+    Numbers and random keys are left out: they come as Python's own, or in two kinds.
+
+    >>> array_types([{"b": np.ones(3), "a": np.ones((2, 4), "int8")}, 0.5])
+    ('float32[3]', 'int8[2,4]')
+    """
+    leaves = [leaf for arg in args for leaf in walk(arg).arrays if has_rows(leaf)]
+    return tuple(
+        sorted(f"{_canonical(leaf.dtype)}[{','.join(map(str, leaf.shape))}]" for leaf in leaves)
+    )
+
+
+def _canonical(dtype: Any) -> Any:
+    """As `jit` would: float64 of NumPy is float32 unless jax_enable_x64 is set."""
+    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+
+
 def is_state(arg: Any, params: Any) -> bool:
     """Whether an argument looks like state: NNX variables, or an optimizer's state of `params`.
 
@@ -239,8 +258,7 @@ def _shapes(arg: Any, specs: Any, mesh: AbstractMesh, keep_on_host: bool) -> Any
         [
             jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
                 leaf.shape,
-                # As `jit` would: float64 of NumPy is float32 unless jax_enable_x64 is set.
-                jax.dtypes.canonicalize_dtype(leaf.value.dtype, allow_extended_dtype=True),
+                _canonical(leaf.value.dtype),
                 sharding=NamedSharding(mesh, spec, memory_kind=_memory_kind(leaf, keep_on_host)),
             )
             for leaf, spec in zip(arrays.arrays, per_leaf, strict=True)
