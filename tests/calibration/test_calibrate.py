@@ -13,7 +13,8 @@ from meshwright.calibration.collective_probes import fit_line
 from meshwright.calibration.comparison import compare_calibrations as compare
 from meshwright.cli.main import main
 from meshwright.errors import CalibrationError
-from meshwright.hardware.calibration_file import LinkFigure, load
+from meshwright.hardware.calibration_file import load
+from meshwright.hardware.measured_figures import LinkFigure
 
 
 @pytest.mark.slow

@@ -7,8 +7,9 @@ import pytest
 
 import meshwright as mw
 from meshwright.errors import CalibrationError
-from meshwright.hardware.calibration_file import Calibration, Figure, LinkFigure, load
+from meshwright.hardware.calibration_file import Calibration, load
 from meshwright.hardware.chips import CHIPS
+from meshwright.hardware.measured_figures import Figure, LinkFigure
 from meshwright.rehearsal.collectives.costs import group_cost
 from meshwright.rehearsal.kernel_speeds import speeds
 

@@ -33,8 +33,9 @@ from meshwright.calibration.probes import Probe, parts
 from meshwright.calibration.timing import Input, Seconds, Timed, fastest, run_all, spread
 from meshwright.calibration.trace import Trace
 from meshwright.errors import BackendError, CalibrationError, near, short
-from meshwright.hardware.calibration_file import Calibration, Figure
+from meshwright.hardware.calibration_file import Calibration
 from meshwright.hardware.chips import Chip
+from meshwright.hardware.measured_figures import Figure
 from meshwright.hardware.topology import Topology, topology
 from meshwright.meshes.build import explain_mesh
 from meshwright.meshes.devices import live_devices

@@ -16,8 +16,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from meshwright.calibration.timing import Input, Seconds, Timed, spread
-from meshwright.hardware.calibration_file import COLLECTIVES as KINDS
-from meshwright.hardware.calibration_file import LinkFigure
+from meshwright.hardware.measured_figures import COLLECTIVES as KINDS
+from meshwright.hardware.measured_figures import LinkFigure
 from meshwright.placement.cost_model import INSIDE, links_text
 from meshwright.placement.placement import AxisPlan, Placement
 from meshwright.trees.specs import make_spec

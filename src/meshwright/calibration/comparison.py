@@ -19,14 +19,12 @@ from meshwright._text import duration, plural
 from meshwright.errors import CalibrationError, MeshwrightError
 from meshwright.hardware.calibration_file import (
     Calibration,
-    Figure,
-    LinkFigure,
-    measured_text,
     processes_text,
     read_calibration,
     shipped_speeds,
 )
 from meshwright.hardware.chips import CHIPS, Chip
+from meshwright.hardware.measured_figures import Figure, LinkFigure, measured_text
 from meshwright.hardware.topology import Topology, topology
 from meshwright.placement.placer import placement_of
 from meshwright.rehearsal.collectives.costs import group_cost, pairs_cost

@@ -18,7 +18,8 @@ from typing import Any, Literal
 
 from meshwright._show import short_repr
 from meshwright.errors import TopologyError, listing
-from meshwright.hardware.calibration_file import Calibration, Figure, shipped_speeds
+from meshwright.hardware.calibration_file import Calibration, shipped_speeds
+from meshwright.hardware.measured_figures import Figure
 
 Family = Literal["tpu", "gpu", "cpu"]
 
