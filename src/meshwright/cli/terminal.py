@@ -214,7 +214,7 @@ def explained(what: str) -> Iterator[None]:
 # In: the text of an error of XLA. Out: the line that a callback of the user's code raised and its
 # place, or nothing where the text holds no traceback. Example: `INTERNAL: CpuCallback error calling
 # callback: Traceback (most recent call last):`, lines of frames and `ValueError: no data` come out
-# as `ValueError: no data (/home/me/train.py:12)`.
+# as `ValueError: no data (train.py:12)`.
 def _raised_in_callback(message: str) -> str:
     _, found, inner = message.partition(_TRACEBACK)
     if not found:
