@@ -501,12 +501,15 @@ def forget_profiler() -> None:
 def profiler_runs() -> bool:
     """Whether `jax.profiler.start_trace` or `jax.profiler.trace` is recording in this process.
 
-    JAX says so only by refusing to start a second one (jax 0.10 to 0.12); starting one to see
-    would load CUPTI, which slows the kernels that are timed next.
+    JAX says so only by refusing to start a second one (`profile_session` until jax 0.11, `session`
+    in 0.12); starting one to see would load CUPTI, which slows the kernels that are timed next.
+    Where neither is there, that refusal is what tells, after the first steps.
     """
     from jax._src import profiler
 
-    return profiler._profile_state.profile_session is not None
+    state = profiler._profile_state
+    running = getattr(state, "profile_session", None) or getattr(state, "session", None)
+    return running is not None
 
 
 def is_tracing() -> bool:
