@@ -97,6 +97,8 @@ CASES = [
          users=True),
     Case("unet", "unet", "v5e:4x4", 64, USERS16, None, {"width": 256, "rows": 64, "side": 32},
          users=True),
+    Case("unet wide", "unet", "v5e:4x4", 32, USERS16, None,
+         {"width": 512, "rows": 32, "side": 64}, users=True),
     # Nothing below was looked at while the planner was made.
     Case("llama 8L 64x4k", "llama3-8b", "v5e:8x8", 64, GRID64, 4096,
          {"layers": 8, "vocab": 32768, **DOT}, held_out=True),
@@ -120,8 +122,6 @@ CASES = [
          {**TEXT, "width": 1024, "rows": 128}, held_out=True, users=True),
     Case("lm1b long", "lm1b", "v6e:4x4", 32, USERS16, None,
          {**TEXT, "width": 1024, "rows": 32, "length": 1024}, held_out=True, users=True),
-    Case("unet wide", "unet", "v5e:4x4", 32, USERS16, None,
-         {"width": 512, "rows": 32, "side": 64}, held_out=True, users=True),
 ]  # fmt: skip
 
 

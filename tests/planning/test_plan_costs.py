@@ -175,3 +175,44 @@ def test_the_compiler_of_a_tpu_exchanges_so(name):
     case, kind = PRODUCTS[name]
     made = product(*case).rehearse(progress=False, codegen=False).collectives
     assert {entry.kind for entry in made if entry.bytes > 2**16} == {kind}
+
+
+def convolved(channels, on="v5e:4x4"):
+    """A step that trains one convolution, its rows and its weights cut by one axis."""
+
+    def train(w, x):
+        def loss(w):
+            y = jax.lax.conv_general_dilated(
+                x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+            return jnp.sum(jnp.tanh(y) ** 2)
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    w = jax.ShapeDtypeStruct((3, 3, channels, channels // 2), "float32")
+    x = jax.ShapeDtypeStruct((48, 40, 40, channels), "float32")
+    p = mw.plan(train, w, x, on=on, mesh="fsdp:16", donate_argnums=0, pipelines=False)
+    kinds = {sizes[0]: kind for kind, sizes in enumerate(p.costs.groups.sizes)}
+    p.layouts.lists = ((kinds[48], kinds[channels // 2], kinds[channels]),)
+    return p
+
+
+@pytest.mark.parametrize(
+    ("channels", "on", "kinds"),
+    [
+        (1024, "v5e:4x4", {"all-gather", "reduce-scatter"}),
+        (128, "v5e:4x4", {"all-gather", "reduce-scatter"}),
+        (1024, "h100:8x2", {"all-gather", "all-reduce"}),
+    ],
+)
+def test_a_tpu_takes_what_large_convolutions_exchange_in_pieces(channels, on, kinds):
+    p = convolved(channels, on)
+    assert {exchange.kind for exchange, _, _ in p.costs.exchanges(p.layouts.lists)} == kinds
+    assert (p.costs.totals(p.layouts.lists).hidden > 0) == ("reduce-scatter" in kinds)
+
+
+@pytest.mark.compilers
+@pytest.mark.parametrize("channels", [1024, 128])
+def test_the_compiler_of_a_tpu_convolves_so(channels):
+    made = convolved(channels).rehearse(progress=False, codegen=False).collectives
+    assert {entry.kind for entry in made if entry.bytes > 2**14} == {"collective-permute"}

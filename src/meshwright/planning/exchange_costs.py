@@ -71,11 +71,11 @@ class Work:
     `values`: layout and bytes of inputs and outputs. `dims`: kind of iteration, kind of dims, the
     size that a cut must divide, and where it is. `shared`: by how many operations of a loop each
     input is used, so that what is exchanged once is not counted for all. `multiplies`: a product of
-    matrices, beside which compilers exchange its operands; beside convolutions they do not.
+    matrices, beside which compilers exchange its operands; beside a convolution only TPUs' do.
     `scatters`: whether partial sums are scattered where the result lies cut. Those of convolutions
-    are added up everywhere, and sliced. `looks_up`: a gather or a scatter, in `rows` or in one
-    `table`. `looped`: whether it is in a loop's body. `sides`: for each value of a product of
-    matrices, which of its loops every dim is in.
+    are added up everywhere, and sliced, but for what a TPU takes in pieces. `looks_up`: a gather or
+    a scatter, in `rows` or in one `table`. `looped`: whether it is in a loop's body. `sides`: for
+    each value of a product or a convolution, which of its loops every dim is in.
     """
 
     heavy: bool
@@ -106,14 +106,15 @@ class Beside:
     """What of a product's exchanges can run beside it: seconds, and pieces that they are cut into.
 
     `loops`: into how many parts each loop of the product is cut; `product`: its own seconds.
+    `multiplies`: a product of matrices, and not a convolution.
     `shared`: by how many products the array at hand is used; `sides`: the loops of its dims.
     `rounds`: how often the result is read and written, to add a piece of the sum to it.
     """
 
-    __slots__ = ("loops", "pieces", "product", "rounds", "seconds", "shared", "sides")
+    __slots__ = ("loops", "multiplies", "pieces", "product", "rounds", "seconds", "shared", "sides")
 
-    def __init__(self, loops: frozenset[int], product: float) -> None:
-        self.loops, self.product, self.shared = loops, product, 1
+    def __init__(self, loops: frozenset[int], product: float, multiplies: bool = True) -> None:
+        self.loops, self.product, self.multiplies, self.shared = loops, product, multiplies, 1
         self.sides: dict[int, str] = {}
         self.seconds = self.pieces = self.rounds = 0.0
 
@@ -154,7 +155,8 @@ class ExchangeCosts:
         if not self._tpu:
             beside.add(0, self._hidden * seconds)
         elif parts > MOST_PIECES:
-            beside.add(0, self._hidden_of_many * seconds)
+            if beside.multiplies:
+                beside.add(0, self._hidden_of_many * seconds)
         elif (
             parts in beside.loops
             and size >= _LEAST_IN_PIECES
@@ -214,14 +216,16 @@ class ExchangeCosts:
         local = work.values[number][1] / self.divided(made)
         scattered = math.prod([self.sizes[axis] for axis in partial if axis in lies])
         for axis in partial:
-            if work.scatters and axis in lies and lies[axis] not in made.values():
+            scatters = work.scatters or self._in_pieces(work, axis, partial, lies, local, beside)
+            if scatters and axis in lies and lies[axis] not in made.values():
                 kind, size = "reduce-scatter", local
                 local /= self.sizes[axis]
                 if self._tpu and scattered > MOST_PIECES:
                     kind = "all-reduce"  # and sliced
                 taken = self.axes[axis].seconds(kind, size)
                 in_pieces = self._beside(beside, scattered, size, taken)
-                if self._tpu and not (in_pieces or self._scatters(work, number, lies[axis], made)):
+                alone = in_pieces or not work.scatters
+                if self._tpu and not (alone or self._scatters(work, number, lies[axis], made)):
                     kind = "all-reduce"
                     taken = self.axes[axis].seconds(kind, size)
             else:
@@ -235,6 +239,22 @@ class ExchangeCosts:
             if log is not None:
                 log.append(Exchange(kind, axis, size, taken))
         return seconds
+
+    def _in_pieces(
+        self,
+        work: Work,
+        axis: int,
+        partial: Sequence[int],
+        lies: Cut,
+        size: float,
+        beside: Beside,
+    ) -> bool:
+        """Whether the sums of a convolution are scattered after all: a TPU's, piece by piece."""
+        parts = math.prod([self.sizes[each] for each in partial if each in lies])
+        if not self._tpu or axis not in lies or parts > MOST_PIECES or size < _LEAST_IN_PIECES:
+            return False
+        seconds = self.axes[axis].seconds("reduce-scatter", size)
+        return parts in beside.loops and beside.product * parts >= _WAITING_PIECES * seconds
 
     def _scatters(self, work: Work, number: int, dim: int, made: Cut) -> bool:
         """Whether a TPU scatters the sums of a product along a dim of its result.
@@ -257,9 +277,9 @@ class ExchangeCosts:
 
 
 def product_sides(operation: Operation) -> tuple[dict[int, str], ...]:
-    """For each value of a product of matrices, the loop of every dim: both operands' and the
+    """For each value of a product or a convolution, the loop of every dim: both operands' and the
     result's (`both`), a sum's, or that of one operand (`left`, `right`)."""
-    if operation.primitive != "dot_general":
+    if operation.primitive not in ("dot_general", "conv_general_dilated"):
         return ()
     loops = {(0, 1): "sum", (0, 1, 2): "both", (0, 2): "left", (1, 2): "right"}
     sides: tuple[dict[int, str], ...] = ({}, {}, {})

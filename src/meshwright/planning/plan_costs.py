@@ -309,7 +309,7 @@ class PlanCosts:
                 cuts[value][axis] = dim
         seconds = moved = held = 0.0
         product = self._multiplying(work, ways)
-        beside = Beside(frozenset(taken.values()), product)
+        beside = Beside(frozenset(taken.values()), product, work.multiplies)
         divided = self.exchanging.divided
         read = 1.0 if work.heavy else _FUSED
         for number, (layout, size) in enumerate(work.values):
@@ -348,7 +348,7 @@ class PlanCosts:
             held += _MASKED * work.values[0][1] / divided(cuts[0])
         compute = max(product, moved / self.speeds.bytes)
         hidden = 0.0
-        if work.multiplies:
+        if work.multiplies or (self._tpu and not work.scatters):
             hidden = min(beside.seconds, compute)
             compute += beside.pieces * PIECE_KERNELS * self.speeds.start
         return Way(compute, seconds - hidden, hidden, tuple(cuts), held)
