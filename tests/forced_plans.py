@@ -51,15 +51,10 @@ def three_plans(function, *args, **options) -> dict[str, Plan]:
     }
 
 
-def assert_equal_to_one_device(plan: Plan, *args, loose: int = 0) -> None:
-    """The planned step gives what one device gives, up to rounding; something of it is cut.
-
-    So many arrays may be up to ten times as far off as `verify` allows.
-    """
+def assert_equal_to_one_device(plan: Plan, *args) -> None:
+    """The planned step gives what one device gives, up to rounding; something of it is cut."""
     verified = plan.verify(*args)
     exact = [row for row in verified.rows if row.difference <= row.tolerance]
     # Adam makes a full step of a gradient that is rounding alone; most arrays have more than that.
-    wrong = [row for row in verified.rows if not row.ok]
-    assert len(wrong) <= loose, str(verified)
-    assert all(row.difference <= 10 * row.tolerance for row in wrong), str(verified)
+    assert verified.ok, str(verified)
     assert len(exact) > 0.5 * len(verified.rows), str(verified)
