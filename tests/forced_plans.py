@@ -24,7 +24,7 @@ def forced_mix(function, *args, **options) -> Plan:
     plan = mw.plan(function, *args, mesh="fsdp:2, tp:2, sp:2", **options)
     known = [name for name in ("batch", "embed") if name in plan.groups]
     long = [name for name in plan.groups if name == "seq"]
-    inner = [name for name in plan.groups if name not in (*known, *long)]
+    inner = [name for name in plan.groups if name not in (*known, *long, "all weights")]
     return with_lists(plan, [known, inner, [*long, *reversed(inner)]])
 
 
@@ -35,7 +35,7 @@ def with_tp(function, *args, **options) -> Plan:
     even = [
         name
         for name, sizes in zip(plan.groups, plan.costs.groups.sizes, strict=True)
-        if name not in ("batch", "seq", "embed")
+        if name not in ("batch", "seq", "embed", "all weights")
         and not name.startswith("inner")
         and not sizes[0] % 2
     ]

@@ -23,7 +23,7 @@ from meshwright.meshes.build import abstract_mesh
 from meshwright.meshes.devices import target_topology
 from meshwright.placement.placer import resolve_on
 from meshwright.planning.dim_groups import find_groups
-from meshwright.planning.group_names import name_kinds
+from meshwright.planning.group_names import data_values, name_kinds
 from meshwright.planning.jit_options import read_arguments
 from meshwright.planning.made_plans import PlanMaker, best_plan, rehearsed
 from meshwright.planning.pipeline_choice import PipelineChoice, choose_pipeline
@@ -217,7 +217,7 @@ class _Search:
     def _prepare(self, step: TracedStep) -> Variant:
         # The CPU's compiler computes in float32.
         program = read_program(step.closed, wide=self.stands_in)
-        groups = find_groups(program)
+        groups = find_groups(program, data_values(step, program))
         if not groups.count:
             raise PlanningError(
                 f"plan: nothing in {self.label} can be sharded: none of its products, convolutions "

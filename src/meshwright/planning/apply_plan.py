@@ -43,9 +43,30 @@ def spec_of(cut: Cut, rank: int, names: Sequence[str]) -> PartitionSpec:
 
 def _axes(spec: PartitionSpec) -> set[str]:
     """The mesh axes that a spec names."""
-    return {
-        axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))
-    } - {None}
+    return {axis for entry in spec for axis in _entry(entry)}
+
+
+def _with_axes_of(lies: PartitionSpec, spec: PartitionSpec) -> PartitionSpec:
+    """A spec with those axes of another that it lacks, each on the dim where that one has it.
+
+    >>> _with_axes_of(PartitionSpec("fsdp", "tp"), PartitionSpec(None, None, "fsdp"))
+    PartitionSpec(None, 'tp', 'fsdp')
+    """
+    rank = max(len(lies), len(spec))
+    there, here = ((*each, *[None] * (rank - len(each))) for each in (lies, spec))
+    taken = _axes(spec)
+    entries: list[Any] = []
+    for old, new in zip(there, here, strict=True):
+        axes = [*_entry(new), *(axis for axis in _entry(old) if axis not in taken)]
+        entries.append(tuple(axes) if len(axes) > 1 else axes[0] if axes else None)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)  # type: ignore[no-untyped-call]
+
+
+def _entry(entry: Any) -> tuple[str, ...]:
+    """The axes of one dim in a spec."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 class Layouts:
@@ -86,7 +107,7 @@ class Layouts:
         operation = self.costs.program.operations[number]
         if operation.primitive not in PINNED:
             return None
-        way = self.costs.way(self.costs.work(operation), self.lists, pinned=True)
+        way = self.costs.way(self.costs.work(operation), self.lists)
         shapes = self.costs.program.shapes
         specs = [
             spec_of(cut, len(shapes[value]), self.names)
@@ -156,9 +177,9 @@ class PlannedEvaluation:
         needed, made = around
         with at_equation(eqn):
             operands = {
-                atom: self.constrain(env[atom], spec, value)
+                atom: self._as_needed(env[atom], spec, value)
                 for atom, spec, value in zip(eqn.invars, needed, operation.inputs, strict=True)
-                if not is_literal(atom) and _axes(self.layouts.of_value(value)) <= _axes(spec)
+                if not is_literal(atom)
             }
         results = run_equation(eqn, {**env, **operands})
         # A product that lies as its operands make it needs no word, and compilers merge a softmax
@@ -166,7 +187,10 @@ class PlannedEvaluation:
         axes = set().union(*map(_axes, needed))
         implied = (
             eqn.primitive.name == "dot_general"
-            and all(is_literal(atom) or atom in operands for atom in eqn.invars)
+            and all(
+                is_literal(atom) or _axes(self.layouts.of_value(value)) <= _axes(spec)
+                for atom, spec, value in zip(eqn.invars, needed, operation.inputs, strict=True)
+            )
             and bool(axes)
             and axes == _axes(made[0])
         )
@@ -181,6 +205,20 @@ class PlannedEvaluation:
                     result = self.constrain(result, spec, value)
                 kept.append(self.constrain(result, lies, value))
             return kept
+
+    def _as_needed(self, value: Any, spec: PartitionSpec, number: int) -> Any:
+        """Write down how an operand is needed, but for axes that are gathered.
+
+        Where axes move it is also said how it lies before: the partitioner would else let the
+        layers before compute it as it is needed here.
+        """
+        lies = self.layouts.of_value(number)
+        wanted = _with_axes_of(lies, spec)
+        if wanted == lies:
+            return self.constrain(value, lies, number) if lies == spec else value
+        if _axes(lies):
+            value = self.constrain(value, lies, number)
+        return self.constrain(value, wanted, number)
 
     def _scan(self, eqn: Eqn, values: Sequence[Any]) -> list[Any]:
         params = eqn.params

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from meshwright.planning.iteration_dims import IterationDim
 from meshwright.planning.traced_program import Operation, Position, TracedProgram
@@ -46,9 +46,11 @@ REDUCING = frozenset({"reduce_sum", "reduce_max", "reduce_min", "argmax", "argmi
 # What changes how an array is seen, and mostly nothing in memory.
 VIEWS = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "name", "copy"})
 MOST_KINDS = 12
+_MOST_OTHERS = 48  # kinds of weights that a plan cuts all together or not at all
 _ROUNDS = 2  # of refinement: what a group meets, and what those meet
 _WEIGHTLESS = 0.002  # kinds with less than this part of the largest weight are left whole
-WHOLE = -1  # the kind of dims that no plan cuts
+_NEARLY_ALL = 0.9  # of the bytes of weights
+WHOLE = -1  # the kind of dims that no plan cuts; those below are kinds of weights without a number
 # FLOP and byte weigh as on a chip with 140 TFLOP/s and 0.65 TB/s: only the order of kinds matters.
 _FLOPS, _BYTES, _ARGUMENT = 1.4e14, 6.5e11, 8
 
@@ -60,17 +62,25 @@ class DimGroups:
     """The groups of a program, by kind.
 
     `layout[value]`: kind and size of every dim. `sizes`: the sizes at which a kind occurs. `roots`:
-    the group of every dim, for explanations.
+    the group of every dim, for explanations. `weights`: the kinds of dims that weights have, in the
+    order of their weight. A net of convolutions has dozens of them: beyond the first few they have
+    no number of their own (but one below `WHOLE`), and a plan lists them all as one, `every`.
     """
 
     layout: tuple[Layout, ...]
     sizes: tuple[tuple[int, ...], ...]
     roots: dict[Position, int]
+    weights: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
-        """How many kinds there are."""
+        """How many kinds there are to list, with `every`."""
         return len(self.sizes)
+
+    @property
+    def every(self) -> int:
+        """The last kind, which stands for those of all weights; `WHOLE` where there is none."""
+        return len(self.sizes) - 1 if self.weights else WHOLE
 
 
 class _Union:
@@ -96,8 +106,13 @@ class _Union:
 
 # In: a traced program. Out: its groups and their kinds. Invariant: deterministic, whatever Python's
 # hashes are, so that all processes agree. Example: x[b, k] @ w[k, n] has the groups b, k and n.
-def find_groups(program: TracedProgram, most: int = MOST_KINDS) -> DimGroups:
-    """Find the groups of dims of a program, and tie those that play the same part."""
+def find_groups(
+    program: TracedProgram, data: Collection[int] = (), most: int = MOST_KINDS
+) -> DimGroups:
+    """Find the groups of dims of a program, and tie those that play the same part.
+
+    `data`: the arguments that are no weights.
+    """
     union = _Union(program.shapes)
     for one, other in program.ties:
         if 1 not in (_size(program, one), _size(program, other)):
@@ -121,12 +136,42 @@ def find_groups(program: TracedProgram, most: int = MOST_KINDS) -> DimGroups:
         )
         for value, shape in enumerate(program.shapes)
     )
+    count = 1 + max(kinds.values(), default=WHOLE)
+    weights = _kinds_of_weights(program, layout, data)
+    return DimGroups(layout, kind_sizes(layout, count, weights), roots, weights)
+
+
+def kind_sizes(
+    layout: Iterable[Layout], count: int, weights: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Return the sizes at which each kind occurs, and last, if there are weights, all of theirs."""
     sizes: dict[int, set[int]] = collections.defaultdict(set)
     for dims in layout:
         for kind, size in dims:
             sizes[kind].add(size)
-    count = 1 + max(kinds.values(), default=WHOLE)
-    return DimGroups(layout, tuple(tuple(sorted(sizes[k])) for k in range(count)), roots)
+    every = [set().union(*(sizes[kind] for kind in weights))] if weights else []
+    return tuple(tuple(sorted(each)) for each in [*(sizes[kind] for kind in range(count)), *every])
+
+
+def _kinds_of_weights(
+    program: TracedProgram, layout: Sequence[Layout], data: Collection[int]
+) -> tuple[int, ...]:
+    """The kinds of dims that weights have and data have not, the weightiest first.
+
+    None where nearly all weights have one dim in common, as a transformer's: a plan lists that.
+    """
+    of_data = {WHOLE, *(kind for value in data for kind, _ in layout[value])}
+    held: collections.Counter[int] = collections.Counter()
+    total = 0
+    for value in program.arguments:
+        if value not in data:
+            total += program.bytes[value]
+            for kind in {kind for kind, _ in layout[value]} - of_data:
+                held[kind] += program.bytes[value]
+    if max(held.values(), default=total) > _NEARLY_ALL * total:
+        return ()
+    # Numbered kinds come first, rising; those below fall.
+    return tuple(sorted(held, key=lambda kind: (kind < 0, abs(kind))))
 
 
 def _size(program: TracedProgram, position: Position) -> int:
@@ -168,7 +213,10 @@ def _second_occurrences(program: TracedProgram, roots: dict[Position, int]) -> f
 # Colour refinement. A group begins with its size, and twice takes on what the products that it
 # iterates in look like: their primitive, trip count, and the colours of all their dims.
 def _kinds(program: TracedProgram, roots: dict[Position, int], most: int) -> dict[int, int]:
-    """Number the groups that are worth cutting by kind, the weightiest first."""
+    """Number the groups that are worth cutting by kind, the weightiest first.
+
+    Further ones that arguments have get numbers below `WHOLE`.
+    """
     size_of: dict[int, int] = {}
     for position, root in roots.items():
         size_of[root] = math.gcd(size_of.get(root, 0), _size(program, position))
@@ -191,6 +239,13 @@ def _kinds(program: TracedProgram, roots: dict[Position, int], most: int) -> dic
     least = _WEIGHTLESS * max(weight.values(), default=0.0)
     ranked = sorted((c for c in weight if c in usable), key=lambda c: (-weight[c], c))
     rank = {c: n for n, c in enumerate([c for c in ranked if weight[c] > least][:most])}
+    held = {
+        color[roots[value, dim]]
+        for value in program.arguments
+        for dim in range(len(program.shapes[value]))
+    }
+    others = [c for c in ranked if c in held and c not in rank][:_MOST_OTHERS]
+    rank.update((c, WHOLE - 1 - n) for n, c in enumerate(others))
     return {root: rank[c] for root, c in color.items() if root not in whole and c in rank}
 
 

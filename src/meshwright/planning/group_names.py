@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from meshwright.planning.dim_groups import WHOLE, DimGroups
 from meshwright.planning.traced_program import TracedProgram, TracedStep
 
+EVERY = "all weights"  # the name of the dims of all weights together
 _WORDS = 2  # of a path, from its end
 
 
@@ -22,7 +23,7 @@ def name_kinds(step: TracedStep, program: TracedProgram, groups: DimGroups) -> t
     names: dict[int, str] = {}
 
     def give(kind: int, name: str) -> None:
-        if kind != WHOLE and kind not in names and name not in names.values():
+        if kind > WHOLE and kind not in names and name not in names.values():
             names[kind] = name
 
     data = data_values(step, program)
@@ -43,12 +44,13 @@ def name_kinds(step: TracedStep, program: TracedProgram, groups: DimGroups) -> t
         kind
         for value in program.arguments
         if value not in data and len(groups.layout[value]) > 1
-        for kind in {kind for kind, _ in groups.layout[value]} - {WHOLE}
+        for kind in {kind for kind, _ in groups.layout[value] if kind > WHOLE}
     )
     # Of two widths that as many weights have, the hidden one is mostly the larger.
     ranked = sorted(widths, key=lambda kind: (-widths[kind], groups.sizes[kind], kind))
     for kind in ranked[:1]:
         give(kind, "embed")
+    give(groups.every, EVERY)
     places = _places(step, program, groups)
     for kind in range(groups.count):
         give(kind, places.get(kind, f"inner {_sizes(groups.sizes[kind])}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,9 +16,11 @@ from meshwright.planning.plan_costs import PlanCosts
 from meshwright.planning.plan_search import Candidate, axis_names, named_intensity, speeds_on
 from meshwright.planning.step_plan import Alternative, Plan, choices, mesh_text
 from meshwright.planning.traced_program import TracedStep
+from meshwright.rehearsal.collectives.types import IMPLICIT_RESHARDING
 from meshwright.rehearsal.result import Rehearsal
 from meshwright.spec.mesh_spec import MeshSpec
 
+_SAME_SIZE = 2.0  # times: exchanges of about one size
 _NEARLY = 1.3  # times the best plan's objective: worth rehearsing on another mesh
 
 
@@ -114,6 +117,32 @@ def rehearsed(
         pulse.now(f"rehearsing plan {number + 1} of {check}")
         checked[found.index(candidate)] = maker.make(candidate).rehearse(**options)
     return checked
+
+
+# In: a plan and what its compiler made of it. Out: seconds of exchanges that neither the step nor the
+# plan asks for. An exchange is asked for if the plan implies one of its kind, over one of its axes
+# and of about its size; as many of them as the plan implies. Example: labels that are gathered where
+# the logits are cut by words.
+def unasked_seconds(plan: Plan, rehearsal: Rehearsal) -> float:
+    """Return the seconds of implicit resharding that a plan does not predict."""
+    implied: dict[tuple[str, str], list[tuple[float, int]]] = collections.defaultdict(list)
+    for exchange, _, times in plan.exchanges():
+        implied[exchange.kind, plan.axes[exchange.axis].name].append((exchange.bytes, times))
+    seconds = 0.0
+    for entry in rehearsal.collectives or ():
+        if entry.cause != IMPLICIT_RESHARDING:
+            continue
+        left = entry.times.count
+        for axis in entry.axes or ():
+            rest = []
+            for size, times in implied[entry.kind, axis.name]:
+                alike = 1 / _SAME_SIZE <= entry.bytes / max(1.0, size) <= _SAME_SIZE
+                used = min(left, times) if alike else 0
+                left -= used
+                rest.append((size, times - used))
+            implied[entry.kind, axis.name] = rest
+        seconds += entry.seconds * left
+    return seconds
 
 
 def _different(found: Sequence[Candidate]) -> list[Candidate]:

@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 
 from meshwright.hardware.topology import Topology
-from meshwright.planning.dim_groups import HEAVY, VIEWS, DimGroups, Layout
+from meshwright.planning.dim_groups import HEAVY, VIEWS, WHOLE, DimGroups, Layout
 from meshwright.planning.exchange_costs import (
     PIECE_KERNELS,
     AxisSpeed,
@@ -48,6 +48,9 @@ _PER_DOUBLE = 0.03
 # keeps masked copies of them, and scatters their gradient whole in float32: so many times their
 # bytes (users' models of text, 2.1 to 3.1). With the one axis alone it does not.
 _MASKED = 2.5
+# A product with a value so many times larger than all others is cut where that one lies cut, if that
+# is cheaper: few rows are exchanged rather than the weights that they meet.
+_HEAVIER = 4
 _OVER = 10.0  # how much a plan costs for being over the limit, times the part it is over
 
 
@@ -125,7 +128,7 @@ class PlanCosts:
         self._bundles: dict[frozenset[int], list[tuple[Work, int]]] = collections.defaultdict(list)
         for work, times in folded.items():
             if weight[work] > least:
-                here = frozenset(k for dims, _ in work.values for k, _ in dims if k >= 0)
+                here = frozenset(k for dims, _ in work.values for k, _ in dims if k != WHOLE)
                 self._bundles[here].append((work, times))
         self._live: list[dict[frozenset[int], list[tuple[Layout, float]]]] = []
         self._looped: list[bool] = []  # whether that moment is in a loop
@@ -135,12 +138,12 @@ class PlanCosts:
                 list
             )
             for layout, size in live.items():
-                here = frozenset(kind for kind, _ in layout if kind >= 0)
+                here = frozenset(kind for kind, _ in layout if kind != WHOLE)
                 by_kinds[here].append((layout, size))
                 self._bundles[here]  # an entry, if only for its memory
             self._live.append(by_kinds)
         seen = {kind for value in program.arguments for kind, _ in groups.layout[value]}
-        self._inner = frozenset(range(groups.count)) - seen
+        self._inner = frozenset(range(groups.count)) - seen - {groups.every}
         self._clear()
 
     def on(self, axes: Sequence[AxisSpeed]) -> PlanCosts:
@@ -164,7 +167,9 @@ class PlanCosts:
         self._shortened: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         self._cuts: dict[Lists, dict[Layout, Cut]] = {}
         self._cuts_of: Lists | None = None
+        self._lists_here: Lists = ()
         self._cuts_here: dict[Layout, Cut] = {}
+        self._expanded: dict[Lists, Lists] = {}
 
     def copy(self) -> PlanCosts:
         """Return costs of the same program, for another mesh."""
@@ -178,7 +183,7 @@ class PlanCosts:
         dims = tuple(
             (
                 dim.kind,
-                min(layout[values[w]][d][0] for w, d in dim.at),
+                _kind_of([layout[values[w]][d][0] for w, d in dim.at]),
                 math.gcd(*(shapes[values[w]][d] for w, d in dim.at)),
                 dim.at,
             )
@@ -199,6 +204,7 @@ class PlanCosts:
                 self._uses[v, operation.body, operation.primitive] or 1 for v in operation.inputs
             ),
             bool(operation.body),
+            _heaviest([sizes[v] for v in values]) if operation.primitive == "dot_general" else -1,
             product_sides(operation),
         )
 
@@ -220,12 +226,13 @@ class PlanCosts:
     def cut(self, layout: Layout, lists: Lists) -> Cut:
         """How an array lies: each axis on the first kind of its list that is there and divides."""
         if lists is not self._cuts_of:  # mostly the same object as before
-            self._cuts_of, self._cuts_here = lists, self._cuts.setdefault(lists, {})
+            self._cuts_of, self._lists_here = lists, self._expand(lists)
+            self._cuts_here = self._cuts.setdefault(self._lists_here, {})
         found = self._cuts_here.get(layout)
         if found is None:
             found = self._cuts_here[layout] = {}
             ways = [1] * len(layout)
-            for axis, order in enumerate(lists):
+            for axis, order in enumerate(self._lists_here):
                 size = self.sizes[axis]
                 for wanted in order:
                     for dim, (kind, length) in enumerate(layout):
@@ -237,6 +244,18 @@ class PlanCosts:
                         break
         return found
 
+    def _expand(self, lists: Lists) -> Lists:
+        """Put the kinds of all weights in the place of the one that stands for them."""
+        every, weights = self.groups.every, self.groups.weights
+        if not weights or not any(every in order for order in lists):
+            return lists
+        if lists not in self._expanded:
+            self._expanded[lists] = tuple(
+                tuple(dict.fromkeys(k for e in order for k in (weights if e == every else (e,))))
+                for order in lists
+            )
+        return self._expanded[lists]
+
     def _part(self, layout: Layout, lists: Lists) -> float:
         """What one device needs of an array's bytes."""
         cut = self.cut(layout, lists)
@@ -247,20 +266,16 @@ class PlanCosts:
             dims[dim] //= self.sizes[axis]
         return tile_padding(tuple(dims)) / self.exchanging.divided(cut)
 
-    # In: an operation and a plan. Out: the cheapest way to obey it. Where a kind is in the
+    # In: an operation and a plan. Out: the cheapest way to obey it. A product of few rows with large
+    # weights may take a later kind of the list, by which the weights lie cut. Where a kind is in the
     # operation twice (queries and keys) either may take the axis, so all ways are tried. A lookup
     # in rows may also take a later kind of the list: tokens are sorted to their experts row by row,
     # and sent afterwards. A lookup in a table that one axis cuts by its width may do so too: it is
-    # looked up in parts, and the result is sent. The partitioner chooses that by itself; pinned, it
-    # would be carried on through the layers (13 s a step for 1.4).
-    def way(
-        self, work: Work, lists: Lists, log: list[Exchange] | None = None, *, pinned: bool = False
-    ) -> Way:
-        """Return how an operation is computed under a plan; `log` gets its exchanges.
-
-        `pinned`: how it is to be written down, where partitioners find better ways themselves.
-        """
+    # looked up in parts, and the result is sent.
+    def way(self, work: Work, lists: Lists, log: list[Exchange] | None = None) -> Way:
+        """Return how an operation is computed under a plan; `log` gets its exchanges."""
         options: list[list[int | None]] = []
+        lists = self._expand(lists)
         for axis, order in enumerate(lists):
             size = self.sizes[axis]
             takers: list[int | None] = []
@@ -272,7 +287,9 @@ class PlanCosts:
                     for n, (iteration, kind, length, _) in enumerate(work.dims)
                     if kind == wanted and iteration != "whole" and length % size == 0
                 ]
-                if takers and (not work.looks_up or (pinned and work.looks_up == "table")):
+                if not takers or self._exchanges_heaviest(work, takers):
+                    continue
+                if not work.looks_up:
                     break
             options.append(takers or [None])
         choices = list(itertools.product(*options))
@@ -283,6 +300,15 @@ class PlanCosts:
         if log is not None:
             self._way(work, lists, choices[best], log)
         return ways[best]
+
+    def _exchanges_heaviest(self, work: Work, takers: Sequence[int | None]) -> bool:
+        """Whether no loop that may take an axis runs over the value that outweighs all others."""
+        return work.heaviest >= 0 and not any(
+            value == work.heaviest
+            for number in takers
+            if number is not None
+            for value, _ in work.dims[number][3]
+        )
 
     def _way(
         self,
@@ -380,7 +406,8 @@ class PlanCosts:
         """For every bundle, an axis's list with the kinds alone that the bundle has."""
         short = self._shortened.get(order)
         if short is None:
-            short = [tuple([k for k in order if k in kinds]) for kinds in self._bundles]
+            (whole,) = self._expand((order,))
+            short = [tuple([k for k in whole if k in kinds]) for kinds in self._bundles]
             self._shortened[order] = short
         return short
 
@@ -433,6 +460,17 @@ class PlanCosts:
                 self.way(work, lists, log)
                 found += [(entry, work, times) for entry in log]
         return found
+
+
+def _kind_of(kinds: Sequence[int]) -> int:
+    """The kind of a loop: that of its dims, unless one of them stays whole."""
+    return WHOLE if WHOLE in kinds else kinds[0]
+
+
+def _heaviest(sizes: Sequence[int]) -> int:
+    """The number of the value that outweighs all others together; -1 where none does."""
+    most = max(sizes)
+    return sizes.index(most) if most > _HEAVIER * (sum(sizes) - most) else -1
 
 
 def _looks_up(operation: Operation) -> str:

@@ -88,7 +88,7 @@ def _array_rows(plan: Plan) -> list[tuple[str, list[tuple[str, int, str]]]]:
         cut = plan.costs.cut(dims, plan.lists) if any(plan.layouts.of_value(value)) else {}
         cells = tuple(
             (
-                "" if kind == WHOLE else plan.groups[kind],
+                "" if kind <= WHOLE else plan.groups[kind],
                 size,
                 ", ".join(plan.axes[axis].name for axis in sorted(cut) if cut[axis] == dim),
             )

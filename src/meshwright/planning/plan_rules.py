@@ -168,7 +168,7 @@ def constraint_lines(layouts: Layouts, groups: Sequence[str]) -> list[Constraint
     def add(source: str, what: str, value: int, spec: PartitionSpec) -> None:
         if program.bytes[value] >= SMALLEST:
             dims = ", ".join(
-                str(size) if kind == WHOLE else short_name(groups[kind], 14)
+                str(size) if kind <= WHOLE else short_name(groups[kind], 14)
                 for kind, size in layout[value]
             )
             found[ConstraintLine(source, f"{what} [{dims}]", spec)] = None

@@ -114,6 +114,7 @@ class _Allowed:
 
     def __init__(self, costs: PlanCosts, kept: Mapping[int, int]):
         self.kept = kept  # kind -> axis, which it takes alone and first
+        self.every = costs.groups.every
         self.kinds = [
             [
                 kind
@@ -130,6 +131,12 @@ class _Allowed:
             if any(kind not in order for kind in first):
                 return False
         return all(kind in self.kinds[axis] for axis, order in enumerate(lists) for kind in order)
+
+    def in_order(self, order: tuple[int, ...]) -> tuple[int, ...]:
+        """Put the kind that stands for all weights last: behind it no other of theirs counts."""
+        if self.every not in order[:-1]:
+            return order
+        return (*(kind for kind in order if kind != self.every), self.every)
 
     def start(self) -> Lists:
         return tuple(
@@ -208,7 +215,7 @@ def _neighbours(lists: Lists, allowed: _Allowed) -> Iterator[Lists]:
     """Yield the plans that differ by an entry more or less, one in another place, or two lists."""
 
     def changed(axis: int, order: tuple[int, ...]) -> Lists:
-        return (*lists[:axis], order, *lists[axis + 1 :])
+        return (*lists[:axis], allowed.in_order(order), *lists[axis + 1 :])
 
     for axis, order in enumerate(lists):
         if len(order) < _LONGEST:
@@ -226,7 +233,7 @@ def _neighbours(lists: Lists, allowed: _Allowed) -> Iterator[Lists]:
             if kind in allowed.kinds[other] and kind not in lists[other] + tuple(allowed.kept):
                 moved = list(lists)
                 moved[one] = lists[one][:at] + lists[one][at + 1 :]
-                moved[other] = (*lists[other], kind)
+                moved[other] = allowed.in_order((*lists[other], kind))
                 yield tuple(moved)
     for one, other in itertools.combinations(range(len(lists)), 2):
         swapped = list(lists)

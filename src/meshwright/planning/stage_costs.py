@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from meshwright.planning.dim_groups import HEAVY, VIEWS, DimGroups
+from meshwright.planning.dim_groups import HEAVY, VIEWS, DimGroups, kind_sizes
 from meshwright.planning.exchange_costs import Work
 from meshwright.planning.group_names import data_values
 from meshwright.planning.plan_costs import Lists
@@ -172,13 +172,9 @@ def scaled_program(
         for each in program.operations
     ]
     scaled = dataclasses.replace(program, shapes=shapes, bytes=sizes, operations=operations)
-    kinds: list[set[int]] = [set() for _ in groups.sizes]
-    for layout in layouts:
-        for kind, size in layout:
-            if kind >= 0:
-                kinds[kind].add(size)
+    numbered = groups.count - bool(groups.weights)
     return scaled, dataclasses.replace(
-        groups, layout=tuple(layouts), sizes=tuple(tuple(sorted(each)) for each in kinds)
+        groups, layout=tuple(layouts), sizes=kind_sizes(layouts, numbered, groups.weights)
     )
 
 
