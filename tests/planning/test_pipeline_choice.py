@@ -137,7 +137,7 @@ def test_any_scanned_step_gets_stages_with_fewer_layers_beside_a_heavy_head():
         "head": shape((8192, 65536), jnp.float32),
     }
     plan = mw.plan(
-        scanned_step, params, shape((8192, 8192), jnp.float32),
+        scanned_step, params, shape((32768, 8192), jnp.float32),
         on=mw.topology(THIN, slices=4), donate_argnums=0, progress=False, max_axes=1,
     )  # fmt: skip
     choice = plan.pipeline

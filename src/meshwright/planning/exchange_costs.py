@@ -32,10 +32,10 @@ _WHOLE = 4.0
 _KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 # Compilers merge small collectives of a loop's body: what each adds to the time until they start.
 _MERGED = 0.25
-# An axis that leaves a dim on which a later one stays, or comes to one that a later one cuts, leaves
-# the pieces in another order than the mesh has them. Partitioners gather all axes of the dim, or
-# permute the pieces of an all-to-all as well, between devices that are farther apart than those of
-# one axis (how many times the all-to-all's seconds, on a v5e).
+# An axis that leaves a dim on which a later one stays, or comes to one that a later one cuts,
+# leaves the pieces in another order than the mesh has them. Partitioners gather all axes of the
+# dim, or permute the pieces of an all-to-all as well, between devices that are farther apart than
+# those of one axis (how many times the all-to-all's seconds, on a v5e).
 _REORDERED = 1.3
 _SAMPLES = (2**20, 2**28)  # bytes between which the time of a collective is a line
 

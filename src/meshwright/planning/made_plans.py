@@ -119,10 +119,10 @@ def rehearsed(
     return checked
 
 
-# In: a plan and what its compiler made of it. Out: seconds of exchanges that neither the step nor the
-# plan asks for. An exchange is asked for if the plan implies one of its kind, over one of its axes
-# and of about its size; as many of them as the plan implies. Example: labels that are gathered where
-# the logits are cut by words.
+# In: a plan and what its compiler made of it. Out: seconds of exchanges that neither the step nor
+# the plan asks for. An exchange is asked for if the plan implies one of its kind, over one of its
+# axes and of about its size; as many of them as the plan implies. Example: labels that are gathered
+# where the logits are cut by words.
 def unasked_seconds(plan: Plan, rehearsal: Rehearsal) -> float:
     """Return the seconds of implicit resharding that a plan does not predict."""
     implied: dict[tuple[str, str], list[tuple[float, int]]] = collections.defaultdict(list)

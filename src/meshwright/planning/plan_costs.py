@@ -48,8 +48,8 @@ _PER_DOUBLE = 0.03
 # keeps masked copies of them, and scatters their gradient whole in float32: so many times their
 # bytes (users' models of text, 2.1 to 3.1). With the one axis alone it does not.
 _MASKED = 2.5
-# A product with a value so many times larger than all others is cut where that one lies cut, if that
-# is cheaper: few rows are exchanged rather than the weights that they meet.
+# A product with a value so many times larger than all others is cut where that one lies cut, if
+# that is cheaper: few rows are exchanged rather than the weights that they meet.
 _HEAVIER = 4
 _OVER = 10.0  # how much a plan costs for being over the limit, times the part it is over
 
@@ -266,12 +266,12 @@ class PlanCosts:
             dims[dim] //= self.sizes[axis]
         return tile_padding(tuple(dims)) / self.exchanging.divided(cut)
 
-    # In: an operation and a plan. Out: the cheapest way to obey it. A product of few rows with large
-    # weights may take a later kind of the list, by which the weights lie cut. Where a kind is in the
-    # operation twice (queries and keys) either may take the axis, so all ways are tried. A lookup
-    # in rows may also take a later kind of the list: tokens are sorted to their experts row by row,
-    # and sent afterwards. A lookup in a table that one axis cuts by its width may do so too: it is
-    # looked up in parts, and the result is sent.
+    # In: an operation and a plan. Out: the cheapest way to obey it. Where a kind is in the
+    # operation twice (queries and keys) either may take the axis, so all ways are tried. Some may
+    # take a later kind of the list. A lookup in rows: tokens are sorted to their experts row by
+    # row, and sent afterwards. A lookup in a table that one axis cuts by its width: it is looked up
+    # in parts, and the result is sent. A product of few rows with large weights: it is computed
+    # where these lie.
     def way(self, work: Work, lists: Lists, log: list[Exchange] | None = None) -> Way:
         """Return how an operation is computed under a plan; `log` gets its exchanges."""
         options: list[list[int | None]] = []
