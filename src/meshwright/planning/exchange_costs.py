@@ -75,7 +75,8 @@ class Work:
     `scatters`: whether partial sums are scattered where the result lies cut. Those of convolutions
     are added up everywhere, and sliced, but for what a TPU takes in pieces. `looks_up`: a gather or
     a scatter, in `rows` or in one `table`. `looped`: whether it is in a loop's body. `sides`: for
-    each value of a product or a convolution, which of its loops every dim is in.
+    each value of a product or a convolution, which of its loops every dim is in. `is_kernel`: a
+    Pallas kernel, which also takes time for its `exponentials`.
     """
 
     heavy: bool
@@ -90,6 +91,8 @@ class Work:
     shared: tuple[int, ...]
     looped: bool = False
     sides: tuple[dict[int, str], ...] = dataclasses.field(default=(), compare=False)
+    exponentials: float = 0.0
+    is_kernel: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
