@@ -109,6 +109,14 @@ def kernel_platform(eqn: Eqn) -> str | None:
     return next((_KERNEL_PLATFORMS[word] for word in words if word in _KERNEL_PLATFORMS), "")
 
 
+def kernel_name(eqn: Eqn) -> str:
+    """Return the name of a `pallas_call`: its own, or that of the function that is its body.
+
+    The latter is in the jaxpr's `debug_info`, which is private (jax 0.10 to 0.12).
+    """
+    return str(eqn.params.get("name") or eqn.params["jaxpr"].debug_info.func_name)
+
+
 @dataclasses.dataclass(frozen=True)
 class KernelBlocks:
     """How a kernel goes over one array: `index` gives the block's number for a place in the grid.

@@ -19,7 +19,16 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from meshwright._compat import Atom, Eqn, Jaxpr, Var, at_equation, is_literal, scan_counts
+from meshwright._compat import (
+    Atom,
+    Eqn,
+    Jaxpr,
+    Var,
+    at_equation,
+    is_literal,
+    mesh_around,
+    scan_counts,
+)
 from meshwright._text import plural
 from meshwright.errors import PlanningError
 from meshwright.pipelines.tracing import run_equation
@@ -216,7 +225,7 @@ class PlannedEvaluation:
         needed: Sequence[PartitionSpec],
         made: Sequence[PartitionSpec],
     ) -> list[Any]:
-        mesh = jax.sharding.get_abstract_mesh() if self.mesh is None else self.mesh
+        mesh = mesh_around() if self.mesh is None else self.mesh
         if mesh.empty or mesh.size == 1:
             return run_equation(eqn, env)
         sizes = dict(mesh.shape)
@@ -228,7 +237,7 @@ class PlannedEvaluation:
         with at_equation(eqn):
             results = jax.shard_map(
                 lambda *parts: run_on_parts(eqn, parts, shapes),
-                mesh=self.mesh,
+                mesh=mesh,
                 in_specs=tuple(needed),
                 out_specs=list(made),
                 check_vma=False,  # Pallas kernels do not say along which axes their results vary

@@ -22,6 +22,7 @@ from meshwright._compat_lowering import (
     KernelCall,
     bind_kernel,
     is_whole_store,
+    kernel_name,
     read_kernel_call,
 )
 from meshwright.planning.contraction_rules import dot_general
@@ -419,5 +420,5 @@ def run_on_parts(
         for number, whole, part in zip(numbers, blocks.shape, shape, strict=True):
             if whole != part and isinstance(number, np.ndarray):  # along one dim of the grid
                 ways[int(np.argmax(number.shape))] = whole // part
-    with jax.named_scope(eqn.params.get("name") or "pallas_call"):  # which names it in profiles
+    with jax.named_scope(kernel_name(eqn)):  # for profiles: a `shard_map` has its own
         return bind_kernel(eqn.params, ways, shapes, operands)
