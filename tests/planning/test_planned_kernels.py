@@ -149,6 +149,18 @@ def test_the_search_cuts_kernels_by_itself_and_counts_their_parts():
         assert plan.costs.way(work, plan.lists).compute == pytest.approx(alone / 8, rel=0.2)
 
 
+def test_rules_say_which_specs_a_shard_map_around_a_kernel_takes():
+    rules = planned(step_with(attend), "dp:2, tp:4", WEIGHTS, X).rules()
+    of_kernels = [each for each in rules.constraints if "attend_body" in each.array]
+    assert [each.array.partition(" [")[0] for each in of_kernels] == [
+        *(f"operand {number} of attend_body" for number in range(3)),
+        "result of attend_body",
+    ]
+    assert of_kernels[0].code() == "jax.shard_map(..., in_specs=(..., P('dp', 'tp'), ...))"
+    assert of_kernels[-1].code() == "jax.shard_map(..., out_specs=(..., P('dp', 'tp'), ...))"
+    assert "jax.shard_map with these specs around kernels" in str(rules)
+
+
 def test_without_a_mesh_the_one_around_the_call_is_taken():
     step = step_with(attend, checkpoint=lambda f: f)
     plan = planned(step, "dp:4, tp:2", WEIGHTS, X)
