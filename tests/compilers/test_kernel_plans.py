@@ -149,3 +149,24 @@ def test_the_planner_counts_the_work_and_the_time_of_compiled_kernels(attention)
         each.times * plan.costs.way(plan.costs.work(each), plan.lists).compute for each in kernels
     )
     assert seconds == pytest.approx(sum(each.seconds for each in compiled), rel=0.1)
+
+
+def test_our_models_with_splash_are_planned_like_those_with_products():
+    results = {}
+    for attention in ("splash", "dot"):
+        model = mw.models.model("llama3-8b", layers=1, vocab=32768, seq=LENGTH, attention=attention)
+        plan = mw.plan(
+            model.train_step,
+            model.shapes(),
+            model.batch(BATCH),
+            on="v5e:4x4",
+            mesh="fsdp:16",
+            donate_argnums=0,
+            progress=False,
+        )
+        results[attention] = plan.rehearse(codegen=False, progress=False)
+    splash, dot = results["splash"], results["dot"]
+    assert kernel_shapes(splash) == {(1, 32), (1, 8)}  # of queries, and of keys and values
+    assert gathered(splash) == []
+    assert splash.time.total < dot.time.total
+    assert splash.memory.peak <= dot.memory.peak
