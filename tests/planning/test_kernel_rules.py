@@ -123,6 +123,43 @@ def looked_up(index):
     )
 
 
+def counting(table, x, out):
+    """Counts its places in a table of scalars."""
+    table[0] += 1
+    out[...] = x[...] + table[0].astype(jnp.float32)
+
+
+def counting_in_a_loop(table, x, out):
+    def body(number):
+        table[0] += 1
+        return number - 1
+
+    jax.lax.while_loop(lambda number: number > 0, body, table[1])
+    out[...] = x[...] + table[0].astype(jnp.float32)
+
+
+def scoped(table, x, out):
+    """Scratch of each place's own."""
+
+    def body(scratch):
+        scratch[...] = x[...]
+        out[...] = scratch[...] + table[0].astype(jnp.float32)
+
+    pl.run_scoped(body, pltpu.VMEM((1, COLUMNS), jnp.float32))
+
+
+def with_table(body):
+    return call(
+        body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(ROWS,),
+            in_specs=[pl.BlockSpec((1, COLUMNS), lambda i, table: (i, 0))],
+            out_specs=pl.BlockSpec((1, COLUMNS), lambda i, table: (i, 0)),
+        ),
+    )
+
+
 def half_used(x):
     """A result that nobody reads, at the same place for all rows, is scratch."""
 
@@ -223,6 +260,9 @@ KERNELS = {
     ),
     "looked up by row": (looked_up(lambda i, j, table: (table[i], j)), (table, x), [2]),
     "looked up by column": (looked_up(lambda i, j, table: (i, table[j] * 0 + j)), (table, x), [8]),
+    "a table that is written to": (with_table(counting), (table, x), []),
+    "a table that is written to in a loop": (with_table(counting_in_a_loop), (table, x), []),
+    "scratch of each place's own": (with_table(scoped), (table, x), [8]),
     "in place": (aliased(lambda i: (i, 0)), (x,), [8]),
     "in place but elsewhere": (aliased(lambda i: (7 - i, 0)), (x,), []),
 }  # fmt: skip

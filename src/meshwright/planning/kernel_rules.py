@@ -72,6 +72,7 @@ _SCALARS: Mapping[str, Any] = {
 }
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 _EXPONENTIALS = ("exp", "exp2")
+_STORES = ("swap", "masked_swap", "addupdate")
 
 
 # In: a jaxpr of a kernel, and what is known of its inputs. Out, as attributes: `seen`, every scalar
@@ -91,7 +92,10 @@ class _Evaluation:
         self.unwritten: dict[int, np.ndarray] = {}
         self.flops = self.exponentials = 0.0
         self.at_most = False  # some of the work may not be done
-        self.draws = False  # random numbers, of a generator that goes on from place to place
+        # Something goes on from place to place: a generator of random numbers, an operand or a
+        # table that is written to.
+        self.goes_on = False
+        self.operands = call.prefetched + len(call.operands)
 
     def place(self, dim: int) -> np.ndarray:
         """The places along a dim of the grid."""
@@ -105,10 +109,17 @@ class _Evaluation:
         found = [_squeezed(value) for value in values]
         self.seen += [value for value in found if isinstance(value, np.ndarray) and value.size > 1]
 
-    def run(self, jaxpr: Jaxpr, inputs: Sequence[_Known], where: np.ndarray) -> list[_Known]:
+    def run(
+        self,
+        jaxpr: Jaxpr,
+        inputs: Sequence[_Known],
+        where: np.ndarray,
+        consts: Sequence[_Known] = (),
+    ) -> list[_Known]:
         """Evaluate a jaxpr where `where` holds, and return what is known of its results."""
         opened: Any = getattr(jaxpr, "jaxpr", jaxpr)
         env: dict[Any, _Known] = dict(zip(opened.invars, inputs, strict=True))
+        env.update(zip(opened.constvars, consts, strict=False))
 
         def read(atom: Atom) -> _Known:
             if not is_literal(atom):
@@ -137,7 +148,7 @@ class _Evaluation:
         self.see(*values)
         self.touch(eqn, values, where)
         self.work(eqn, where)
-        self.draws |= name.startswith("prng_")
+        self.goes_on |= name.startswith("prng_")
         if name == "scan":
             constants, _ = scan_counts(params)
             rounds = params["length"]
@@ -147,10 +158,26 @@ class _Evaluation:
             self.flops += (rounds - 1) * (self.flops - flops)
             self.exponentials += (rounds - 1) * (self.exponentials - exponentials)
         else:
-            for inner in _jaxprs(params):
-                self.at_most = True
-                self.run(inner, [None] * len(inner.invars), where)
+            self.inside(eqn, [each if isinstance(each, _Ref) else None for each in values], where)
         return [None] * len(eqn.outvars)
+
+    def inside(self, eqn: Eqn, refs: Sequence[_Known], where: np.ndarray) -> None:
+        """Evaluate the jaxprs that an equation holds; of its values only references are known."""
+        if eqn.primitive.name == "while":
+            tests = eqn.params["cond_nconsts"]
+            carry = refs[tests + eqn.params["body_nconsts"] :]
+            self.run(eqn.params["cond_jaxpr"], [*refs[:tests], *carry], where)
+            self.run(eqn.params["body_jaxpr"], refs[tests:], where)
+            return
+        for inner in _jaxprs(eqn.params):
+            self.at_most = True
+            scoped = len(inner.constvars) == len(refs)  # as `pl.run_scoped` takes them
+            self.goes_on |= not scoped and any(self.is_operand(ref) for ref in refs)
+            consts = refs if scoped else ()
+            self.run(inner, [None] * len(inner.invars), where, consts)
+
+    def is_operand(self, value: _Known) -> bool:
+        return isinstance(value, _Ref) and value.number < self.operands
 
     def branches(self, eqn: Eqn, values: list[_Known], where: np.ndarray) -> Sequence[_Known]:
         """Each branch of a condition is evaluated where it is taken, as far as that is known."""
@@ -207,6 +234,7 @@ class _Evaluation:
 
     def touch(self, eqn: Eqn, values: list[_Known], where: np.ndarray) -> None:
         """Note which references are written whole, and which are used before that."""
+        self.goes_on |= eqn.primitive.name in _STORES and self.is_operand(values[0])
         for value in values:
             if not isinstance(value, _Ref):
                 continue
@@ -322,7 +350,7 @@ class _Kernel:
         Arrays are counted as the equation has them, operands first.
         """
         call, size = self.call, self.call.grid[dim]
-        if size < 2 or dim in self.scalars.sizes or self.scalars.draws:
+        if size < 2 or dim in self.scalars.sizes or self.scalars.goes_on:
             return None
         found = [array.along(dim, size) for array in self.arrays]
         count = len(call.operands)
