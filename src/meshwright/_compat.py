@@ -146,6 +146,17 @@ def old_ambient_mesh(mesh: jax.sharding.Mesh) -> Iterator[None]:
         mesh.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
+def mesh_around() -> Any:
+    """Return the mesh that bare specs are for: of `jax.set_mesh`, or of `with mesh:`; may be empty.
+
+    The second has no public way to be read (jax 0.10 to 0.12).
+    """
+    from jax._src.mesh import thread_resources
+
+    mesh = jax.sharding.get_abstract_mesh()
+    return thread_resources.env.physical_mesh if mesh.empty else mesh
+
+
 def uses_shardy() -> bool:
     """Whether JAX partitions with Shardy; the alternative, GSPMD, is being removed from JAX."""
     return bool(getattr(jax.config, "jax_use_shardy_partitioner", True))

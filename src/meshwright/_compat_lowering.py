@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import math
 import pickle
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -106,6 +107,168 @@ def kernel_platform(eqn: Eqn) -> str | None:
         return None
     words = type(eqn.params.get("compiler_params")).__module__.split(".")
     return next((_KERNEL_PLATFORMS[word] for word in words if word in _KERNEL_PLATFORMS), "")
+
+
+def kernel_name(eqn: Eqn) -> str:
+    """Return the name of a `pallas_call`: its own, or that of the function that is its body.
+
+    The latter is in the jaxpr's `debug_info`, which is private (jax 0.10 to 0.12).
+    """
+    return str(eqn.params.get("name") or eqn.params["jaxpr"].debug_info.func_name)
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelBlocks:
+    """How a kernel goes over one array: `index` gives the block's number for a place in the grid.
+
+    `sizes`: entries of a block along each dim, 0 where `index` does not count in blocks.
+    """
+
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...]
+    index: Jaxpr
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelCall:
+    """A Pallas kernel as its equation has it: its grid, its arrays in blocks, its body.
+
+    `grid`: 0 where a run decides. `mapped`: dims of the grid that `vmap` added, which the body does
+    not count. `parallel`: those whose places the author says are independent. Operands are
+    `bounds` of the grid, `prefetched` tables of scalars, then those with blocks. `aliases`: result
+    by operand with blocks. `declared`: FLOP by its author's estimate, or `None`.
+    """
+
+    grid: tuple[int, ...]
+    mapped: tuple[int, ...]
+    parallel: frozenset[int]
+    bounds: int
+    prefetched: int
+    operands: tuple[KernelBlocks, ...]
+    results: tuple[KernelBlocks, ...]
+    aliases: dict[int, int]
+    body: Jaxpr
+    declared: float | None
+
+
+def read_kernel_call(params: Mapping[str, Any]) -> KernelCall | None:
+    """Read the parameters of a `pallas_call`; `None` for one that has more than a grid and blocks.
+
+    Those of a mesh of cores, with names for dims of the grid, that write to references from outside
+    or talk to other devices: no part of them runs alone. The types of parameters are private, and
+    blocks have no public form (jax 0.10 to 0.12).
+    """
+    mapping = params["grid_mapping"]
+    body = params["jaxpr"]
+    if (
+        params.get("mesh") is not None
+        or mapping.grid_names is not None
+        or mapping.get_grid_indices is not None
+        or mapping.local_grid_env is not None
+        or body.constvars
+        or getattr(params.get("compiler_params"), "collective_id", None) is not None
+        or len(params["out_avals"]) != mapping.num_outputs
+    ):
+        return None
+    grid = tuple(size if isinstance(size, int) else 0 for size in mapping.grid)
+    blocks = [
+        KernelBlocks(
+            tuple(each.array_aval.shape),
+            tuple(map(_block_size, each.block_shape)),
+            each.index_map_jaxpr,
+        )
+        for each in mapping.block_mappings
+    ]
+    semantics = getattr(params.get("compiler_params"), "dimension_semantics", None) or ()
+    own = [dim for dim in range(len(grid)) if dim not in mapping.vmapped_dims]
+    words = [str(getattr(each, "value", each)).lower() for each in semantics]
+    estimate = params.get("cost_estimate")
+    return KernelCall(
+        grid,
+        tuple(mapping.vmapped_dims),
+        frozenset(dim for dim, word in zip(own, words, strict=False) if word == "parallel"),
+        mapping.num_dynamic_grid_bounds,
+        mapping.num_index_operands,
+        tuple(blocks[: mapping.num_inputs]),
+        tuple(blocks[mapping.num_inputs :]),
+        {
+            operand - mapping.num_index_operands: result
+            for operand, result in params["input_output_aliases"]
+        },
+        body,
+        None if estimate is None else float(estimate.flops),
+    )
+
+
+def _block_size(dim: Any) -> int:
+    """Entries of a block along a dim: those of `Blocked` and `Squeezed`, which count in blocks."""
+    if type(dim).__name__ == "Squeezed":
+        return 1
+    return int(dim.block_size) if type(dim).__name__ == "Blocked" else 0
+
+
+def is_whole_store(eqn: Eqn) -> bool:
+    """Whether an equation of a kernel's body writes all of a reference, whatever was in it.
+
+    Indices of references are private (jax 0.10 to 0.12).
+    """
+    if eqn.primitive.name != "swap":
+        return False
+    shape = eqn.invars[0].aval.shape
+    transforms = jax.tree.unflatten(eqn.params["tree"], eqn.invars[2:])
+    if len(transforms) > 1 or any(not hasattr(each, "indices") for each in transforms):
+        return False
+    return all(
+        getattr(index, "start", None) == 0 and index.size == size and index.stride == 1
+        for each in transforms
+        for index, size in zip(each.indices, shape, strict=True)
+    )
+
+
+def bind_kernel(
+    params: Mapping[str, Any],
+    ways: Sequence[int],
+    shapes: Sequence[tuple[int, ...]],
+    operands: Sequence[Any],
+) -> list[Any]:
+    """Run a `pallas_call` on parts of its arrays: each dim of its grid cut so many ways.
+
+    `shapes` are those of all arrays with blocks, operands and results, as they are then. Kernels
+    are built by `pallas_call` alone; to build one from an equation, its primitive is bound with
+    the parameters that depend on shapes rewritten (jax 0.10 to 0.12).
+    """
+    from jax._src.pallas import pallas_call as pallas
+
+    mapping = params["grid_mapping"]
+    blocks = tuple(
+        each.replace(array_aval=each.array_aval.update(shape=shape))
+        for each, shape in zip(mapping.block_mappings, shapes, strict=True)
+    )
+    grid = [size // n if n > 1 else size for size, n in zip(mapping.grid, ways, strict=True)]
+    parts = math.prod(ways)
+    estimate = params.get("cost_estimate")
+    if estimate is not None:
+        estimate = dataclasses.replace(
+            estimate,
+            flops=estimate.flops // parts,
+            bytes_accessed=estimate.bytes_accessed // parts,
+            transcendentals=estimate.transcendentals // parts,
+        )
+    results = pallas.pallas_call_p.bind(  # type: ignore[no-untyped-call]
+        *operands,
+        **{
+            **params,
+            "grid_mapping": mapping.replace(grid=tuple(grid), block_mappings=blocks),
+            "out_avals": tuple(
+                aval.update(shape=shape)
+                for aval, shape in zip(
+                    params["out_avals"], shapes[mapping.num_inputs :], strict=True
+                )
+            ),
+            "cost_estimate": estimate,
+        },
+    )
+    return list(results)
 
 
 @contextlib.contextmanager

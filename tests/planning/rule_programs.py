@@ -513,12 +513,20 @@ add(
     f32(16, 16),
 )
 # Not interpreted: for the vendors' compilers.
+_rows = pl.BlockSpec((8, 128), lambda i: (i, 0))
 KERNELS = {
     platform: Program(
         f"pallas_call for {platform}",
         "pallas_call",
-        pl.pallas_call(_double, out_shape=f32(8, 128), compiler_params=params),
-        (f32(8, 128),),
+        pl.pallas_call(
+            _double,
+            grid=(4,),
+            in_specs=[_rows],
+            out_specs=_rows,
+            out_shape=f32(32, 128),
+            compiler_params=params,
+        ),
+        (f32(32, 128),),
     )
     for platform, params in (("tpu", None), ("cuda", triton.CompilerParams()))
 }

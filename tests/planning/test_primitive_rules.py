@@ -15,6 +15,7 @@ from rule_programs import ELEMENTWISE, KERNELS, NEW, PROGRAMS, Program
 import meshwright as mw
 from meshwright._compat_lowering import cudnn_of
 from meshwright.planning import primitive_rules
+from meshwright.planning.kernel_rules import run_on_parts
 from meshwright.planning.primitive_rules import rule_of
 from meshwright.planning.traced_program import read_program
 
@@ -269,17 +270,33 @@ def test_the_vendors_compilers_do_what_the_rule_says(label, platform, on):
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 @pytest.mark.parametrize(("platform", "on"), [("tpu", "v5e:2x2"), ("cuda", "h100:8")])
 def test_a_kernel_is_not_partitioned(platform, on):
+    """By XLA alone: the rule says along which dims `apply_plan` runs it on parts of its arrays."""
     if platform == "cuda" and jax.__version_info__ >= (0, 12):
         pytest.skip("since jax 0.12 Triton kernels are lowered where a GPU is, or is told of")
     alone = Alone(equation(KERNELS[platform]), platform)
-    assert {dim.kind for dim in alone.rule.dims} == {"whole"}
+    rows, columns = alone.rule.dims[0], alone.rule.dims[1:]
+    assert (rows.kind, rows.at, rows.blocks) == ("free", ((0, 0), (1, 0)), 4)
+    assert {dim.kind for dim in columns} == {"whole"}
     mesh = mw.mesh(f"cut:{WAYS}, idle:-1", on=on)
     if platform == "tpu":
         with pytest.raises(NotImplementedError, match="cannot be automatically partitioned"):
-            alone.compiled(mesh, {(0, 0), (1, 0)})
+            alone.compiled(mesh, rows.at)
     else:
-        found = collectives(alone.compiled(mesh, {(0, 0), (1, 0)}))
+        found = collectives(alone.compiled(mesh, rows.at))
         assert {name for name, _ in found} == {"all-gather"}
+    by_rows = PartitionSpec("cut")
+    cut = jax.jit(
+        jax.shard_map(
+            lambda x: run_on_parts(alone.eqn, [x], [(8, 128)])[0],
+            mesh=mesh,
+            in_specs=by_rows,
+            out_specs=by_rows,
+            check_vma=False,
+        )
+    )
+    whole = jax.ShapeDtypeStruct((32, 128), jnp.float32, sharding=NamedSharding(mesh, by_rows))
+    compiled = cut.lower(whole).compile()
+    assert collectives(compiled) == []
 
 
 @pytest.mark.compilers

@@ -4,7 +4,7 @@ In: a function, its arguments or their shapes, and a `Topology`. Out: a `Plan`: 
 array is sharded and why, predicted memory and time, and the step with all of it applied.
 
 The parts, in order: the step is traced once (`traced_program`), with a rule for each primitive
-(`primitive_rules`, with those of contractions, indexing and shapes); dims that are cut together are
+(`primitive_rules`, with those of contractions, indexing, shapes and kernels); dims cut together are
 groups (`dim_groups`); a plan is, per mesh axis, an ordered list of groups, and has a cost
 (`plan_costs`, `exchange_costs`) and needs memory (`plan_memory`); the cheapest lists are searched
 for on every mesh (`plan_search`). What blocks keep for the backward pass (`remat_choice`) and

@@ -28,7 +28,7 @@ from meshwright.planning.jit_options import read_arguments
 from meshwright.planning.made_plans import PlanMaker, best_plan, rehearsed
 from meshwright.planning.pipeline_choice import PipelineChoice, choose_pipeline
 from meshwright.planning.plan_costs import PlanCosts
-from meshwright.planning.plan_notes import idle_notes, memory_notes
+from meshwright.planning.plan_notes import idle_notes, kernel_notes, memory_notes
 from meshwright.planning.plan_search import (
     Candidate,
     mesh_sizes,
@@ -170,6 +170,7 @@ def plan(
         pipeline=staged,
         notes=(
             *notes,
+            *kernel_notes(chosen.program, hardware.num_devices),
             *(line for each in (remat, staged) if each is not None for line in each.lines()),
             *told_changes(before, chosen, hardware),
         ),

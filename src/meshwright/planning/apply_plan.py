@@ -5,24 +5,37 @@ how its result is made, and how the result lies from then on. With shardings of 
 partitioner guesses the rest, and was up to nine times slower. Two are left out: that an operand is
 gathered, and that partial sums are added up before they are scattered. The partitioner does both
 anyway, and where it may choose how, it does so beside the product (on a TPU, piece by piece).
+
+Pallas kernels are no business of the partitioner: each device runs them on its part of the grid.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from meshwright._compat import Atom, Eqn, Jaxpr, Var, at_equation, is_literal, scan_counts
+from meshwright._compat import (
+    Atom,
+    Eqn,
+    Jaxpr,
+    Var,
+    at_equation,
+    is_literal,
+    mesh_around,
+    scan_counts,
+)
 from meshwright._text import plural
 from meshwright.errors import PlanningError
 from meshwright.pipelines.tracing import run_equation
 from meshwright.planning.dim_groups import PINNED
 from meshwright.planning.exchange_costs import Cut
 from meshwright.planning.jit_options import wrong_arguments
+from meshwright.planning.kernel_rules import run_on_parts
 from meshwright.planning.plan_costs import Lists, PlanCosts
 from meshwright.planning.traced_program import TracedStep, arrays_at, inlined_program
 from meshwright.trees.walk import flatten, is_variable, problem_lines, shown_path
@@ -67,6 +80,21 @@ def _with_axes_of(lies: PartitionSpec, spec: PartitionSpec) -> PartitionSpec:
 def _entry(entry: Any) -> tuple[str, ...]:
     """The axes of one dim in a spec."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def local_shape(
+    shape: Sequence[int], spec: PartitionSpec, sizes: Mapping[str, int]
+) -> tuple[int, ...]:
+    """The shape of one device's part of an array; `sizes` are those of the mesh's axes.
+
+    >>> local_shape((16, 8, 32), PartitionSpec(("dp", "fsdp"), "tp"), {"dp": 2, "fsdp": 4, "tp": 2})
+    (2, 4, 32)
+    """
+    entries = [*spec, *([None] * (len(shape) - len(spec)))]
+    return tuple(
+        size // math.prod(sizes[axis] for axis in _entry(entry))
+        for size, entry in zip(shape, entries, strict=True)
+    )
 
 
 class Layouts:
@@ -173,6 +201,8 @@ class PlannedEvaluation:
         around = self.layouts.around(number)
         if around is None:
             return run_equation(eqn, env)
+        if eqn.primitive.name == "pallas_call":
+            return self._kernel(eqn, env, number, *around)
         operation = self.program.operations[number]
         needed, made = around
         with at_equation(eqn):
@@ -219,6 +249,41 @@ class PlannedEvaluation:
         if _axes(lies):
             value = self.constrain(value, lies, number)
         return self.constrain(value, wanted, number)
+
+    # In: the equation of a Pallas kernel, and how its operands are needed and its results made.
+    # Out: its results, as they lie from then on. A `shard_map` runs the same kernel on each
+    # device's part: XLA refuses to partition kernels for TPUs, and gathers for those of GPUs.
+    # Example: attention over 16 rows, batch on dp:4: on each device the kernel's grid has 4 rows.
+    def _kernel(
+        self,
+        eqn: Eqn,
+        env: dict[Var, Any],
+        number: int,
+        needed: Sequence[PartitionSpec],
+        made: Sequence[PartitionSpec],
+    ) -> list[Any]:
+        mesh = mesh_around() if self.mesh is None else self.mesh
+        if mesh.empty or mesh.size == 1:
+            return run_equation(eqn, env)
+        sizes = dict(mesh.shape)
+        shapes = [
+            local_shape(var.aval.shape, spec, sizes)
+            for var, spec in zip(eqn.outvars, made, strict=True)
+        ]
+        operands = [atom.val if is_literal(atom) else env[atom] for atom in eqn.invars]
+        with at_equation(eqn):
+            results = jax.shard_map(
+                lambda *parts: run_on_parts(eqn, parts, shapes),
+                mesh=mesh,
+                in_specs=tuple(needed),
+                out_specs=list(made),
+                check_vma=False,  # Pallas kernels do not say along which axes their results vary
+            )(*operands)
+            values = self.program.operations[number].outputs
+            return [
+                self.constrain(result, self.layouts.of_value(value), value)
+                for result, value in zip(results, values, strict=True)
+            ]
 
     def _scan(self, eqn: Eqn, values: Sequence[Any]) -> list[Any]:
         params = eqn.params

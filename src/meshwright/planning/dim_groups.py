@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterable, Sequence
 from meshwright.planning.iteration_dims import IterationDim
 from meshwright.planning.traced_program import Operation, Position, TracedProgram
 
-# Products, convolutions, lookups: around these the layout is written down, and they say what part
-# a group plays.
+# Products, convolutions, lookups, kernels: around these the layout is written down, and they say
+# what part a group plays.
 PINNED = frozenset(
     {
         "dot_general",
@@ -24,6 +24,7 @@ PINNED = frozenset(
         "scatter-add",
         "ragged_dot",
         "ragged_dot_general",
+        "pallas_call",
     }
 )
 # Operations that read and write memory by themselves; others are computed where they are used.

@@ -23,12 +23,14 @@ class IterationDim:
 
     `at` has (index into inputs + outputs, dim); dims of size 1 are left out. `tied` says that its
     members are one group of dims; without it they are only listed. Where tied members differ in
-    size (8 heads, and 8 * 128 columns), a cut must divide each of them.
+    size (8 heads, and 8 * 128 columns), a cut must divide each of them. `blocks`, if not 0: a cut
+    must divide this number too, since the dims are taken in so many blocks that stay whole.
     """
 
     kind: Kind
     at: tuple[tuple[int, int], ...]
     tied: bool = True
+    blocks: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,11 +39,13 @@ class Rule:
 
     Every dim of an operand or result that is larger than 1 is in exactly one of them. `known` is
     False where the primitive has no rule and dims of equal size were taken for the same.
+    `exponentials` are those of a kernel, which takes time for them beside its products.
     """
 
     dims: tuple[IterationDim, ...]
     flops: float = 0.0
     known: bool = True
+    exponentials: float = 0.0
 
 
 class Loops:
@@ -57,16 +61,20 @@ class Loops:
         self.platform = platform
         self.dims: list[IterationDim] = []
 
-    def add(self, kind: Kind, *at: tuple[int, int], tied: bool = True) -> None:
+    def add(self, kind: Kind, *at: tuple[int, int], tied: bool = True, blocks: int = 0) -> None:
         """Add a loop over these dims; those of size 1 are dropped, and so is a loop over none."""
         # Dims in parameters are NumPy integers now and then.
         kept = tuple((index, int(dim)) for index, dim in at if self.shapes[index][dim] > 1)
         if kept:
-            self.dims.append(IterationDim(kind, kept, tied))
+            self.dims.append(IterationDim(kind, kept, tied, blocks))
 
     def free(self, *at: tuple[int, int]) -> None:
         """Add a loop that may be cut: no device needs anything of another."""
         self.add("free", *at)
+
+    def blocks(self, count: int, *at: tuple[int, int]) -> None:
+        """Add a loop that may be cut between blocks, of which there are `count`."""
+        self.add("free", *at, blocks=count)
 
     def sum(self, *at: tuple[int, int]) -> None:
         """Add a loop that leaves partial results when cut."""
@@ -81,12 +89,12 @@ class Loops:
         for one in at:
             self.add("whole", one, tied=False)
 
-    def rule(self, flops: float = 0.0, *, known: bool = True) -> Rule:
+    def rule(self, flops: float = 0.0, *, known: bool = True, exponentials: float = 0.0) -> Rule:
         """Return the loops as a rule; dims that none of them runs over are whole."""
         listed = {member for dim in self.dims for member in dim.at}
         for index, shape in enumerate(self.shapes):
             self.whole(*((index, dim) for dim in range(len(shape)) if (index, dim) not in listed))
-        return Rule(tuple(self.dims), float(flops), known)
+        return Rule(tuple(self.dims), float(flops), known, float(exponentials))
 
 
 def windows_touch_once(

@@ -104,7 +104,7 @@ class PlanCosts:
         # Products that the TPU's own compiler has scheduled reach more than those it has not.
         own = speeds(topology.chip, scheduled=True).tpu
         self._products = own.nominal / own.scheduled if own and overlaps else 1.0
-        self._product_seconds: dict[tuple[float, int, str], float] = {}  # of any mesh
+        self._product_seconds: dict[tuple[float, int, str, float, bool], float] = {}  # of any mesh
         self.exchanging = ExchangeCosts((), topology, overlaps)
         self.sizes = self.exchanging.sizes
         self.tried = 0
@@ -184,7 +184,7 @@ class PlanCosts:
             (
                 dim.kind,
                 _kind_of([layout[values[w]][d][0] for w, d in dim.at]),
-                math.gcd(*(shapes[values[w]][d] for w, d in dim.at)),
+                math.gcd(dim.blocks, *(shapes[values[w]][d] for w, d in dim.at)),
                 dim.at,
             )
             for dim in operation.dims
@@ -199,13 +199,15 @@ class PlanCosts:
             len(operation.inputs),
             dims,
             operation.flops,
-            _dtype(self.program.dtypes[values[0]]) if operation.flops else "",
+            _multiplied(self.program, operation) if operation.flops else "",
             tuple(
                 self._uses[v, operation.body, operation.primitive] or 1 for v in operation.inputs
             ),
             bool(operation.body),
             _heaviest([sizes[v] for v in values]) if operation.primitive == "dot_general" else -1,
             product_sides(operation),
+            operation.exponentials,
+            operation.primitive == "pallas_call",
         )
 
     def _alone(self, work: Work) -> float:
@@ -214,12 +216,19 @@ class PlanCosts:
         return max(self._multiplying(work, 1), moved / self.speeds.bytes)
 
     def _multiplying(self, work: Work, ways: int) -> float:
-        if not work.flops:
+        if not work.flops and not work.exponentials:
             return 0.0
-        key = work.flops, ways, work.dtype
+        key = work.flops, ways, work.dtype, work.exponentials, work.is_kernel
         seconds = self._product_seconds.get(key)
         if seconds is None:
-            seconds = self.speeds.compute(work.flops / ways, work.dtype) * self._products
+            kind = "pallas tpu" if self.speeds.tpu is not None else "triton"
+            seconds = self.speeds.compute(
+                work.flops / ways, work.dtype, kind if work.is_kernel else ""
+            )
+            if not work.is_kernel:
+                seconds *= self._products
+            elif self.speeds.tpu is not None:
+                seconds += self.speeds.tpu.exponentials(work.exponentials / ways)
             self._product_seconds[key] = seconds
         return seconds
 
@@ -482,6 +491,14 @@ def _looks_up(operation: Operation) -> str:
 
 
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "int8": "s8"}
+
+
+def _multiplied(program: TracedProgram, operation: Operation) -> str:
+    """The dtype of what an operation multiplies; the first operands of a kernel may be tables."""
+    names = [program.dtypes[value] for value in operation.inputs]
+    if operation.primitive == "pallas_call":
+        names = [name for name in names if "float" in name] or ["bfloat16"]
+    return _dtype(names[0])
 
 
 def _dtype(name: str) -> str:

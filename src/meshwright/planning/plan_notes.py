@@ -1,4 +1,4 @@
-"""What a plan must say of itself: devices that repeat work, a batch too small, and no room.
+"""What a plan must say of itself: devices that repeat work, a batch too small, kernels, no room.
 
 Where a step does not fit, the ways out are listed with what each would save, as far as that is
 known without planning again.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from meshwright._compat import Eqn, source_line
+from meshwright._compat_lowering import equations, kernel_name
 from meshwright._text import amount, plural
 from meshwright.planning.apply_plan import Layouts
 from meshwright.planning.step_plan import AxisChoice
-from meshwright.planning.traced_program import TracedStep
+from meshwright.planning.traced_program import TracedProgram, TracedStep
 
 _MOMENTS = re.compile(r"(^|/)(opt|opt_state|optimizer|mu|nu|trace|momentum)(/|$)")
 _SMALL_SAVING = 0.02  # of the limit: ways out that save less are not worth a line
@@ -53,6 +55,50 @@ def idle_notes(
             "Take fewer devices, or other sizes."
         )
     return notes
+
+
+def kernel_notes(program: TracedProgram, devices: int) -> list[str]:
+    """Name the kernels of which nothing may be cut, and what is sharded by hand, with its kernels.
+
+    Both with their lines, each once.
+    """
+    if devices == 1:
+        return []
+    whole: dict[str, None] = {}
+    by_hand: dict[str, None] = {}
+    for operation in program.operations:
+        eqn = operation.eqn
+        if operation.primitive == "pallas_call" and all(d.kind == "whole" for d in operation.dims):
+            whole[f"{kernel_name(eqn)} ({short_line(eqn)})"] = None
+        elif operation.primitive == "shard_map":
+            inner = [each for each, *_ in equations(eqn.params["jaxpr"])]
+            kernels = [kernel_name(e) for e in inner if e.primitive.name == "pallas_call"]
+            named = f", with {listed(dict.fromkeys(kernels), 3)}" if kernels else ""
+            by_hand[f"shard_map ({short_line(eqn)}{named})"] = None
+    notes = []
+    if whole:
+        notes.append(
+            f"Every device runs all of {listed(whole, 5)}, on gathered operands: no dim of a grid "
+            "there can be cut so that each part computes the same."
+        )
+    if by_hand:
+        notes.append(
+            f"Sharded by hand, and left as it is: {listed(by_hand, 5)}. What it computes is not in "
+            "the predicted time."
+        )
+    return notes
+
+
+def listed(names: Collection[str], most: int) -> str:
+    """Names in a row, no more than so many."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(list(names)[:most]) + more
+
+
+def short_line(eqn: Eqn) -> str:
+    """The file and the line that an equation comes from, without folders and columns."""
+    file, line, *_ = source_line(eqn).split(" ")[0].rpartition("/")[2].split(":")
+    return f"{file}:{line}"
 
 
 def batch_rows(layouts: Layouts) -> int:

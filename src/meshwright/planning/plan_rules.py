@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from meshwright._compat_lowering import kernel_name
 from meshwright._show import Sheet, Shown, Table, short_repr
 from meshwright._text import plural
 from meshwright.errors import PlanningError, short
@@ -27,16 +28,21 @@ class ConstraintLine:
     """A `with_sharding_constraint` that a plan writes: the line it belongs to, on what, the spec.
 
     `array` says which array of the line: a result or an operand of its operation, with the groups
-    of its dims.
+    of its dims. `kernel`: it is one of a Pallas kernel, which takes a `shard_map` with the spec.
     """
 
     source: str
     array: str
     spec: PartitionSpec
+    kernel: bool = False
 
     def code(self) -> str:
         """The call, as it would be written."""
-        return f"jax.lax.with_sharding_constraint(..., {spec_text(self.spec)})"
+        spec = spec_text(self.spec)
+        if not self.kernel:
+            return f"jax.lax.with_sharding_constraint(..., {spec})"
+        side = "in_specs" if self.array.startswith("operand") else "out_specs"
+        return f"jax.shard_map(..., {side}=(..., {spec}, ...))"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -75,6 +81,8 @@ class PlanRules(Shown):
         if not self.constraints:
             return Sheet(self._headline(), [code])
         head = "\njax.lax.with_sharding_constraint(array, spec), where the step has these lines"
+        if any(each.kernel for each in self.constraints):
+            head += ";\njax.shard_map with these specs around kernels"
         return Sheet(self._headline(), [code, head, lines])
 
     def to_json(self) -> dict[str, Any]:
@@ -84,7 +92,12 @@ class PlanRules(Shown):
             "argument": self.argument,
             "rules": [[pattern, list(spec)] for pattern, spec in self.rules],
             "constraints": [
-                {"source": each.source, "array": each.array, "spec": list(each.spec)}
+                {
+                    "source": each.source,
+                    "array": each.array,
+                    "spec": list(each.spec),
+                    "kernel": each.kernel,
+                }
                 for each in self.constraints
             ],
         }
@@ -160,18 +173,19 @@ def _ends(path: str) -> list[str]:
 def constraint_lines(layouts: Layouts, groups: Sequence[str]) -> list[ConstraintLine]:
     """List the constraints that a plan writes around operations, each once.
 
-    An operand that lies as it is needed, and a result that is kept as it is made, are said once.
+    An operand that lies as it is needed, and a result that is kept as it is made, are said once;
+    of kernels all operands are listed.
     """
     program, layout = layouts.costs.program, layouts.costs.groups.layout
     found: dict[ConstraintLine, None] = {}
 
-    def add(source: str, what: str, value: int, spec: PartitionSpec) -> None:
+    def add(source: str, what: str, value: int, spec: PartitionSpec, kernel: bool) -> None:
         if program.bytes[value] >= SMALLEST:
             dims = ", ".join(
                 str(size) if kind <= WHOLE else short_name(groups[kind], 14)
                 for kind, size in layout[value]
             )
-            found[ConstraintLine(source, f"{what} [{dims}]", spec)] = None
+            found[ConstraintLine(source, f"{what} [{dims}]", spec, kernel)] = None
 
     for number, operation in enumerate(program.operations):
         around = layouts.around(number)
@@ -180,13 +194,14 @@ def constraint_lines(layouts: Layouts, groups: Sequence[str]) -> list[Constraint
         line = source_of([operation.eqn])
         source = f"{line.file.rpartition('/')[2]}:{line.line}" if line else "(no line)"
         needed, made = around
-        name = operation.primitive
+        kernel = operation.primitive == "pallas_call"
+        name = kernel_name(operation.eqn) if kernel else operation.primitive
         for at, (value, spec) in enumerate(zip(operation.inputs, needed, strict=True)):
-            if spec != layouts.of_value(value):
-                add(source, f"operand {at} of {name}", value, spec)
+            if kernel or spec != layouts.of_value(value):
+                add(source, f"operand {at} of {name}", value, spec, kernel)
         for value, spec in zip(operation.outputs, made, strict=True):
             kept = layouts.of_value(value)
-            add(source, f"result of {name}", value, spec)
+            add(source, f"result of {name}", value, spec, kernel)
             if kept != spec:
-                add(source, f"result of {name}, from then on", value, kept)
+                add(source, f"result of {name}, from then on", value, kept, False)
     return list(found)

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from meshwright._compat import source_line
+from meshwright._compat_lowering import equations
 from meshwright._show import short_repr
 from meshwright.errors import PlanningError
 from meshwright.hardware.topology import Topology
@@ -101,6 +103,7 @@ def jit_step(
     step: TracedStep, layouts: Layouts, mesh: Mesh | AbstractMesh, hardware: Topology
 ) -> Any:
     """Return the planned step, jitted: a plain `jax.jit` where its arguments are arrays alone."""
+    _check_own_meshes(step, mesh)
     parts = (*step.arguments, step.returned)
     if (
         isinstance(mesh, AbstractMesh)
@@ -114,6 +117,22 @@ def jit_step(
         out_shardings=on_mesh(specs_of_results(step, layouts), mesh),
         donate_argnums=step.donate_argnums,
     )
+
+
+def _check_own_meshes(step: TracedStep, mesh: Mesh | AbstractMesh) -> None:
+    """Refuse a step whose own `shard_map` is over other devices, or the same in another order."""
+    if isinstance(mesh, AbstractMesh):
+        return
+    for eqn, *_ in equations(step.closed):
+        own = eqn.params["mesh"] if eqn.primitive.name == "shard_map" else None
+        if isinstance(own, Mesh) and own.devices.tolist() != mesh.devices.tolist():
+            raise PlanningError(
+                f"{source_line(eqn)}: a shard_map over a mesh of its own, whose devices are not "
+                "those of the plan's mesh, or in another order, so they cannot be in one program. "
+                "Pass that mesh, p.jit(mesh), or leave mesh= out of the shard_map: it takes the "
+                "plan's then.",
+                option="mesh",
+            )
 
 
 def _arrays_alone(part: Split) -> bool:

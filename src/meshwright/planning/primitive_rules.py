@@ -2,7 +2,8 @@
 
 Where the partitioner is worse than mathematics (it gathers what could stay cut), the rule says what
 the partitioner does: a plan is only as good as the program that is compiled from it. Every rule is
-tested by compiling the operation alone with each of its dims cut, for CPUs, TPUs and GPUs.
+tested by compiling the operation alone with each of its dims cut, for CPUs, TPUs and GPUs. Pallas
+kernels alone are not left to the partitioner: `apply_plan` cuts them itself.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from meshwright.planning.iteration_dims import (
     Platform,
     Rule,
 )
+from meshwright.planning.kernel_rules import kernel
 from meshwright.planning.shape_rules import SHAPES
 
 __all__ = ["IterationDim", "Kind", "Rule", "rule_of"]
@@ -71,7 +73,7 @@ def random_bits(loops: Loops, params: Params) -> Rule:
 def opaque(loops: Loops, params: Params) -> Rule:
     """Nothing may be cut: XLA cannot look inside, and gathers every operand.
 
-    Kernels and calls of foreign functions; inside of `shard_map` they are cut by hand, and its own
+    Calls of foreign functions and the like; inside of `shard_map` they are cut by hand, and its own
     layout is the user's.
     """
     return loops.rule()
@@ -122,7 +124,7 @@ _ELEMENTWISE = """abs acos acosh add add_any and asin asinh atan atan2 atanh bes
 # `cholesky_update` is a loop over columns, each of which changes all that follow; generators of the
 # hardware draw all numbers everywhere; of a layout for the whole array no part is made.
 _OPAQUE = """cholesky_update cudnn_fusion debug_callback debug_print ffi_call io_callback
-    layout_constraint pallas_call pure_callback rng_bit_generator rng_uniform shard_map"""
+    layout_constraint pure_callback rng_bit_generator rng_uniform shard_map"""
 _RULES: dict[str, Callable[[Loops, Params], Rule]] = {
     **CONTRACTIONS,
     **INDEXING,
@@ -136,6 +138,7 @@ _RULES: dict[str, Callable[[Loops, Params], Rule]] = {
     "random_unwrap": keys,
     "random_wrap": keys,
     "custom_partitioning": custom_partitioning,
+    "pallas_call": kernel,
 }
 
 

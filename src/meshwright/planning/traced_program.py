@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from meshwright._compat import Atom, Eqn, Jaxpr, Var, is_literal, scan_counts, source_line
 from meshwright._compat_lowering import is_on_host
 from meshwright.planning.carried_state import next_arguments
-from meshwright.planning.iteration_dims import IterationDim
+from meshwright.planning.iteration_dims import IterationDim, Loops
+from meshwright.planning.kernel_rules import kernel
 from meshwright.planning.primitive_rules import rule_of
 from meshwright.trees.split import Split, as_shape, split_arrays
 from meshwright.trees.walk import bits, variables_of
@@ -33,6 +35,7 @@ INLINED = {
     "custom_vjp_call_jaxpr": "fun_jaxpr",
 }
 CONTROL_FLOW = frozenset({"scan", "while", "cond"})
+_LARGEST_TABLE = 2**22  # bytes of a constant that a kernel may look up its blocks in
 
 Position = tuple[int, int]  # a value and one of its dims
 
@@ -53,6 +56,7 @@ class Operation:
     body: int
     known: bool
     eqn: Eqn
+    exponentials: float = 0.0
 
     @property
     def values(self) -> tuple[int, ...]:
@@ -197,7 +201,7 @@ def read_program(closed: Any, wide: bool = False) -> TracedProgram:
     reader = _Reader(wide)
     jaxpr = closed.jaxpr
     reader.program.arguments = [reader.new(var.aval) for var in jaxpr.invars]
-    env = reader.run(jaxpr, reader.program.arguments, 1)
+    env = reader.run(jaxpr, reader.program.arguments, 1, closed.consts)
     reader.program.results = [reader.read(env, atom) for atom in jaxpr.outvars]
     return reader.program
 
@@ -217,6 +221,8 @@ class _Reader:
         self.program = TracedProgram()
         self.wide = wide
         self.body = 0
+        self.used: set[Var] = set()  # variables that something reads, of the jaxprs being read
+        self.tables: dict[int, np.ndarray] = {}  # small constants: kernels look blocks up in them
 
     def new(self, aval: Any) -> int:
         """Add a value and return its number."""
@@ -238,14 +244,28 @@ class _Reader:
     def read(self, env: dict[Var, int], atom: Atom) -> int:
         return self.new(atom.aval) if is_literal(atom) else env[atom]
 
-    def run(self, jaxpr: Jaxpr, inputs: Sequence[int], times: int) -> dict[Var, int]:
+    def note(self, env: dict[Var, int], constvars: Sequence[Var], consts: Sequence[Any]) -> None:
+        """Keep constants that are small enough to be tables of a kernel."""
+        for var, const in zip(constvars, consts, strict=False):
+            if self.program.bytes[env[var]] <= _LARGEST_TABLE and not isinstance(
+                const, jax.core.Tracer
+            ):
+                self.tables[env[var]] = np.asarray(const)
+
+    def run(
+        self, jaxpr: Jaxpr, inputs: Sequence[int], times: int, consts: Sequence[Any] = ()
+    ) -> dict[Var, int]:
         env: dict[Var, int] = dict(zip(jaxpr.invars, inputs, strict=True))
         env.update((var, self.new(var.aval)) for var in jaxpr.constvars)
+        self.note(env, jaxpr.constvars, consts)
+        self.used.update(atom for atom in jaxpr.outvars if not is_literal(atom))
+        for eqn in jaxpr.eqns:
+            self.used.update(atom for atom in eqn.invars if not is_literal(atom))
         for eqn in jaxpr.eqns:
             values = [self.read(env, atom) for atom in eqn.invars]
             held = inlined_program(eqn)
             if held is not None:
-                inner = self.run(held[0], values, times)
+                inner = self.run(held[0], values, times, held[1])
                 outputs = [self.read(inner, atom) for atom in held[0].outvars]
             else:
                 outputs = [self.new(var.aval) for var in eqn.outvars]
@@ -276,9 +296,12 @@ class _Reader:
         body = params["jaxpr"].jaxpr
         constants, carried = scan_counts(params)
         inside = [self.new(var.aval) for var in body.invars]
+        for value, within in zip(inputs[:constants], inside, strict=False):
+            if value in self.tables:
+                self.tables[within] = self.tables[value]
         outer, self.body = self.body, len(self.program.operations) + 1
         self.program.events.append(("scan", tuple(inputs), tuple(outputs)))
-        env = self.run(body, inside, times * params["length"])
+        env = self.run(body, inside, times * params["length"], params["jaxpr"].consts)
         self.body = outer
         self.program.events.append(("scan", tuple(inputs), tuple(outputs)))
         results = [self.read(env, atom) for atom in body.outvars]
@@ -300,7 +323,7 @@ class _Reader:
         self, branches: Sequence[Any], inputs: Sequence[int], outputs: Sequence[int], times: int
     ) -> None:
         for branch in branches:
-            inner = self.run(branch.jaxpr, inputs, times)
+            inner = self.run(branch.jaxpr, inputs, times, branch.consts)
             for out, atom in zip(outputs, branch.jaxpr.outvars, strict=True):
                 self._same(out, self.read(inner, atom))
 
@@ -315,7 +338,13 @@ class _Reader:
     ) -> None:
         program, name = self.program, eqn.primitive.name
         shapes = program.shapes
-        rule = rule_of(name, eqn.params, [shapes[v] for v in inputs], [shapes[v] for v in outputs])
+        around = [shapes[v] for v in inputs], [shapes[v] for v in outputs]
+        if name == "pallas_call":
+            tables = {n: self.tables[v] for n, v in enumerate(inputs) if v in self.tables}
+            unused = [n for n, var in enumerate(eqn.outvars) if var not in self.used]
+            rule = kernel(Loops(*around), eqn.params, unused, tables)
+        else:
+            rule = rule_of(name, eqn.params, *around)
         operation = Operation(
             name,
             tuple(inputs),
@@ -326,6 +355,7 @@ class _Reader:
             self.body,
             rule.known,
             eqn,
+            rule.exponentials,
         )
         values = operation.values
         for dim in rule.dims:

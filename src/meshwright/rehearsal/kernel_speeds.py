@@ -77,13 +77,17 @@ class TpuSpeeds:
         memory = kernel.bytes / self.bytes
         if kernel.custom is not None:
             exponentials = kernel.custom.transcendentals.get("exponential", 0.0)
-            return multiplying + exponentials * self.operations / self.vectors, memory
+            return multiplying + self.exponentials(exponentials), memory
         if kernel.flops and kernel.cycles:
             return kernel.cycles / self.cycles, 0.0
         if not self.scheduled or not kernel.flops:
             return multiplying, memory
         multiplying *= self.nominal / self.scheduled
         return multiplying, memory if memory > _THIN * multiplying else 0.0
+
+    def exponentials(self, count: float) -> float:
+        """Seconds that a kernel takes for so many exponentials, beside its products."""
+        return count * self.operations / self.vectors
 
 
 def tpu_speeds(chip: Chip, scheduled: bool = False) -> TpuSpeeds | None:
