@@ -120,6 +120,18 @@ class Layouts:
         layout = self.costs.groups.layout[value]
         return spec_of(self.costs.cut(layout, self.lists), len(layout), self.names)
 
+    def of_operand(self, value: int, needed: PartitionSpec) -> tuple[PartitionSpec, ...]:
+        """What is written of an operand that is needed so: one spec after the other.
+
+        That axes are gathered is not. Where axes move it is said how it lies before that: the
+        partitioner would else let the layers before compute it as it is needed here.
+        """
+        lies = self.of_value(value)
+        wanted = _with_axes_of(lies, needed)
+        if wanted == lies:
+            return (lies,) if lies == needed else ()
+        return (lies, wanted) if _axes(lies) else (wanted,)
+
     def of_result(self, step: TracedStep, number: int) -> PartitionSpec:
         """How a result lies: as the argument of the next step that it is, or by its own dims."""
         program = self.costs.program
@@ -236,19 +248,10 @@ class PlannedEvaluation:
                 kept.append(self.constrain(result, lies, value))
             return kept
 
-    def _as_needed(self, value: Any, spec: PartitionSpec, number: int) -> Any:
-        """Write down how an operand is needed, but for axes that are gathered.
-
-        Where axes move it is also said how it lies before: the partitioner would else let the
-        layers before compute it as it is needed here.
-        """
-        lies = self.layouts.of_value(number)
-        wanted = _with_axes_of(lies, spec)
-        if wanted == lies:
-            return self.constrain(value, lies, number) if lies == spec else value
-        if _axes(lies):
-            value = self.constrain(value, lies, number)
-        return self.constrain(value, wanted, number)
+    def _as_needed(self, operand: Any, spec: PartitionSpec, value: int) -> Any:
+        for each in self.layouts.of_operand(value, spec):
+            operand = self.constrain(operand, each, value)
+        return operand
 
     # In: the equation of a Pallas kernel, and how its operands are needed and its results made.
     # Out: its results, as they lie from then on. A `shard_map` runs the same kernel on each

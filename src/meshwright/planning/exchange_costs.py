@@ -81,8 +81,8 @@ class Work:
     are added up everywhere, and sliced, but for what a TPU takes in pieces. `looks_up`: a gather or
     a scatter, in `rows` or in one `table`. `looped`: whether it is in a loop's body. `sides`: for
     each value of a product or a convolution, which of its loops every dim is in. `heaviest`: the
-    number of a product's value that is much larger than its others together; -1 for none. `is_kernel`: a
-    Pallas kernel, which also takes time for its `exponentials`.
+    number of a product's value that is much larger than its others together; -1 for none.
+    `is_kernel`: a Pallas kernel, which also takes time for its `exponentials`.
     """
 
     heavy: bool

@@ -174,7 +174,7 @@ def constraint_lines(layouts: Layouts, groups: Sequence[str]) -> list[Constraint
     """List the constraints that a plan writes around operations, each once.
 
     An operand that lies as it is needed, and a result that is kept as it is made, are said once;
-    of kernels all operands are listed.
+    that an operand is gathered is left to the partitioner. Of kernels all operands are listed.
     """
     program, layout = layouts.costs.program, layouts.costs.groups.layout
     found: dict[ConstraintLine, None] = {}
@@ -197,8 +197,14 @@ def constraint_lines(layouts: Layouts, groups: Sequence[str]) -> list[Constraint
         kernel = operation.primitive == "pallas_call"
         name = kernel_name(operation.eqn) if kernel else operation.primitive
         for at, (value, spec) in enumerate(zip(operation.inputs, needed, strict=True)):
-            if kernel or spec != layouts.of_value(value):
+            if kernel:
                 add(source, f"operand {at} of {name}", value, spec, kernel)
+            elif spec != layouts.of_value(value):
+                *before, last = layouts.of_operand(value, spec) or (None,)
+                for lies in before:
+                    add(source, f"operand {at} of {name}, before that", value, lies, False)
+                if last is not None:
+                    add(source, f"operand {at} of {name}", value, last, False)
         for value, spec in zip(operation.outputs, made, strict=True):
             kept = layouts.of_value(value)
             add(source, f"result of {name}", value, spec, kernel)
