@@ -4,7 +4,9 @@ Around every product, convolution and lookup three things are said: how its oper
 how its result is made, and how the result lies from then on. With shardings of arguments alone the
 partitioner guesses the rest, and was up to nine times slower. Two are left out: that an operand is
 gathered, and that partial sums are added up before they are scattered. The partitioner does both
-anyway, and where it may choose how, it does so beside the product (on a TPU, piece by piece).
+anyway, and where it may choose how, it does so beside the product (on a TPU, piece by piece). In a
+product of scores that are cut by their queries both are said: pieces of the scores would be copied,
+and a step take half as long again.
 """
 
 from __future__ import annotations
@@ -78,10 +80,11 @@ class Layouts:
             return self.of_value(program.arguments[step.carried[number]])
         return self.of_value(program.results[number])
 
-    def around(self, number: int) -> tuple[list[PartitionSpec], list[PartitionSpec]] | None:
+    def around(self, number: int) -> tuple[list[PartitionSpec], list[PartitionSpec], bool] | None:
         """How an operation needs its inputs and makes its outputs; `None` where it is left alone.
 
-        `number` is that of the operation in the program.
+        `number` is that of the operation in the program. The last of three: whether it is cut by
+        queries.
         """
         operation = self.costs.program.operations[number]
         if operation.primitive not in PINNED:
@@ -93,7 +96,13 @@ class Layouts:
             for cut, value in zip(way.cuts, operation.values, strict=True)
         ]
         count = len(operation.inputs)
-        return specs[:count], specs[count:]
+        layout, queries = self.costs.groups.layout, self.costs.groups.queries
+        by_queries = any(
+            layout[value][dim][0] in queries
+            for cut, value in zip(way.cuts, operation.values, strict=True)
+            for dim in cut.values()
+        )
+        return specs[:count], specs[count:], by_queries
 
 
 # In: a traced step and the layouts of a plan. Out: a function of the flat arguments that computes
@@ -153,12 +162,13 @@ class PlannedEvaluation:
         if around is None:
             return run_equation(eqn, env)
         operation = self.program.operations[number]
-        needed, made = around
+        needed, made, in_full = around
         with at_equation(eqn):
             operands = {
                 atom: self.constrain(env[atom], spec, value)
                 for atom, spec, value in zip(eqn.invars, needed, operation.inputs, strict=True)
-                if not is_literal(atom) and _axes(self.layouts.of_value(value)) <= _axes(spec)
+                if not is_literal(atom)
+                and (in_full or _axes(self.layouts.of_value(value)) <= _axes(spec))
             }
         results = run_equation(eqn, {**env, **operands})
         # A product that lies as its operands make it needs no word, and compilers merge a softmax
@@ -177,7 +187,7 @@ class PlannedEvaluation:
                 if implied and lies == spec:
                     kept.append(result)
                     continue
-                if _axes(lies) <= _axes(spec):
+                if in_full or _axes(lies) <= _axes(spec):
                     result = self.constrain(result, spec, value)
                 kept.append(self.constrain(result, lies, value))
             return kept

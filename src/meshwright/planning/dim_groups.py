@@ -60,17 +60,27 @@ class DimGroups:
     """The groups of a program, by kind.
 
     `layout[value]`: kind and size of every dim. `sizes`: the sizes at which a kind occurs. `roots`:
-    the group of every dim, for explanations.
+    the group of every dim, for explanations. `queries`: the kinds, after all others, of dims whose
+    group is in the array once more, whole; each with the kind that the group has elsewhere.
     """
 
     layout: tuple[Layout, ...]
     sizes: tuple[tuple[int, ...], ...]
     roots: dict[Position, int]
+    queries: dict[int, int] = dataclasses.field(default_factory=dict)
 
     @property
     def count(self) -> int:
         """How many kinds there are."""
         return len(self.sizes)
+
+    def of_loop(self, dims: Iterable[Position]) -> int:
+        """The kind by which a loop over these dims is cut: the queries', where it has one of these.
+
+        A dim that is whole in one of its arrays is so in the loop.
+        """
+        kinds = {self.layout[value][dim][0] for value, dim in dims}
+        return WHOLE if WHOLE in kinds else max(kinds)
 
 
 class _Union:
@@ -107,26 +117,32 @@ def find_groups(program: TracedProgram, most: int = MOST_KINDS) -> DimGroups:
         for value, shape in enumerate(program.shapes)
         for dim in range(len(shape))
     }
-    left_whole = _second_occurrences(program, roots)
+    left_whole, queries = _double_dims(program, roots)
     kinds = _kinds(program, roots, most)
+    count = 1 + max(kinds.values(), default=WHOLE)
+    twice = sorted({kinds[roots[at]] for at in queries if roots[at] in kinds})
+    of_queries = {kind: number for number, kind in enumerate(twice, count)}
+
+    def kind_of(value: int, dim: int, size: int) -> int:
+        kind = kinds.get(roots[value, dim], WHOLE)
+        if size == 1 or kind == WHOLE or (value, dim) in left_whole:
+            return WHOLE
+        return of_queries[kind] if (value, dim) in queries else kind
+
     layout = tuple(
-        tuple(
-            (
-                WHOLE
-                if size == 1 or (value, dim) in left_whole
-                else kinds.get(roots[value, dim], WHOLE),
-                size,
-            )
-            for dim, size in enumerate(shape)
-        )
+        tuple((kind_of(value, dim, size), size) for dim, size in enumerate(shape))
         for value, shape in enumerate(program.shapes)
     )
     sizes: dict[int, set[int]] = collections.defaultdict(set)
     for dims in layout:
         for kind, size in dims:
             sizes[kind].add(size)
-    count = 1 + max(kinds.values(), default=WHOLE)
-    return DimGroups(layout, tuple(tuple(sorted(sizes[k])) for k in range(count)), roots)
+    return DimGroups(
+        layout,
+        tuple(tuple(sorted(sizes[k])) for k in range(count + len(twice))),
+        roots,
+        {number: kind for kind, number in of_queries.items()},
+    )
 
 
 def _size(program: TracedProgram, position: Position) -> int:
@@ -134,11 +150,15 @@ def _size(program: TracedProgram, position: Position) -> int:
 
 
 # A group that is twice in an array: queries and keys in the scores of attention, both sides of a
-# square weight. Of a weight the same side is cut everywhere, found by following both through the
-# arrays that have the group twice. Of activations neither is: compilers exchange such arrays
-# unasked where an elementwise chain meets its transpose.
-def _second_occurrences(program: TracedProgram, roots: dict[Position, int]) -> frozenset[Position]:
-    """Return the dims that are left whole because their group is in the array already."""
+# square weight. Both are followed through the arrays that have the group twice. Of a weight the
+# same side is cut everywhere. Of activations the one that is summed over first in the program, by
+# a softmax or a product, is the keys', and left whole; the other one is the queries', a kind by
+# itself, so that a plan may cut rows along `seq` and leave scores whole, or cut these, too.
+def _double_dims(
+    program: TracedProgram, roots: dict[Position, int]
+) -> tuple[frozenset[Position], frozenset[Position]]:
+    """Return the dims that are left whole because their group is in the array already, and the
+    queries'."""
     double: set[Position] = set()
     for value, shape in enumerate(program.shapes):
         here = [roots[value, dim] for dim in range(len(shape))]
@@ -146,22 +166,31 @@ def _second_occurrences(program: TracedProgram, roots: dict[Position, int]) -> f
             (value, dim) for dim, size in enumerate(shape) if size > 1 and here.count(here[dim]) > 1
         )
     if not double:
-        return frozenset()
+        return frozenset(), frozenset()
     union = _Union(program.shapes)
     for one, other in program.ties:
         if one in double and other in double:
             union.join(one, other)
     arguments = set(program.arguments)
     held = {union.find(position) for position in double if position[0] in arguments}
-    return frozenset(
-        (value, dim)
-        for value, dim in double
-        if union.find((value, dim)) not in held
-        or any(
-            roots[value, other] == roots[value, dim]
-            and union.find((value, other)) > union.find((value, dim))
+    facing: dict[int, set[int]] = collections.defaultdict(set)
+    for value, dim in double:
+        facing[union.find((value, dim))] |= {
+            union.find((value, other))
             for other in range(len(program.shapes[value]))
-        )
+            if other != dim and roots[value, other] == roots[value, dim]
+        }
+    keys: set[int] = set()
+    for operation in program.operations:
+        values = operation.values
+        for loop in operation.dims:
+            summed = {(values[w], d) for w, d in loop.at} & double if loop.kind == "sum" else ()
+            keys |= {side for side in map(union.find, summed) if not facing[side] & keys}
+    queries = {side for side in facing.keys() - keys - held if facing[side] <= keys}
+    cut = {side for side in held if side < min(facing[side])} | queries
+    return (
+        frozenset(position for position in double if union.find(position) not in cut),
+        frozenset(position for position in double if union.find(position) in queries),
     )
 
 

@@ -7,17 +7,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright._progress import Pulse
+from meshwright._text import duration
 from meshwright.hardware.topology import Topology
 from meshwright.planning.apply_plan import Layouts
 from meshwright.planning.dim_groups import DimGroups
 from meshwright.planning.group_names import data_values
 from meshwright.planning.plan_costs import PlanCosts
 from meshwright.planning.plan_search import Candidate, axis_names, named_intensity, speeds_on
-from meshwright.planning.step_plan import Alternative, Plan, choices, mesh_text
+from meshwright.planning.step_plan import UNASKED, Alternative, Plan, choices, mesh_text
 from meshwright.planning.traced_program import TracedStep
+from meshwright.rehearsal.collectives.types import IMPLICIT_RESHARDING
 from meshwright.rehearsal.result import Rehearsal
 from meshwright.spec.mesh_spec import MeshSpec
 
+_WORTH_A_NOTE = 0.02  # part of the time that a plan which was not compiled is predicted to save
 _NEARLY = 1.3  # times the best plan's objective: worth rehearsing on another mesh
 
 
@@ -51,7 +54,11 @@ class PlanMaker:
             order[1:] if order and order[0] in tables and batch.intersection(order) else order
             for order in candidate.lists
         )
-        return axis_names(lists, frozenset(batch), frozenset(experts))
+        return axis_names(lists, frozenset(batch), frozenset(experts), self.groups.queries)
+
+    def cuts_queries(self, candidate: Candidate) -> bool:
+        """Whether it is context parallel: compilers do not keep to every such plan."""
+        return any(kind in self.groups.queries for order in candidate.lists for kind in order)
 
     def make(self, candidate: Candidate) -> Plan:
         names = self.axis_names(candidate)
@@ -81,12 +88,13 @@ class PlanMaker:
         )
 
     def alternatives(
-        self, found: Sequence[Candidate], checked: Mapping[int, Rehearsal], best: int
+        self, found: Sequence[Candidate], checked: Mapping[int, Checked], best: int
     ) -> tuple[Alternative, ...]:
         """All plans that the search kept, the best first; those that were rehearsed say so."""
         rows = []
         for number, candidate in enumerate(found):
-            rehearsal = checked.get(number)
+            check = checked.get(number)
+            rehearsal = check and check.rehearsal
             rows.append(
                 Alternative(
                     mesh_text(candidate, self.axis_names(candidate)),
@@ -97,26 +105,73 @@ class PlanMaker:
                     rehearsal.time.total if rehearsal and rehearsal.time else None,
                     rehearsal.memory.peak if rehearsal else None,
                     number == best,
+                    check.unasked if check else 0.0,
                 )
             )
         return tuple(rows)
 
 
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """A plan's rehearsal; `unasked`: see `Alternative`, 0 where it does not matter."""
+
+    rehearsal: Rehearsal
+    unasked: float = 0.0
+
+
 def rehearsed(
     maker: PlanMaker, found: Sequence[Candidate], check: int, compiler: str, pulse: Pulse
-) -> dict[int, Rehearsal]:
+) -> dict[int, Checked]:
     """Compile the best plans that differ; by their place in `found`."""
     options: dict[str, Any] = {"compiler": compiler, "progress": False}
     if compiler == "vendor" and maker.hardware.chip.family == "tpu":
         options["codegen"] = False
-    checked: dict[int, Rehearsal] = {}
-    for number, candidate in enumerate(_different(found)[:check]):
+    checked: dict[int, Checked] = {}
+    for number, candidate in enumerate(worth_checking(maker, found, check)):
         pulse.now(f"rehearsing plan {number + 1} of {check}")
-        checked[found.index(candidate)] = maker.make(candidate).rehearse(**options)
+        plan = maker.make(candidate)
+        rehearsal = plan.rehearse(**options)
+        unasked = unasked_part(plan, rehearsal) if maker.cuts_queries(candidate) else 0.0
+        checked[found.index(candidate)] = Checked(rehearsal, unasked)
     return checked
 
 
-def _different(found: Sequence[Candidate]) -> list[Candidate]:
+def worth_checking(maker: PlanMaker, found: Sequence[Candidate], check: int) -> list[Candidate]:
+    """The best plans that differ; the last of them one that compilers keep to, if no other does."""
+    different = _different(maker, found)
+    chosen = different[:check]
+    others = [each for each in different[check:] if not maker.cuts_queries(each)]
+    if others and all(map(maker.cuts_queries, chosen)):
+        chosen[-1:] = others[:1] if chosen else []
+    return chosen
+
+
+def unasked_part(plan: Plan, rehearsal: Rehearsal) -> float:
+    """The part of a compiled step's time for exchanges that neither program nor plan ask for.
+
+    What the plan itself brings from one cut to another is no surprise, nor is an array that it
+    gathers, which compilers may do where it is in float32 yet.
+    """
+    sent: set[str] = set()
+    gathered: set[tuple[object, ...]] = set()
+    for entry, _, _ in plan.exchanges():
+        axis = plan.axes[entry.axis].name
+        if entry.kind == "all-to-all":
+            sent.add(axis)
+        elif entry.kind == "all-gather":
+            gathered |= {(axis, round(entry.bytes)), (axis, round(2 * entry.bytes))}
+    unasked = 0.0
+    for made in rehearsal.collectives:
+        axes = [axis.name for axis in made.axes or ()]
+        asked = (made.kind == "all-to-all" and axes and sent.issuperset(axes)) or (
+            made.kind == "all-gather" and (*axes, made.bytes) in gathered
+        )
+        if made.cause == IMPLICIT_RESHARDING and not asked:
+            unasked += made.total_seconds
+    return unasked / rehearsal.time.total if rehearsal.time else 0.0
+
+
+def _different(maker: PlanMaker, found: Sequence[Candidate]) -> list[Candidate]:
     """Drop candidates that are much like a better one: on its mesh, with the same last resorts.
 
     The end of a list says how arrays lie that have nothing else in it: `seq` is sequence
@@ -125,7 +180,8 @@ def _different(found: Sequence[Candidate]) -> list[Candidate]:
     """
     seen, result = set(), []
     for candidate in found:
-        key = (candidate.sizes, tuple((order[:1], order[-1:]) for order in candidate.lists))
+        ends = tuple((order[:1], order[-1:]) for order in candidate.lists)
+        key = (candidate.sizes, maker.cuts_queries(candidate), ends)
         if key not in seen and (candidate.sizes, candidate.totals) not in seen:
             seen |= {key, (candidate.sizes, candidate.totals)}
             result.append(candidate)
@@ -137,17 +193,50 @@ def _different(found: Sequence[Candidate]) -> list[Candidate]:
     return result
 
 
-def best_plan(found: Sequence[Candidate], checked: Mapping[int, Rehearsal], limit: float) -> int:
-    """The number of the best candidate: of those rehearsed the fastest that fits."""
-    if not checked:
-        if all(each.totals.bytes > limit for each in found):
-            return min(range(len(found)), key=lambda number: found[number].totals.bytes)
-        return 0
+def best_plan(maker: PlanMaker, found: Sequence[Candidate], checked: Mapping[int, Checked]) -> int:
+    """The number of the best candidate: of those rehearsed the fastest that fits.
 
-    def rank(number: int) -> tuple[bool, float]:
-        rehearsal = checked[number]
-        fits = rehearsal.fits
+    One that cuts queries only if it was rehearsed, and the compiler keeps to it; or if there is no
+    other, since the user asked for it.
+    """
+    if not checked:
+        plain = [n for n, each in enumerate(found) if not maker.cuts_queries(each)]
+        usable = plain or list(range(len(found)))
+        if all(found[number].totals.bytes > maker.costs.limit for number in usable):
+            return min(usable, key=lambda number: found[number].totals.bytes)
+        return usable[0]
+
+    def rank(number: int) -> tuple[bool, bool, float]:
+        check = checked[number]
+        rehearsal, fits = check.rehearsal, check.rehearsal.fits
         seconds = rehearsal.time.total if rehearsal.time else 0.0
-        return (not fits, seconds if fits else float(rehearsal.memory.peak))
+        return (
+            check.unasked > UNASKED,
+            not fits,
+            seconds if fits else float(rehearsal.memory.peak),
+        )
 
     return min(checked, key=rank)
+
+
+def context_notes(
+    maker: PlanMaker, found: Sequence[Candidate], checked: Mapping[int, Checked], best: int
+) -> list[str]:
+    """Say what a context parallel plan would bring, where none was compiled."""
+    plans = [n for n, each in enumerate(found) if maker.cuts_queries(each)]
+    if not plans or any(number in checked for number in plans):
+        return []
+    own, other = found[best], found[plans[0]]
+    if best in plans:
+        return ["Whether compilers keep to a context parallel plan shows a rehearsal: check=1."]
+    less = 1 - other.totals.seconds / own.totals.seconds
+    fits = own.totals.bytes > maker.costs.limit >= other.totals.bytes
+    if less < _WORTH_A_NOTE and not fits:
+        return []
+    mesh = mesh_text(other, maker.axis_names(other))
+    gain = f"{less:.0%} less" if less >= _WORTH_A_NOTE else "and to fit"
+    return [
+        f"A context parallel plan on {mesh} is predicted to take "
+        f"{duration(other.totals.seconds)} a step, {gain}. Compilers do not keep to every such "
+        "plan, so it is taken only once compiled: check=3 tries it."
+    ]

@@ -140,7 +140,8 @@ class PlanCosts:
                 self._bundles[here]  # an entry, if only for its memory
             self._live.append(by_kinds)
         seen = {kind for value in program.arguments for kind, _ in groups.layout[value]}
-        self._inner = frozenset(range(groups.count)) - seen
+        self._inner = frozenset(range(groups.count)) - seen - groups.queries.keys()
+        self._first_query = groups.count - len(groups.queries)
         self._clear()
 
     def on(self, axes: Sequence[AxisSpeed]) -> PlanCosts:
@@ -178,7 +179,7 @@ class PlanCosts:
         dims = tuple(
             (
                 dim.kind,
-                min(layout[values[w]][d][0] for w, d in dim.at),
+                self.groups.of_loop((values[w], d) for w, d in dim.at),
                 math.gcd(*(shapes[values[w]][d] for w, d in dim.at)),
                 dim.at,
             )
@@ -309,7 +310,10 @@ class PlanCosts:
                 cuts[value][axis] = dim
         seconds = moved = held = 0.0
         product = self._multiplying(work, ways)
-        beside = Beside(frozenset(taken.values()), product, work.multiplies)
+        # Where queries are cut, keys and values are gathered before, and written down as such.
+        by_queries = any(work.dims[number][1] >= self._first_query for number in taken)
+        pieces = frozenset() if by_queries else frozenset(taken.values())
+        beside = Beside(pieces, product, work.multiplies)
         divided = self.exchanging.divided
         read = 1.0 if work.heavy else _FUSED
         for number, (layout, size) in enumerate(work.values):

@@ -179,7 +179,7 @@ def constraint_lines(layouts: Layouts, groups: Sequence[str]) -> list[Constraint
             continue
         line = source_of([operation.eqn])
         source = f"{line.file.rpartition('/')[2]}:{line.line}" if line else "(no line)"
-        needed, made = around
+        needed, made, _ = around
         name = operation.primitive
         for at, (value, spec) in enumerate(zip(operation.inputs, needed, strict=True)):
             if spec != layouts.of_value(value):
