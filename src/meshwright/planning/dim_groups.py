@@ -173,13 +173,17 @@ def _double_dims(
             union.join(one, other)
     arguments = set(program.arguments)
     held = {union.find(position) for position in double if position[0] in arguments}
-    facing: dict[int, set[int]] = collections.defaultdict(set)
-    for value, dim in double:
-        facing[union.find((value, dim))] |= {
+    others = {
+        (value, dim): {
             union.find((value, other))
             for other in range(len(program.shapes[value]))
             if other != dim and roots[value, other] == roots[value, dim]
         }
+        for value, dim in double
+    }
+    facing: dict[int, set[int]] = collections.defaultdict(set)
+    for position, sides in others.items():
+        facing[union.find(position)] |= sides
     keys: set[int] = set()
     for operation in program.operations:
         values = operation.values
@@ -187,11 +191,13 @@ def _double_dims(
             summed = {(values[w], d) for w, d in loop.at} & double if loop.kind == "sum" else ()
             keys |= {side for side in map(union.find, summed) if not facing[side] & keys}
     queries = {side for side in facing.keys() - keys - held if facing[side] <= keys}
-    cut = {side for side in held if side < min(facing[side])} | queries
-    return (
-        frozenset(position for position in double if union.find(position) not in cut),
-        frozenset(position for position in double if union.find(position) in queries),
-    )
+    of_queries = frozenset(position for position in double if union.find(position) in queries)
+    weights = {
+        position
+        for position, sides in others.items()
+        if union.find(position) in held and union.find(position) >= max(sides)
+    }
+    return frozenset(double - of_queries - weights), of_queries
 
 
 # Colour refinement. A group begins with its size, and twice takes on what the products that it
