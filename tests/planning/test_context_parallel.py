@@ -150,15 +150,20 @@ def test_queries_can_be_kept_on_an_axis_and_saved(tmp_path):
 @pytest.mark.parametrize(
     ("mesh", "lists"),
     [
-        ("fsdp:2, cp:4", [["batch", "embed"], ["queries", "seq"]]),
-        ("fsdp:2, tp:2, cp:2", [["batch", "embed"], ["key dim 1"], ["seq", "embed", "queries"]]),
+        ("fsdp:2, cp:4", [["batch", "width"], ["queries", "seq"]]),
+        ("fsdp:2, tp:2, cp:2", [["batch", "width"], ["heads"], ["seq", "width", "queries"]]),
     ],
 )
 def test_a_context_parallel_step_gives_what_one_device_gives(mesh, lists):
     keys = iter(jax.random.split(jax.random.key(0), 5))
     params = {name: jax.random.normal(next(keys), s) / 8 for name, s in WEIGHTS.items()}
     args = params, jax.random.normal(next(keys), (4, 64, 64))
-    plan = with_lists(mw.plan(step, *args, mesh=mesh), lists)
+    plan = mw.plan(step, *args, mesh=mesh)
+    key = plan.costs.groups.layout[plan.costs.program.arguments[0]]
+    names = {
+        name: plan.groups[kind] for name, (kind, _) in zip(("width", "heads"), key[:2], strict=True)
+    }
+    plan = with_lists(plan, [[names.get(name, name) for name in order] for order in lists])
     assert cuts_scores(plan)
     verified = plan.verify(*args)
     assert verified.ok, str(verified)

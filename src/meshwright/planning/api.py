@@ -30,6 +30,7 @@ from meshwright.planning.pipeline_choice import PipelineChoice, choose_pipeline
 from meshwright.planning.plan_costs import PlanCosts
 from meshwright.planning.plan_notes import idle_notes, memory_notes
 from meshwright.planning.plan_search import (
+    MAY_BE_BETTER,
     Candidate,
     mesh_sizes,
     search_meshes,
@@ -249,7 +250,7 @@ class _Search:
         )
 
     def with_queries(self, variant: Variant, found: list[Candidate]) -> list[Candidate]:
-        """Add context parallel plans, where they are better than the best that was found."""
+        """Add context parallel plans, where they may be better than the best that was found."""
         if self.before is not None:
             return found
         self.pulse.now("context parallel plans")
@@ -257,7 +258,8 @@ class _Search:
         more = search_queries(variant.costs, self.hardware, found, self.scatters, kept)
         # As those of other policies of remat: what waits for the host counts, too.
         more = recost(variant, variant, more, self.hardware, self.scatters)
-        return [*(each for each in more if each.objective < found[0].objective), *found]
+        near = [each for each in more if each.objective < MAY_BE_BETTER * found[0].objective]
+        return sorted([*found, *near], key=lambda each: each.objective)
 
     def _refine(self, variant: Variant, found: list[Candidate]) -> list[Candidate]:
         if self.before is not None:

@@ -137,12 +137,14 @@ def rehearsed(
 
 
 def worth_checking(maker: PlanMaker, found: Sequence[Candidate], check: int) -> list[Candidate]:
-    """The best plans that differ; the last of them one that compilers keep to, if no other does."""
+    """The best plans that differ; with room for two, one of them cuts queries and one does not."""
     different = _different(maker, found)
     chosen = different[:check]
-    others = [each for each in different[check:] if not maker.cuts_queries(each)]
-    if others and all(map(maker.cuts_queries, chosen)):
-        chosen[-1:] = others[:1] if chosen else []
+    if chosen and all(map(maker.cuts_queries, chosen)):
+        others = [each for each in different[check:] if not maker.cuts_queries(each)]
+        chosen[-1:] = others[:1] or chosen[-1:]
+    elif len(chosen) > 1 and not any(map(maker.cuts_queries, chosen)):
+        chosen[-1:] = [*filter(maker.cuts_queries, different[check:]), chosen[-1]][:1]
     return chosen
 
 

@@ -312,8 +312,7 @@ class PlanCosts:
         product = self._multiplying(work, ways)
         # Where queries are cut, keys and values are gathered before, and written down as such.
         by_queries = any(work.dims[number][1] >= self._first_query for number in taken)
-        pieces = frozenset() if by_queries else frozenset(taken.values())
-        beside = Beside(pieces, product, work.multiplies)
+        beside = Beside(frozenset(taken.values()), product, work.multiplies, by_queries)
         divided = self.exchanging.divided
         read = 1.0 if work.heavy else _FUSED
         for number, (layout, size) in enumerate(work.values):

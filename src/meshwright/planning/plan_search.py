@@ -29,6 +29,7 @@ _SEARCHED_TWICE = 2  # axes
 _SEEDED_KINDS = 7  # that are tried alone on every axis
 _MOST_MESHES = 36
 _HUGE = 512  # devices of one axis
+MAY_BE_BETTER = 1.03  # times the best plan's objective: predictions are not nearer than that
 _NO_GAIN = 1.1  # the same for plans that cut queries, after some rounds
 _HOPELESS = 1.4  # times the best plan's objective: no mesh this far behind came back in trials
 
@@ -314,7 +315,7 @@ def search_queries(
     scatters: bool,
     kept: Mapping[int, int],
 ) -> list[Candidate]:
-    """Return plans that cut queries (context parallelism) and cost less than all in `found`."""
+    """Return plans that cut queries (context parallelism), if they may be better than `found`."""
     queries = costs.groups.queries
     if not queries or not found or queries.keys() & kept.keys():
         return []
@@ -342,7 +343,7 @@ def search_queries(
         _climb(costs, allowed, firsts, seen, _NO_GAIN * best)
         better: dict[Totals, Candidate] = {}
         for cost, lists in sorted((cost, lists) for lists, cost in seen.items()):
-            if cost < best and queries.keys() & set(itertools.chain(*lists)):
+            if cost < MAY_BE_BETTER * best and queries.keys() & set(itertools.chain(*lists)):
                 totals = costs.totals(lists)
                 better.setdefault(totals, Candidate(sizes, lists, cost, totals, carried))
         result += list(better.values())[:_BEAM]
