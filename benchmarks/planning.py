@@ -31,7 +31,7 @@ import optax
 import meshwright as mw
 from meshwright._text import duration, table
 from meshwright.errors import MeshwrightError
-from meshwright.planning.made_plans import unasked_seconds
+from meshwright.planning.made_plans import unasked_part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +67,12 @@ CASES = [
     Case("llama 4L 32x2k", "llama3-8b", "v5e:4x4", 32, (*GRID16, *SP16), 2048, L4),
     Case("llama 4L 8x2k", "llama3-8b", "v5e:4x4", 8, (*GRID16, *SP16), 2048, L4),
     Case("llama 4L 4x8k", "llama3-8b", "v5e:4x4", 4, (*GRID16, *SP16), 8192, L4),
+    Case("llama 4L 2x16k", "llama3-8b", "v5e:4x4", 2,
+         ("tp:16", "fsdp:2, tp:8", "fsdp:2, sp:8", "fsdp:2, sp:4, tp:2", "fsdp:2, sp:2, tp:4"),
+         16384, {**L4, "seq": 16384}),
+    Case("llama 2L 1x32k", "llama3-8b", "v5e:4x4", 1,
+         ("tp:16", "sp:16", "sp:4, tp:4", "sp:2, tp:8"),
+         32768, {**L4, "layers": 2, "seq": 32768}),
     Case("mixtral 2L", "mixtral-8x7b", "v5e:4x4", 32, EXPERTS16, 1024, {"layers": 2, **DOT}),
     Case("vit-b16", "vit-b16", "v5e:4x4", 256, GRID16),
     Case("resnet50", "resnet50", "v5e:4x4", 256, ("dp:16", *GRID16)),
@@ -194,7 +200,7 @@ def compare(case: Case, check: int) -> dict[str, Any]:
         "best_of": r.time.total / best,
         "fits": checked.fits,
         "said_to_fit": top.fits,
-        "unasked": unasked_seconds(checked, r) / r.time.total,
+        "unasked": unasked_part(checked, r),
         "predicted_seconds": [each.predicted.seconds for each in plans],
         "compiled_seconds": [each.compiled for each in plans],
         "predicted_bytes": [each.predicted.bytes for each in plans],

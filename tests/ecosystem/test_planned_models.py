@@ -4,8 +4,10 @@ import all_models
 import jax
 import jax.numpy as jnp
 import pytest
-from forced_plans import assert_equal_to_one_device, forced_mix, three_plans
+from forced_plans import assert_equal_to_one_device, forced_mix, three_plans, with_lists
 from test_models import STEPS
+
+import meshwright as mw
 
 pytestmark = pytest.mark.slow
 
@@ -47,3 +49,20 @@ def test_the_unets_own_step_is_planned():
 def _as_double(leaf):
     is_float = hasattr(leaf, "dtype") and leaf.dtype == jnp.float32
     return leaf.astype(jnp.float64) if is_float else leaf
+
+
+@pytest.mark.parametrize("name", ["bert", "lm1b"])  # of Equinox and Linen
+def test_the_models_own_step_is_context_parallel(name):
+    step, args = STEPS[name]()
+    plan = mw.plan(step, *args, mesh="fsdp:2, cp:4")
+    forced = with_lists(plan, [["batch", "embed"], ["seq", "embed", "queries"]])
+    queries = forced.groups.index("queries")
+    scores = [
+        value
+        for value, layout in enumerate(forced.costs.groups.layout)
+        if queries in (kind for kind, _ in layout)
+    ]
+    costs = forced.costs
+    cuts = [costs.cut(costs.groups.layout[value], forced.lists) for value in scores]
+    assert cuts and all(1 in cut for cut in cuts)  # the second axis
+    assert_equal_to_one_device(forced, *args)

@@ -59,21 +59,53 @@ def test_the_dim_a_loop_goes_along_stays_whole():
     assert kinds(program, groups, 0)[0] != WHOLE
 
 
-def test_queries_and_keys_of_scores_are_left_whole():
-    def fn(q, k, v):
-        return jax.nn.softmax(q @ k.T) @ v
+def self_attention(x, w):
+    scores = jnp.where(jnp.tri(64, dtype=bool), (x @ w) @ x.T, -jnp.inf)
+    return jax.nn.softmax(scores) @ x
 
-    def self_attention(x, w):
-        return fn(x @ w, x, x)
 
+def test_keys_of_scores_are_whole_and_queries_a_kind_by_themselves():
     program, groups = groups_of(self_attention, (64, 32), (32, 32))
-    scores = [
-        value
-        for value, shape in enumerate(program.shapes)
-        if shape == (64, 64) and program.maker.get(value) == "dot_general"
-    ]
-    assert scores
-    assert all(kind == WHOLE for value in scores for kind, _ in groups.layout[value])
+    (rows, _) = kinds(program, groups, 0)
+    ((queries, same),) = groups.queries.items()
+    assert same == rows != queries
+    scores = [value for value, shape in enumerate(program.shapes) if shape == (64, 64)]
+    assert {groups.layout[value] for value in scores} == {((queries, 64), (WHOLE, 64))}
+    assert groups.layout[program.results[0]][0] == (rows, 64)
+    assert groups.sizes[queries] == (64,)
+
+
+def test_queries_are_followed_backward_through_transposes():
+    step = jax.grad(lambda x, w: self_attention(x, w).sum(), argnums=(0, 1))
+    program, groups = groups_of(step, (64, 32), (32, 32))
+    ((queries, rows),) = groups.queries.items()
+    sums = []
+    for operation in program.operations:
+        if operation.primitive != "dot_general":
+            continue
+        for dim in operation.dims:
+            at = [(operation.values[w], d) for w, d in dim.at]
+            if any(program.shapes[value] == (64, 64) for value, _ in at):
+                sums.append((dim.kind, groups.of_loop(at)))
+    # Scores are made with queries, and used along whole keys; gradients of keys and values are
+    # sums over queries.
+    assert sorted(sums) == sorted(
+        [("free", queries), ("free", WHOLE)] * 2  # scores, and their gradient
+        + [("sum", WHOLE), ("free", queries)] * 2  # what is returned, and the queries' gradient
+        + [("sum", queries), ("free", WHOLE)] * 2  # gradients of values and of keys
+    )
+    assert groups.layout[program.results[0]][0][0] == rows
+
+
+def test_rows_that_meet_themselves_both_ways_are_left_whole():
+    def both_ways(x):
+        near = x @ x.T
+        return jnp.exp(near + near.T) @ x
+
+    program, groups = groups_of(both_ways, (64, 32))
+    assert not groups.queries
+    scores = [value for value, shape in enumerate(program.shapes) if shape == (64, 64)]
+    assert {kind for value in scores for kind, _ in groups.layout[value]} == {WHOLE}
 
 
 def test_groups_of_a_model_have_names():

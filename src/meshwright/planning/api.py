@@ -25,17 +25,19 @@ from meshwright.placement.placer import resolve_on
 from meshwright.planning.dim_groups import find_groups
 from meshwright.planning.group_names import data_values, name_kinds
 from meshwright.planning.jit_options import read_arguments
-from meshwright.planning.made_plans import PlanMaker, best_plan, rehearsed
+from meshwright.planning.made_plans import PlanMaker, best_plan, context_notes, rehearsed
 from meshwright.planning.pipeline_choice import PipelineChoice, choose_pipeline
 from meshwright.planning.plan_costs import PlanCosts
 from meshwright.planning.plan_notes import idle_notes, kernel_notes, memory_notes
 from meshwright.planning.plan_search import (
+    MAY_BE_BETTER,
     Candidate,
     mesh_sizes,
     search_meshes,
+    search_queries,
 )
 from meshwright.planning.remat_blocks import TracedSource, trace_source
-from meshwright.planning.remat_choice import RematChoice, Variant, choose_remat, refine
+from meshwright.planning.remat_choice import RematChoice, Variant, choose_remat, recost, refine
 from meshwright.planning.saved_plans import SavedPlan, saved_candidate, saved_for, told_changes
 from meshwright.planning.step_plan import Plan
 from meshwright.planning.traced_program import TracedStep, read_program, trace_step
@@ -75,7 +77,8 @@ def plan(
       slices: how many of a named hardware are joined by DCN.
       donate_argnums: numbers of the arguments whose memory the results may take; by default those
         that the step's own `jit` donates.
-      check: rehearse the best this many plans, and return the best of them that fits.
+      check: rehearse the best this many plans, and return the best of them that fits. Plans that
+        are context parallel are only taken so, and if the compiler keeps to them.
       keep: groups of dims by name, and the mesh axis that each must take: `{"batch": "dp"}`.
       mesh: a mesh to plan for, `"fsdp:-1, tp:4"`: only what its axes shard is chosen.
       memory: the part of a device's memory that a plan may be predicted to need.
@@ -142,16 +145,18 @@ def plan(
             fixed,
             limit,
         )
+        found = search.with_queries(chosen, found)
         checked = rehearsed(maker, found, check, compiler, pulse)
+        best = best_plan(maker, found, checked)
         staged: PipelineChoice | None = None
         if pipelines and fixed is None:
             pulse.now("stages")
+            usable = [c for n, c in enumerate(found) if n == best or not maker.cuts_queries(c)]
             staged = choose_pipeline(
-                chosen, found, hardware, function=function, scatters=search.scatters
+                chosen, usable, hardware, function=function, scatters=search.scatters
             )
-    best = best_plan(found, checked, costs.limit)
     result = maker.make(found[best])
-    rehearsal = checked.get(best)
+    rehearsal = checked[best].rehearsal if best in checked else None
     notes = idle_notes(step, result.layouts, result.axes, hardware.num_devices)
     held = rehearsal.memory.peak if rehearsal else result.predicted.bytes
     if held > (limit if rehearsal else costs.limit):
@@ -171,6 +176,7 @@ def plan(
         notes=(
             *notes,
             *kernel_notes(chosen.program, hardware.num_devices),
+            *context_notes(maker, found, checked, best),
             *(line for each in (remat, staged) if each is not None for line in each.lines()),
             *told_changes(before, chosen, hardware),
         ),
@@ -243,6 +249,18 @@ class _Search:
                 f"mesh {number + 1} of {len(meshes)}, {'x'.join(map(str, sizes))}"
             ),
         )
+
+    def with_queries(self, variant: Variant, found: list[Candidate]) -> list[Candidate]:
+        """Add context parallel plans, where they may be better than the best that was found."""
+        if self.before is not None:
+            return found
+        self.pulse.now("context parallel plans")
+        kept = _kept(self.keep, variant.names, self.fixed)
+        more = search_queries(variant.costs, self.hardware, found, self.scatters, kept)
+        # As those of other policies of remat: what waits for the host counts, too.
+        more = recost(variant, variant, more, self.hardware, self.scatters)
+        near = [each for each in more if each.objective < MAY_BE_BETTER * found[0].objective]
+        return sorted([*found, *near], key=lambda each: each.objective)
 
     def _refine(self, variant: Variant, found: list[Candidate]) -> list[Candidate]:
         if self.before is not None:

@@ -4,7 +4,9 @@ Around every product, convolution and lookup three things are said: how its oper
 how its result is made, and how the result lies from then on. With shardings of arguments alone the
 partitioner guesses the rest, and was up to nine times slower. Two are left out: that an operand is
 gathered, and that partial sums are added up before they are scattered. The partitioner does both
-anyway, and where it may choose how, it does so beside the product (on a TPU, piece by piece).
+anyway, and where it may choose how, it does so beside the product (on a TPU, piece by piece). In a
+product of scores that are cut by their queries both are said: pieces of the scores would be copied,
+and a step take half as long again.
 
 Pallas kernels are no business of the partitioner: each device runs them on its part of the grid.
 """
@@ -120,12 +122,17 @@ class Layouts:
         layout = self.costs.groups.layout[value]
         return spec_of(self.costs.cut(layout, self.lists), len(layout), self.names)
 
-    def of_operand(self, value: int, needed: PartitionSpec) -> tuple[PartitionSpec, ...]:
+    def of_operand(
+        self, value: int, needed: PartitionSpec, in_full: bool
+    ) -> tuple[PartitionSpec, ...]:
         """What is written of an operand that is needed so: one spec after the other.
 
-        That axes are gathered is not. Where axes move it is said how it lies before that: the
-        partitioner would else let the layers before compute it as it is needed here.
+        That axes are gathered is not, unless all is said `in_full`. Where axes move it is said how
+        it lies before that: the partitioner would else let the layers before compute it as it is
+        needed here.
         """
+        if in_full:
+            return (needed,)
         lies = self.of_value(value)
         wanted = _with_axes_of(lies, needed)
         if wanted == lies:
@@ -139,10 +146,11 @@ class Layouts:
             return self.of_value(program.arguments[step.carried[number]])
         return self.of_value(program.results[number])
 
-    def around(self, number: int) -> tuple[list[PartitionSpec], list[PartitionSpec]] | None:
+    def around(self, number: int) -> tuple[list[PartitionSpec], list[PartitionSpec], bool] | None:
         """How an operation needs its inputs and makes its outputs; `None` where it is left alone.
 
-        `number` is that of the operation in the program.
+        `number` is that of the operation in the program. The last of three: whether it is cut by
+        queries.
         """
         operation = self.costs.program.operations[number]
         if operation.primitive not in PINNED:
@@ -154,7 +162,13 @@ class Layouts:
             for cut, value in zip(way.cuts, operation.values, strict=True)
         ]
         count = len(operation.inputs)
-        return specs[:count], specs[count:]
+        layout, queries = self.costs.groups.layout, self.costs.groups.queries
+        by_queries = any(
+            layout[value][dim][0] in queries
+            for cut, value in zip(way.cuts, operation.values, strict=True)
+            for dim in cut.values()
+        )
+        return specs[:count], specs[count:], by_queries
 
 
 # In: a traced step and the layouts of a plan. Out: a function of the flat arguments that computes
@@ -214,12 +228,12 @@ class PlannedEvaluation:
         if around is None:
             return run_equation(eqn, env)
         if eqn.primitive.name == "pallas_call":
-            return self._kernel(eqn, env, number, *around)
+            return self._kernel(eqn, env, number, *around[:2])
         operation = self.program.operations[number]
-        needed, made = around
+        needed, made, in_full = around
         with at_equation(eqn):
             operands = {
-                atom: self._as_needed(env[atom], spec, value)
+                atom: self._as_needed(env[atom], spec, value, in_full)
                 for atom, spec, value in zip(eqn.invars, needed, operation.inputs, strict=True)
                 if not is_literal(atom)
             }
@@ -243,13 +257,13 @@ class PlannedEvaluation:
                 if implied and lies == spec:
                     kept.append(result)
                     continue
-                if _axes(lies) <= _axes(spec):
+                if in_full or _axes(lies) <= _axes(spec):
                     result = self.constrain(result, spec, value)
                 kept.append(self.constrain(result, lies, value))
             return kept
 
-    def _as_needed(self, operand: Any, spec: PartitionSpec, value: int) -> Any:
-        for each in self.layouts.of_operand(value, spec):
+    def _as_needed(self, operand: Any, spec: PartitionSpec, value: int, in_full: bool) -> Any:
+        for each in self.layouts.of_operand(value, spec, in_full):
             operand = self.constrain(operand, each, value)
         return operand
 

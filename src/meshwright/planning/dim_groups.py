@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from meshwright.planning.iteration_dims import IterationDim
 from meshwright.planning.traced_program import Operation, Position, TracedProgram
@@ -66,12 +66,15 @@ class DimGroups:
     the group of every dim, for explanations. `weights`: the kinds of dims that weights have, in the
     order of their weight. A net of convolutions has dozens of them: beyond the first few they have
     no number of their own (but one below `WHOLE`), and a plan lists them all as one, `every`.
+    `queries`: the kinds, after all others, of dims whose group is in the array once more, whole;
+    each with the kind that the group has elsewhere.
     """
 
     layout: tuple[Layout, ...]
     sizes: tuple[tuple[int, ...], ...]
     roots: dict[Position, int]
     weights: tuple[int, ...] = ()
+    queries: dict[int, int] = dataclasses.field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -80,8 +83,16 @@ class DimGroups:
 
     @property
     def every(self) -> int:
-        """The last kind, which stands for those of all weights; `WHOLE` where there is none."""
-        return len(self.sizes) - 1 if self.weights else WHOLE
+        """The kind that stands for those of all weights; `WHOLE` where there is none."""
+        return len(self.sizes) - len(self.queries) - 1 if self.weights else WHOLE
+
+    def of_loop(self, dims: Iterable[Position]) -> int:
+        """The kind by which a loop over these dims is cut: the queries', where it has one of these.
+
+        A dim that is whole in one of its arrays is so in the loop.
+        """
+        kinds = {self.layout[value][dim][0] for value, dim in dims}
+        return WHOLE if WHOLE in kinds else max(kinds)
 
 
 class _Union:
@@ -123,51 +134,61 @@ def find_groups(
         for value, shape in enumerate(program.shapes)
         for dim in range(len(shape))
     }
-    left_whole = _second_occurrences(program, roots)
+    left_whole, queries = _double_dims(program, roots)
     kinds = _kinds(program, roots, most)
+
+    def kind_of(value: int, dim: int) -> int:
+        if program.shapes[value][dim] == 1 or (value, dim) in left_whole:
+            return WHOLE
+        return kinds.get(roots[value, dim], WHOLE)
+
+    weights = _kinds_of_weights(program, kind_of, data)
+    count = 1 + max(kinds.values(), default=WHOLE) + bool(weights)
+    twice = sorted({kinds.get(roots[at], WHOLE) for at in queries})
+    of_queries = {kind: n for n, kind in enumerate((k for k in twice if k > WHOLE), count)}
     layout = tuple(
         tuple(
-            (
-                WHOLE
-                if size == 1 or (value, dim) in left_whole
-                else kinds.get(roots[value, dim], WHOLE),
-                size,
-            )
+            (of_queries.get(kind, WHOLE) if (value, dim) in queries else kind, size)
             for dim, size in enumerate(shape)
+            for kind in [kind_of(value, dim)]
         )
         for value, shape in enumerate(program.shapes)
     )
-    count = 1 + max(kinds.values(), default=WHOLE)
-    weights = _kinds_of_weights(program, layout, data)
-    return DimGroups(layout, kind_sizes(layout, count, weights), roots, weights)
+    every = count - 1 if weights else WHOLE
+    sizes = kind_sizes(layout, count + len(of_queries), weights, every)
+    return DimGroups(layout, sizes, roots, weights, {n: kind for kind, n in of_queries.items()})
 
 
 def kind_sizes(
-    layout: Iterable[Layout], count: int, weights: Sequence[int]
+    layout: Iterable[Layout], count: int, weights: Sequence[int], every: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the sizes at which each kind occurs, and last, if there are weights, all of theirs."""
+    """Return the sizes at which each kind occurs; of `every` those of all weights."""
     sizes: dict[int, set[int]] = collections.defaultdict(set)
     for dims in layout:
         for kind, size in dims:
             sizes[kind].add(size)
-    every = [set().union(*(sizes[kind] for kind in weights))] if weights else []
-    return tuple(tuple(sorted(each)) for each in [*(sizes[kind] for kind in range(count)), *every])
+    sizes[every] = set().union(*(sizes[kind] for kind in weights))
+    return tuple(tuple(sorted(sizes[kind])) for kind in range(count))
 
 
 def _kinds_of_weights(
-    program: TracedProgram, layout: Sequence[Layout], data: Collection[int]
+    program: TracedProgram, kind_of: Callable[[int, int], int], data: Collection[int]
 ) -> tuple[int, ...]:
     """The kinds of dims that weights have and data have not, the weightiest first.
 
     None where nearly all weights have one dim in common, as a transformer's: a plan lists that.
     """
-    of_data = {WHOLE, *(kind for value in data for kind, _ in layout[value])}
+
+    def kinds(value: int) -> set[int]:
+        return {kind_of(value, dim) for dim in range(len(program.shapes[value]))}
+
+    of_data = {WHOLE}.union(*map(kinds, data))
     held: collections.Counter[int] = collections.Counter()
     total = 0
     for value in program.arguments:
         if value not in data:
             total += program.bytes[value]
-            for kind in {kind for kind, _ in layout[value]} - of_data:
+            for kind in kinds(value) - of_data:
                 held[kind] += program.bytes[value]
     if max(held.values(), default=total) > _NEARLY_ALL * total:
         return ()
@@ -180,11 +201,15 @@ def _size(program: TracedProgram, position: Position) -> int:
 
 
 # A group that is twice in an array: queries and keys in the scores of attention, both sides of a
-# square weight. Of a weight the same side is cut everywhere, found by following both through the
-# arrays that have the group twice. Of activations neither is: compilers exchange such arrays
-# unasked where an elementwise chain meets its transpose.
-def _second_occurrences(program: TracedProgram, roots: dict[Position, int]) -> frozenset[Position]:
-    """Return the dims that are left whole because their group is in the array already."""
+# square weight. Both are followed through the arrays that have the group twice. Of a weight the
+# same side is cut everywhere. Of activations the one that is summed over first in the program, by
+# a softmax or a product, is the keys', and left whole; the other one is the queries', a kind by
+# itself, so that a plan may cut rows along `seq` and leave scores whole, or cut these, too.
+def _double_dims(
+    program: TracedProgram, roots: dict[Position, int]
+) -> tuple[frozenset[Position], frozenset[Position]]:
+    """Return the dims that are left whole because their group is in the array already, and the
+    queries'."""
     double: set[Position] = set()
     for value, shape in enumerate(program.shapes):
         here = [roots[value, dim] for dim in range(len(shape))]
@@ -192,23 +217,38 @@ def _second_occurrences(program: TracedProgram, roots: dict[Position, int]) -> f
             (value, dim) for dim, size in enumerate(shape) if size > 1 and here.count(here[dim]) > 1
         )
     if not double:
-        return frozenset()
+        return frozenset(), frozenset()
     union = _Union(program.shapes)
     for one, other in program.ties:
         if one in double and other in double:
             union.join(one, other)
     arguments = set(program.arguments)
     held = {union.find(position) for position in double if position[0] in arguments}
-    return frozenset(
-        (value, dim)
-        for value, dim in double
-        if union.find((value, dim)) not in held
-        or any(
-            roots[value, other] == roots[value, dim]
-            and union.find((value, other)) > union.find((value, dim))
+    others = {
+        (value, dim): {
+            union.find((value, other))
             for other in range(len(program.shapes[value]))
-        )
-    )
+            if other != dim and roots[value, other] == roots[value, dim]
+        }
+        for value, dim in double
+    }
+    facing: dict[int, set[int]] = collections.defaultdict(set)
+    for position, sides in others.items():
+        facing[union.find(position)] |= sides
+    keys: set[int] = set()
+    for operation in program.operations:
+        values = operation.values
+        for loop in operation.dims:
+            summed = {(values[w], d) for w, d in loop.at} & double if loop.kind == "sum" else ()
+            keys |= {side for side in map(union.find, summed) if not facing[side] & keys}
+    queries = {side for side in facing.keys() - keys - held if facing[side] <= keys}
+    of_queries = frozenset(position for position in double if union.find(position) in queries)
+    weights = {
+        position
+        for position, sides in others.items()
+        if union.find(position) in held and union.find(position) >= max(sides)
+    }
+    return frozenset(double - of_queries - weights), of_queries
 
 
 # Colour refinement. A group begins with its size, and twice takes on what the products that it

@@ -118,13 +118,24 @@ class Beside:
     `loops`: into how many parts each loop of the product is cut; `product`: its own seconds.
     `multiplies`: a product of matrices, and not a convolution.
     `shared`: by how many products the array at hand is used; `sides`: the loops of its dims.
-    `rounds`: how often the result is read and written, to add a piece of the sum to it.
+    `rounds`: how often the result is read and written, to add a piece of the sum to it. `in_full`:
+    nothing is taken in pieces, and what is gathered is so before, beside other work.
     """
 
-    __slots__ = ("loops", "multiplies", "pieces", "product", "rounds", "seconds", "shared", "sides")
+    __slots__ = (
+        "in_full", "loops", "multiplies", "pieces", "product", "rounds", "seconds", "shared",
+        "sides",
+    )  # fmt: skip
 
-    def __init__(self, loops: frozenset[int], product: float, multiplies: bool = True) -> None:
-        self.loops, self.product, self.multiplies, self.shared = loops, product, multiplies, 1
+    def __init__(
+        self,
+        loops: frozenset[int],
+        product: float,
+        multiplies: bool = True,
+        in_full: bool = False,
+    ) -> None:
+        self.loops = frozenset() if in_full else loops
+        self.product, self.multiplies, self.in_full, self.shared = product, multiplies, in_full, 1
         self.sides: dict[int, str] = {}
         self.seconds = self.pieces = self.rounds = 0.0
 
@@ -206,7 +217,9 @@ class ExchangeCosts:
                 size_here *= math.prod([self.sizes[other] for other in inner])
             taken = self.axes[axis].seconds(kind, size_here)
             seconds += taken
-            if beside is not None and kind == "all-gather" and not inner:
+            if beside is not None and beside.in_full and kind == "all-gather":
+                beside.add(0, self._hidden * taken)
+            elif beside is not None and kind == "all-gather" and not inner:
                 side = beside.sides.get(dim)
                 alone = not any(beside.sides.get(other) == side for other in want.values())
                 if (alone or not self._tpu) and self._beside(beside, parts, local, taken):

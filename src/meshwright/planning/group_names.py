@@ -2,7 +2,8 @@
 
 The rows of data are `batch`, the next dim of tokens or of vectors `seq`. What a lookup goes along
 is `vocab`, what weights of several products are stacked along `experts`, the width that most
-weights have `embed`. Others are called by a weight that has them: `mlp/up dim 2`.
+weights have `embed`. Others are called by a weight that has them: `mlp/up dim 2`. Where `seq` is
+in an array twice, one of the two is `queries`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from meshwright.planning.traced_program import TracedProgram, TracedStep
 
 EVERY = "all weights"  # the name of the dims of all weights together
 _WORDS = 2  # of a path, from its end
+_QUERIES = "queries"
 
 
 def name_kinds(step: TracedStep, program: TracedProgram, groups: DimGroups) -> tuple[str, ...]:
@@ -52,14 +54,21 @@ def name_kinds(step: TracedStep, program: TracedProgram, groups: DimGroups) -> t
         give(kind, "embed")
     give(groups.every, EVERY)
     places = _places(step, program, groups)
-    for kind in range(groups.count):
+    for kind in sorted(set(range(groups.count)) - groups.queries.keys()):
         give(kind, places.get(kind, f"inner {_sizes(groups.sizes[kind])}"))
         number = 2
         while kind not in names:
             base = places.get(kind, f"inner {_sizes(groups.sizes[kind])}")
             give(kind, f"{base} #{number}")
             number += 1
+    for kind, same in groups.queries.items():
+        give(kind, _QUERIES if names[same] == "seq" else f"{_QUERIES} of {names[same]}")
     return tuple(names[kind] for kind in range(groups.count))
+
+
+def is_queries(name: str) -> bool:
+    """Whether a kind of this name is that of queries."""
+    return name.split(" of ")[0] == _QUERIES
 
 
 def _experts(program: TracedProgram, groups: DimGroups, data: Sequence[int]) -> Iterator[int]:

@@ -8,19 +8,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright._progress import Pulse
+from meshwright._text import duration
 from meshwright.hardware.topology import Topology
 from meshwright.planning.apply_plan import Layouts
 from meshwright.planning.dim_groups import DimGroups
 from meshwright.planning.group_names import data_values
 from meshwright.planning.plan_costs import PlanCosts
 from meshwright.planning.plan_search import Candidate, axis_names, named_intensity, speeds_on
-from meshwright.planning.step_plan import Alternative, Plan, choices, mesh_text
+from meshwright.planning.step_plan import UNASKED, Alternative, Plan, choices, mesh_text
 from meshwright.planning.traced_program import TracedStep
 from meshwright.rehearsal.collectives.types import IMPLICIT_RESHARDING
 from meshwright.rehearsal.result import Rehearsal
 from meshwright.spec.mesh_spec import MeshSpec
 
 _SAME_SIZE = 2.0  # times: exchanges of about one size
+_WORTH_A_NOTE = 0.02  # part of the time that a plan which was not compiled is predicted to save
 _NEARLY = 1.3  # times the best plan's objective: worth rehearsing on another mesh
 
 
@@ -54,7 +56,11 @@ class PlanMaker:
             order[1:] if order and order[0] in tables and batch.intersection(order) else order
             for order in candidate.lists
         )
-        return axis_names(lists, frozenset(batch), frozenset(experts))
+        return axis_names(lists, frozenset(batch), frozenset(experts), self.groups.queries)
+
+    def cuts_queries(self, candidate: Candidate) -> bool:
+        """Whether it is context parallel: compilers do not keep to every such plan."""
+        return any(kind in self.groups.queries for order in candidate.lists for kind in order)
 
     def make(self, candidate: Candidate) -> Plan:
         names = self.axis_names(candidate)
@@ -84,12 +90,13 @@ class PlanMaker:
         )
 
     def alternatives(
-        self, found: Sequence[Candidate], checked: Mapping[int, Rehearsal], best: int
+        self, found: Sequence[Candidate], checked: Mapping[int, Checked], best: int
     ) -> tuple[Alternative, ...]:
         """All plans that the search kept, the best first; those that were rehearsed say so."""
         rows = []
         for number, candidate in enumerate(found):
-            rehearsal = checked.get(number)
+            check = checked.get(number)
+            rehearsal = check and check.rehearsal
             rows.append(
                 Alternative(
                     mesh_text(candidate, self.axis_names(candidate)),
@@ -100,31 +107,43 @@ class PlanMaker:
                     rehearsal.time.total if rehearsal and rehearsal.time else None,
                     rehearsal.memory.peak if rehearsal else None,
                     number == best,
+                    check.unasked if check else 0.0,
                 )
             )
         return tuple(rows)
 
 
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """A plan's rehearsal; `unasked`: see `Alternative`, 0 where it does not matter."""
+
+    rehearsal: Rehearsal
+    unasked: float = 0.0
+
+
 def rehearsed(
     maker: PlanMaker, found: Sequence[Candidate], check: int, compiler: str, pulse: Pulse
-) -> dict[int, Rehearsal]:
+) -> dict[int, Checked]:
     """Compile the best plans that differ; by their place in `found`."""
     options: dict[str, Any] = {"compiler": compiler, "progress": False}
     if compiler == "vendor" and maker.hardware.chip.family == "tpu":
         options["codegen"] = False
-    checked: dict[int, Rehearsal] = {}
-    for number, candidate in enumerate(_different(found)[:check]):
+    checked: dict[int, Checked] = {}
+    for number, candidate in enumerate(worth_checking(maker, found, check)):
         pulse.now(f"rehearsing plan {number + 1} of {check}")
-        checked[found.index(candidate)] = maker.make(candidate).rehearse(**options)
+        plan = maker.make(candidate)
+        rehearsal = plan.rehearse(**options)
+        unasked = unasked_part(plan, rehearsal) if maker.cuts_queries(candidate) else 0.0
+        checked[found.index(candidate)] = Checked(rehearsal, unasked)
     return checked
 
 
-# In: a plan and what its compiler made of it. Out: seconds of exchanges that neither the step nor
-# the plan asks for. An exchange is asked for if the plan implies one of its kind, over one of its
-# axes and of about its size; as many of them as the plan implies. Example: labels that are gathered
-# where the logits are cut by words.
-def unasked_seconds(plan: Plan, rehearsal: Rehearsal) -> float:
-    """Return the seconds of implicit resharding that a plan does not predict."""
+# In: a plan and what its compiler made of it. Out: what part of the time is for exchanges that
+# neither the step nor the plan asks for. An exchange is asked for if the plan implies one of its
+# kind, over one of its axes and of about its size; as many of them as the plan implies. Example:
+# labels that are gathered where the logits are cut by words.
+def unasked_part(plan: Plan, rehearsal: Rehearsal) -> float:
+    """Return the part of a compiled step's time for resharding that its plan does not predict."""
     implied: dict[tuple[str, str], list[tuple[float, int]]] = collections.defaultdict(list)
     for exchange, _, times in plan.exchanges():
         implied[exchange.kind, plan.axes[exchange.axis].name].append((exchange.bytes, times))
@@ -142,10 +161,22 @@ def unasked_seconds(plan: Plan, rehearsal: Rehearsal) -> float:
                 rest.append((size, times - used))
             implied[entry.kind, axis.name] = rest
         seconds += entry.seconds * left
-    return seconds
+    return seconds / rehearsal.time.total if rehearsal.time else 0.0
 
 
-def _different(found: Sequence[Candidate]) -> list[Candidate]:
+def worth_checking(maker: PlanMaker, found: Sequence[Candidate], check: int) -> list[Candidate]:
+    """The best plans that differ; with room for two, one of them cuts queries and one does not."""
+    different = _different(maker, found)
+    chosen = different[:check]
+    if chosen and all(map(maker.cuts_queries, chosen)):
+        others = [each for each in different[check:] if not maker.cuts_queries(each)]
+        chosen[-1:] = others[:1] or chosen[-1:]
+    elif len(chosen) > 1 and not any(map(maker.cuts_queries, chosen)):
+        chosen[-1:] = [*filter(maker.cuts_queries, different[check:]), chosen[-1]][:1]
+    return chosen
+
+
+def _different(maker: PlanMaker, found: Sequence[Candidate]) -> list[Candidate]:
     """Drop candidates that are much like a better one: on its mesh, with the same last resorts.
 
     The end of a list says how arrays lie that have nothing else in it: `seq` is sequence
@@ -154,7 +185,8 @@ def _different(found: Sequence[Candidate]) -> list[Candidate]:
     """
     seen, result = set(), []
     for candidate in found:
-        key = (candidate.sizes, tuple((order[:1], order[-1:]) for order in candidate.lists))
+        ends = tuple((order[:1], order[-1:]) for order in candidate.lists)
+        key = (candidate.sizes, maker.cuts_queries(candidate), ends)
         if key not in seen and (candidate.sizes, candidate.totals) not in seen:
             seen |= {key, (candidate.sizes, candidate.totals)}
             result.append(candidate)
@@ -166,17 +198,50 @@ def _different(found: Sequence[Candidate]) -> list[Candidate]:
     return result
 
 
-def best_plan(found: Sequence[Candidate], checked: Mapping[int, Rehearsal], limit: float) -> int:
-    """The number of the best candidate: of those rehearsed the fastest that fits."""
-    if not checked:
-        if all(each.totals.bytes > limit for each in found):
-            return min(range(len(found)), key=lambda number: found[number].totals.bytes)
-        return 0
+def best_plan(maker: PlanMaker, found: Sequence[Candidate], checked: Mapping[int, Checked]) -> int:
+    """The number of the best candidate: of those rehearsed the fastest that fits.
 
-    def rank(number: int) -> tuple[bool, float]:
-        rehearsal = checked[number]
-        fits = rehearsal.fits
+    One that cuts queries only if it was rehearsed, and the compiler keeps to it; or if there is no
+    other, since the user asked for it.
+    """
+    if not checked:
+        plain = [n for n, each in enumerate(found) if not maker.cuts_queries(each)]
+        usable = plain or list(range(len(found)))
+        if all(found[number].totals.bytes > maker.costs.limit for number in usable):
+            return min(usable, key=lambda number: found[number].totals.bytes)
+        return usable[0]
+
+    def rank(number: int) -> tuple[bool, bool, float]:
+        check = checked[number]
+        rehearsal, fits = check.rehearsal, check.rehearsal.fits
         seconds = rehearsal.time.total if rehearsal.time else 0.0
-        return (not fits, seconds if fits else float(rehearsal.memory.peak))
+        return (
+            check.unasked > UNASKED,
+            not fits,
+            seconds if fits else float(rehearsal.memory.peak),
+        )
 
     return min(checked, key=rank)
+
+
+def context_notes(
+    maker: PlanMaker, found: Sequence[Candidate], checked: Mapping[int, Checked], best: int
+) -> list[str]:
+    """Say what a context parallel plan would bring, where none was compiled."""
+    plans = [n for n, each in enumerate(found) if maker.cuts_queries(each)]
+    if not plans or any(number in checked for number in plans):
+        return []
+    own, other = found[best], found[plans[0]]
+    if best in plans:
+        return ["Whether compilers keep to a context parallel plan shows a rehearsal: check=1."]
+    less = 1 - other.totals.seconds / own.totals.seconds
+    fits = own.totals.bytes > maker.costs.limit >= other.totals.bytes
+    if less < _WORTH_A_NOTE and not fits:
+        return []
+    mesh = mesh_text(other, maker.axis_names(other))
+    gain = f"{less:.0%} less" if less >= _WORTH_A_NOTE else "and to fit"
+    return [
+        f"A context parallel plan on {mesh} is predicted to take "
+        f"{duration(other.totals.seconds)} a step, {gain}. Compilers do not keep to every such "
+        "plan, so it is taken only once compiled: check=3 tries it."
+    ]

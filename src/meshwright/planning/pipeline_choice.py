@@ -403,7 +403,7 @@ def _choice(
     batch = frozenset({cut.batch})
     experts = frozenset(n for n, name in enumerate(variant.names) if "expert" in name)
     inside = best.costed.inside
-    names = ("pp", *axis_names(inside.lists, batch, experts))
+    names = ("pp", *axis_names(inside.lists, batch, experts, variant.groups.queries))
     spec = MeshSpec.parse(list(zip(names, (inside.groups, *inside.sizes), strict=True)))
     alone = functools.cache(functools.partial(_stage_bytes, variant, cut, best.costed, topology))
     rows = []

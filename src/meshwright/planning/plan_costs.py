@@ -143,7 +143,9 @@ class PlanCosts:
                 self._bundles[here]  # an entry, if only for its memory
             self._live.append(by_kinds)
         seen = {kind for value in program.arguments for kind, _ in groups.layout[value]}
-        self._inner = frozenset(range(groups.count)) - seen - {groups.every}
+        others = {groups.every, *groups.queries}
+        self._inner = frozenset(range(groups.count)) - seen - others
+        self._first_query = groups.count - len(groups.queries)
         self._clear()
 
     def on(self, axes: Sequence[AxisSpeed]) -> PlanCosts:
@@ -183,7 +185,7 @@ class PlanCosts:
         dims = tuple(
             (
                 dim.kind,
-                _kind_of([layout[values[w]][d][0] for w, d in dim.at]),
+                self.groups.of_loop((values[w], d) for w, d in dim.at),
                 math.gcd(dim.blocks, *(shapes[values[w]][d] for w, d in dim.at)),
                 dim.at,
             )
@@ -344,7 +346,9 @@ class PlanCosts:
                 cuts[value][axis] = dim
         seconds = moved = held = 0.0
         product = self._multiplying(work, ways)
-        beside = Beside(frozenset(taken.values()), product, work.multiplies)
+        # Where queries are cut, keys and values are gathered before, and written down as such.
+        by_queries = any(work.dims[number][1] >= self._first_query for number in taken)
+        beside = Beside(frozenset(taken.values()), product, work.multiplies, by_queries)
         divided = self.exchanging.divided
         read = 1.0 if work.heavy else _FUSED
         for number, (layout, size) in enumerate(work.values):

@@ -193,14 +193,14 @@ def constraint_lines(layouts: Layouts, groups: Sequence[str]) -> list[Constraint
             continue
         line = source_of([operation.eqn])
         source = f"{line.file.rpartition('/')[2]}:{line.line}" if line else "(no line)"
-        needed, made = around
+        needed, made, in_full = around
         kernel = operation.primitive == "pallas_call"
         name = kernel_name(operation.eqn) if kernel else operation.primitive
         for at, (value, spec) in enumerate(zip(operation.inputs, needed, strict=True)):
             if kernel:
                 add(source, f"operand {at} of {name}", value, spec, kernel)
             elif spec != layouts.of_value(value):
-                *before, last = layouts.of_operand(value, spec) or (None,)
+                *before, last = layouts.of_operand(value, spec, in_full) or (None,)
                 for lies in before:
                     add(source, f"operand {at} of {name}, before that", value, lies, False)
                 if last is not None:

@@ -29,6 +29,8 @@ _SEARCHED_TWICE = 2  # axes
 _SEEDED_KINDS = 7  # that are tried alone on every axis
 _MOST_MESHES = 36
 _HUGE = 512  # devices of one axis
+MAY_BE_BETTER = 1.03  # times the best plan's objective: predictions are not nearer than that
+_NO_GAIN = 1.1  # the same for plans that cut queries, after some rounds
 _HOPELESS = 1.4  # times the best plan's objective: no mesh this far behind came back in trials
 
 
@@ -110,9 +112,12 @@ def speeds_on(
 
 
 class _Allowed:
-    """Which kinds an axis may list: those it divides somewhere, and what the user keeps."""
+    """Which kinds an axis may list: those it divides somewhere, and what the user keeps.
 
-    def __init__(self, costs: PlanCosts, kept: Mapping[int, int]):
+    Those of queries only where the search is for them.
+    """
+
+    def __init__(self, costs: PlanCosts, kept: Mapping[int, int], queries: bool = False):
         self.kept = kept  # kind -> axis, which it takes alone and first
         self.every = costs.groups.every
         self.kinds = [
@@ -120,6 +125,7 @@ class _Allowed:
                 kind
                 for kind in range(costs.groups.count)
                 if kept.get(kind, axis) == axis
+                and (queries or kind in kept or kind not in costs.groups.queries)
                 and any(size % length == 0 for size in costs.groups.sizes[kind])
             ]
             for axis, length in enumerate(costs.sizes)
@@ -305,6 +311,52 @@ def search_meshes(
     )
 
 
+# In: the plans that were found, none of which cuts queries. Out: better ones that do. They are
+# looked for apart, so that the others are what they would be without: compilers do not always keep
+# to a plan that cuts scores by their queries, and then the best of the others is taken. One change
+# of the best plans of each mesh is tried, and the meshes that come out best are searched.
+def search_queries(
+    costs: PlanCosts,
+    topology: Topology,
+    found: Sequence[Candidate],
+    scatters: bool,
+    kept: Mapping[int, int],
+) -> list[Candidate]:
+    """Return plans that cut queries (context parallelism), if they may be better than `found`."""
+    queries = costs.groups.queries
+    if not queries or not found or queries.keys() & kept.keys():
+        return []
+    best = found[0].objective
+    starts = []
+    for sizes in dict.fromkeys(each.sizes for each in found):
+        here = [each for each in found if each.sizes == sizes]
+        costs.on(speeds_on(sizes, topology, here[0].intensity, scatters))
+        firsts = [
+            lists
+            for each in here[:_BEAM]
+            for lists in _neighbours(each.lists, _Allowed(costs, kept, queries=True))
+            if queries.keys() & set(itertools.chain(*lists))
+        ]
+        if firsts:
+            least = min(costs.objective(lists) for lists in firsts)
+            starts.append((least, sizes, here[0].intensity, firsts))
+    result = []
+    for least, sizes, carried, firsts in sorted(starts)[:_BEAM]:
+        if least > _HOPELESS * best:
+            break
+        costs.on(speeds_on(sizes, topology, carried, scatters))
+        seen: dict[Lists, float] = {}
+        allowed = _Allowed(costs, kept, queries=True)
+        _climb(costs, allowed, firsts, seen, _NO_GAIN * best)
+        better: dict[Totals, Candidate] = {}
+        for cost, lists in sorted((cost, lists) for lists, cost in seen.items()):
+            if cost < MAY_BE_BETTER * best and queries.keys() & set(itertools.chain(*lists)):
+                totals = costs.totals(lists)
+                better.setdefault(totals, Candidate(sizes, lists, cost, totals, carried))
+        result += list(better.values())[:_BEAM]
+    return sorted(result, key=lambda each: (each.objective, each.sizes, each.lists))
+
+
 def _carried(costs: PlanCosts, lists: Lists) -> tuple[float, ...]:
     """Bytes that a plan moves over each axis in a step, as intensities for a placement."""
     moved = [1.0] * len(lists)
@@ -336,14 +388,21 @@ def _split_axis(
             yield tuple(lists[assigned[axis]] for axis in range(len(fine)))
 
 
-def axis_names(lists: Lists, batch: frozenset[int], experts: frozenset[int]) -> tuple[str, ...]:
-    """Name the axes of a plan by what they shard, as JAX users do: dp, fsdp, ep, sp, tp."""
+def axis_names(
+    lists: Lists,
+    batch: frozenset[int],
+    experts: frozenset[int],
+    queries: Mapping[int, int] | None = None,
+) -> tuple[str, ...]:
+    """Name the axes of a plan by what they shard, as JAX users do: dp, fsdp, ep, cp, tp."""
     names: list[str] = []
     for order in lists:
         if order and order[0] in experts:
             name = "ep"
         elif batch.intersection(order):
             name = "dp" if all(kind in batch for kind in order) else "fsdp"
+        elif any(q in order and order[0] in (q, same) for q, same in (queries or {}).items()):
+            name = "cp"
         else:
             name = "tp"
         count = sum(each.rstrip("0123456789") == name for each in names)

@@ -16,7 +16,7 @@ from meshwright._show import Sheet, Table
 from meshwright._text import amount, duration, plural
 from meshwright.planning.dim_groups import HEAVY, Layout
 from meshwright.planning.exchange_costs import Exchange, Work
-from meshwright.planning.group_names import data_values
+from meshwright.planning.group_names import data_values, is_queries
 from meshwright.planning.plan_costs import Lists, Totals
 from meshwright.rehearsal.callbacks import source_of
 
@@ -33,6 +33,7 @@ _SAME = 0.01  # part of the time below which two plans are called equal
 
 DATA, FSDP, TENSOR = "data parallel", "FSDP", "tensor parallel"
 MEGATRON, EXPERT, SEQUENCE = "tensor parallel (Megatron)", "expert parallel", "sequence parallel"
+CONTEXT = "context parallel"
 _MEANING = {
     DATA: "every part of it has rows of its own; gradients are summed over it",
     FSDP: "rows are split over it, and so are stored weights, which are gathered where they are "
@@ -41,6 +42,8 @@ _MEANING = {
     MEGATRON: "weights and what is computed from them are split over it; partial sums are added up",
     EXPERT: "every part of it has experts of its own; tokens are sent to them",
     SEQUENCE: "every row is split over it along its length",
+    CONTEXT: "every row is split over it along its length, attention by its queries; keys and "
+    "values are gathered",
 }
 
 
@@ -51,22 +54,27 @@ def axis_role(shards: Sequence[str]) -> str:
     ('data parallel', 'FSDP', 'unused')
     >>> axis_role(["mlp/down dim 1", "vocab", "seq"])
     'tensor parallel (Megatron) + sequence parallel'
+    >>> axis_role(["seq", "queries"]), axis_role(["queries", "seq", "embed"])
+    ('context parallel', 'context parallel + FSDP')
     """
     if not shards:
         return "unused"
     shards = without_table(list(shards))
     first, rest = shards[0], shards[1:]
-    weights = [name for name in rest if name not in ("batch", "seq")]
+    queries = [name for name in shards if is_queries(name)]
+    rows = ("batch", "seq", *queries)
+    along = CONTEXT if queries else SEQUENCE
+    weights = [name for name in rest if name not in rows]
     if "expert" in first:
         return EXPERT
     if first == "batch":
         if weights:
             return FSDP
-        return f"{DATA} + {SEQUENCE}" if rest else DATA
-    if first == "seq":
-        return f"{SEQUENCE} + FSDP" if weights else SEQUENCE
+        return f"{DATA} + {along}" if rest else DATA
+    if first in rows:
+        return f"{along} + FSDP" if weights else along
     role = TENSOR if first == "embed" else MEGATRON
-    return f"{role} + {SEQUENCE}" if "seq" in rest else role
+    return f"{role} + {along}" if "seq" in rest or queries else role
 
 
 def without_table(shards: Sequence[str]) -> Sequence[str]:
@@ -293,6 +301,11 @@ def _alike(one: Totals, other: Totals, each: Alternative, plan: Plan) -> bool:
 def reason_it_loses(plan: Plan, each: Alternative) -> str:
     """Say in a few words why another plan was not chosen."""
     chosen = next((one.compiled for one in plan.alternatives if one.chosen), None)
+    if not each.kept_to:
+        return f"{each.unasked:.0%} exchanged unasked"
+    queries = plan.costs.groups.queries.keys()
+    if each.compiled is None and any(queries & set(order) for order in each.lists):
+        return "context parallel, not compiled"
     if each.compiled is not None and chosen is not None:
         if not each.fits:
             return "does not fit, compiled"
@@ -426,7 +439,7 @@ def _checked_table(plan: Plan, checked: Sequence[Alternative]) -> Table:
                 duration(compiled),
                 amount(each.predicted.bytes),
                 amount(peak),
-                "chosen" if each.chosen else "fits" if each.fits else "does not fit",
+                _checked_word(each),
             ]
         )
     return Table(
@@ -434,6 +447,12 @@ def _checked_table(plan: Plan, checked: Sequence[Alternative]) -> Table:
         rows,
         [False, False, True, True, True, True, False],
     )
+
+
+def _checked_word(each: Alternative) -> str:
+    if each.chosen or each.kept_to:
+        return "chosen" if each.chosen else "fits" if each.fits else "does not fit"
+    return f"{each.unasked:.0%} unasked"
 
 
 def _unknown_note(plan: Plan) -> list[str]:

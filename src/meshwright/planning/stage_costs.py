@@ -172,10 +172,8 @@ def scaled_program(
         for each in program.operations
     ]
     scaled = dataclasses.replace(program, shapes=shapes, bytes=sizes, operations=operations)
-    numbered = groups.count - bool(groups.weights)
-    return scaled, dataclasses.replace(
-        groups, layout=tuple(layouts), sizes=kind_sizes(layouts, numbered, groups.weights)
-    )
+    new_sizes = kind_sizes(layouts, groups.count, groups.weights, groups.every)
+    return scaled, dataclasses.replace(groups, layout=tuple(layouts), sizes=new_sizes)
 
 
 Seconds = dict[str, float]  # by part of the program

@@ -57,12 +57,16 @@ class AxisChoice:
     seconds: float
 
 
+UNASKED = 0.01  # part of the time that the compiler may exchange unasked in a context parallel plan
+
+
 @dataclasses.dataclass(frozen=True)
 class Alternative:
     """A plan that was found: its mesh, lists, predicted seconds and bytes a device.
 
     `compiled` and `peak`: the seconds and bytes of its rehearsal, where it was checked. `chosen`:
-    whether it is the plan that was returned.
+    whether it is the plan that was returned. `unasked`: the part of the compiled seconds for what
+    the compiler exchanges unasked, of a plan that is only taken where that is next to nothing.
     """
 
     mesh: str
@@ -73,6 +77,12 @@ class Alternative:
     compiled: float | None = None
     peak: float | None = None
     chosen: bool = False
+    unasked: float = 0.0
+
+    @property
+    def kept_to(self) -> bool:
+        """Whether the compiler keeps to it, as far as that is known."""
+        return self.unasked <= UNASKED
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -287,6 +297,7 @@ class Plan(Shown):
                     "fits": each.fits,
                     "compiled_seconds": each.compiled,
                     "compiled_bytes": each.peak,
+                    "unasked": each.unasked,
                     "chosen": each.chosen,
                     "why_not": None if each.chosen else reason_it_loses(self, each),
                 }
