@@ -7,7 +7,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.errors import PlanningError
-from meshwright.planning import pipeline_choice, stage_costs
+from meshwright.planning import layer_parts, pipeline_choice, stage_costs
 from meshwright.planning.exchange_costs import AxisSpeed, axis_speed
 
 # Eight A100s on a host, 100 Gb/s of network for all of them: 1.6 GB/s each.
@@ -67,7 +67,7 @@ def test_the_parts_of_a_step_add_up_to_it(on_thin_network):
     variant = stage_costs.Variant(
         plan.step, plan.costs.program, plan.costs.groups, plan.groups, plan.costs
     )
-    cut = stage_costs.cut_program(variant)
+    cut = layer_parts.cut_program(variant)
     assert (cut.layers, cut.rows) == (8, 32)
     assert {label.split()[0] for label in cut.part} == {"layer", "first", "last", "once"}
     # One axis, which lies in one way only.
@@ -84,7 +84,7 @@ def test_microbatches_repeat_what_is_gathered_and_divide_what_is_computed(on_thi
     variant = stage_costs.Variant(
         plan.step, plan.costs.program, plan.costs.groups, plan.groups, plan.costs
     )
-    cut = stage_costs.cut_program(variant)
+    cut = layer_parts.cut_program(variant)
     whole = stage_costs.StageCosts(variant, cut, 1)
     parts = stage_costs.StageCosts(variant, cut, 8)
     alone = [each.costs.on(()) and each.seconds(()) for each in (whole, parts)]

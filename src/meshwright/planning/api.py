@@ -143,7 +143,7 @@ def plan(
             limit,
         )
         checked = rehearsed(maker, found, check, compiler, pulse)
-        staged: PipelineChoice | None = None
+        staged: PipelineChoice | str | None = None
         if pipelines and fixed is None:
             pulse.now("stages")
             staged = choose_pipeline(
@@ -167,10 +167,11 @@ def plan(
         seconds=time.perf_counter() - began,
         unknown=chosen.program.unknown(),
         remat=remat,
-        pipeline=staged,
+        pipeline=staged if isinstance(staged, PipelineChoice) else None,
         notes=(
             *notes,
-            *(line for each in (remat, staged) if each is not None for line in each.lines()),
+            *(remat.lines() if remat is not None else ()),
+            *([staged] if isinstance(staged, str) else staged.lines() if staged else ()),
             *told_changes(before, chosen, hardware),
         ),
     )

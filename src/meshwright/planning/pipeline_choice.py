@@ -27,14 +27,13 @@ from meshwright.pipelines.step import PipelineStep
 from meshwright.placement.placement import Placement
 from meshwright.placement.placer import placement_of
 from meshwright.planning.exchange_costs import AxisSpeed, axis_speed
+from meshwright.planning.layer_parts import CutProgram, cut_program
 from meshwright.planning.plan_costs import Lists, PlanCosts
 from meshwright.planning.plan_search import Candidate, axis_names, mesh_sizes
 from meshwright.planning.remat_choice import Variant
 from meshwright.planning.stage_costs import (
-    CutProgram,
     Seconds,
     StageCosts,
-    cut_program,
     optimizer_seconds,
     scaled_program,
     task_costs,
@@ -226,10 +225,11 @@ def choose_pipeline(
     *,
     function: Any = None,
     scatters: bool = True,
-) -> PipelineChoice | None:
-    """Find the best pipeline for a step that was planned; `None` where it cannot have stages.
+) -> PipelineChoice | str | None:
+    """Find the best pipeline for a step that was planned; where it has no layers, say so.
 
     `found`: the plans without stages, best first; their lists are tried inside of stages, too.
+    `None` where a pipeline can win nothing.
     """
     best = found[0]
     fits = best.totals.bytes <= variant.costs.limit
@@ -238,8 +238,8 @@ def choose_pipeline(
     if devices < 4 or (fits and best.totals.exchange < 2 * GAIN * best.totals.seconds):
         return None
     cut = cut_program(variant)
-    if cut is None:
-        return None
+    if isinstance(cut, str):
+        return cut
     model = getattr(function, "__self__", None)
     model = model if isinstance(model, Model) and not getattr(model.config, "tied", False) else None
     whole = StageCosts(variant, cut, 1)
@@ -458,11 +458,9 @@ def _stage_bytes(
 ) -> float:
     """Bytes on a device for some of the layers and one microbatch."""
     program, groups = scaled_program(variant, cut, best.microbatches, layers / cut.layers)
-    elsewhere = (frozenset() if first else cut.first) | (frozenset() if last else cut.last)
-    sizes = [
-        0 if shape in elsewhere else size
-        for shape, size in zip(program.shapes, program.bytes, strict=True)
-    ]
+    sizes = list(program.bytes)
+    for value in cut.elsewhere(layers, first, last):
+        sizes[value] = 0
     program = dataclasses.replace(program, bytes=sizes)
     limit, donated = variant.costs.limit, variant.step.donated
     costs = PlanCosts(program, groups, topology, donated, limit).on(best.speeds)

@@ -1,7 +1,6 @@
-"""`StageCosts`: a step cut at its loop over layers, and what its parts take in a pipeline.
+"""`StageCosts`: what the parts of a step take in a pipeline, of a step cut by `layer_parts`.
 
-The loop is found in the traced program; the rest belongs to the first stage, to the last, or to the
-optimizer. The same operations are costed with the rows of a microbatch, on the devices of a stage.
+The same operations are costed with the rows of a microbatch, on the devices of a stage.
 """
 
 from __future__ import annotations
@@ -10,11 +9,10 @@ import collections
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from meshwright.planning.dim_groups import HEAVY, VIEWS, DimGroups
 from meshwright.planning.exchange_costs import Work
-from meshwright.planning.group_names import data_values
+from meshwright.planning.layer_parts import CutProgram
 from meshwright.planning.plan_costs import Lists
 from meshwright.planning.plan_memory import kept_values
 from meshwright.planning.remat_choice import Variant
@@ -23,129 +21,6 @@ from meshwright.schedules.types import Costs
 
 _NEGLIGIBLE = 1e-4  # part of all work below which an operation is left out
 _LEAST = 1e-9  # seconds: a task takes some
-
-
-@dataclasses.dataclass(frozen=True)
-class CutProgram:
-    """A program by parts: the layers' loops, forward and backward, and what is around them.
-
-    `part` has a label for every operation: "layer F" and "layer B" are run once per layer and
-    microbatch; "first F", "first B" and "last" once per microbatch; "once" and "once first", "once
-    last" once per step, the former on stacks of all layers. `batch`: the kind of the rows of data.
-    `carried`: values that a layer hands to the next. `saved`: stacks kept for the backward pass.
-    `first` and `last`: shapes of weights that only those stages have.
-    """
-
-    layers: int
-    rows: int
-    batch: int
-    part: tuple[str, ...]
-    carried: tuple[int, ...]
-    saved: tuple[int, ...]
-    first: frozenset[tuple[int, ...]]
-    last: frozenset[tuple[int, ...]]
-
-
-def _loops(program: TracedProgram) -> list[tuple[int, int, tuple[int, ...], tuple[int, ...]]]:
-    """The outermost loops: numbers of the first operation and of the one after, inputs, outputs."""
-    loops, number = [], 0
-    opened: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
-    for kind, inputs, outputs in program.events:
-        if kind == "op":
-            number += 1
-        elif opened and opened[-1][1:] == (inputs, outputs):
-            start = opened.pop()[0]
-            if not opened:
-                loops.append((start, number, inputs, outputs))
-        else:
-            opened.append((number, inputs, outputs))
-    return loops
-
-
-# In: a traced step. Out: its parts, or `None` where there is no loop over layers with a backward
-# one. AD makes one loop backward for each forward, in reverse order, so of the loops of one length
-# the first half are forward.
-def cut_program(variant: Variant) -> CutProgram | None:
-    """Find the loops over layers in a step, and what belongs to the first and the last stage."""
-    program, layout = variant.program, variant.groups.layout
-    data = data_values(variant.step, program)
-    kinds = collections.Counter(layout[v][0][0] for v in data if layout[v] and layout[v][0][0] >= 0)
-    if not kinds:
-        return None
-    batch = kinds.most_common(1)[0][0]
-    rows = min(layout[v][0][1] for v in data if layout[v] and layout[v][0][0] == batch)
-    by_length: dict[int, list[Any]] = collections.defaultdict(list)
-    weight: dict[int, float] = collections.defaultdict(float)
-    for loop in _loops(program):
-        inside = program.operations[loop[0] : loop[1]]
-        stacks = [program.shapes[v][0] for v in loop[2] if (v, 0) in program.stacked]
-        if inside and stacks and stacks[0] > 1:
-            by_length[stacks[0]].append(loop)
-            weight[stacks[0]] += sum(each.flops * each.times for each in inside)
-    length = max(weight, key=lambda n: (weight[n], n), default=0)
-    loops = by_length[length]
-    if len(loops) < 2 or len(loops) % 2 or not weight[length]:
-        return None
-    forward, backward = loops[: len(loops) // 2], loops[len(loops) // 2 :]
-    part: list[str] = []
-    for number, operation in enumerate(program.operations):
-        has_rows = any(kind == batch for v in operation.values for kind, _ in layout[v])
-        if any(start <= number < end for start, end, *_ in forward):
-            part.append("layer F")
-        elif any(start <= number < end for start, end, *_ in backward):
-            part.append("layer B")
-        elif not has_rows:
-            part.append("once")
-        elif number < forward[0][0]:
-            part.append("first F")
-        elif number < backward[0][0]:
-            part.append("last")
-        else:
-            part.append("first B")
-    stacked = {v for v, dim in program.stacked if program.shapes[v][dim] == length}
-    made = {v for *_, outputs in forward for v in outputs}
-    read = {v for _, _, inputs, _ in backward for v in inputs}
-    carried = [v for *_, outputs in forward[:1] for v in outputs if v not in stacked]
-    first, last = _end_weights(program, part)
-    return CutProgram(
-        length,
-        rows,
-        batch,
-        tuple(
-            _end_of(label, {program.shapes[v] for v in operation.values}, first, last)
-            for operation, label in zip(program.operations, part, strict=True)
-        ),
-        tuple(v for v in carried if any(kind == batch for kind, _ in layout[v])),
-        tuple(sorted(made & read & stacked)),
-        first,
-        last,
-    )
-
-
-Shapes = frozenset[tuple[int, ...]]
-
-
-def _end_weights(program: TracedProgram, part: Sequence[str]) -> tuple[Shapes, Shapes]:
-    """The shapes of the weights that only the first stage, and only the last stage uses.
-
-    Optimizers keep arrays of the same shapes, which so belong to the same stage.
-    """
-    shapes: dict[str, set[tuple[int, ...]]] = collections.defaultdict(set)
-    for operation, label in zip(program.operations, part, strict=True):
-        shapes[label.split()[0]].update(program.shapes[v] for v in operation.inputs)
-    weights = {program.shapes[v] for v in program.arguments if len(program.shapes[v]) > 1}
-    layers = shapes["layer"]
-    return (
-        frozenset(weights & shapes["first"] - shapes["last"] - layers),
-        frozenset(weights & shapes["last"] - shapes["first"] - layers),
-    )
-
-
-def _end_of(label: str, shapes: set[tuple[int, ...]], first: Shapes, last: Shapes) -> str:
-    """Give what runs once per step to the stage whose weights it is about."""
-    if label == "once" and shapes & first:
-        return "once first"
-    return "once last" if label == "once" and shapes & last else label
 
 
 def scaled_program(
@@ -160,7 +35,7 @@ def scaled_program(
             for kind, size in layout
         )
         ratio = math.prod(s for _, s in new) / max(1, math.prod(s for _, s in layout))
-        if (value, 0) in program.stacked and program.shapes[value][0] == cut.layers:
+        if value in cut.stacks:
             ratio *= share
         shapes.append(tuple(size for _, size in new))
         layouts.append(new)
