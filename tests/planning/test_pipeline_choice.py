@@ -71,7 +71,8 @@ def test_the_parts_of_a_step_add_up_to_it(on_thin_network):
     assert (cut.layers, cut.rows) == (8, 32)
     assert {label.split()[0] for label in cut.part} == {"layer", "first", "last", "once"}
     # One axis, which lies in one way only.
-    stage = stage_costs.StageCosts(variant, cut, 1)
+    works = stage_costs.fold_parts(variant, cut)
+    stage = stage_costs.StageCosts(variant, cut, works, 1)
     placed = pipeline_choice._placed(["axis0"], [32], plan.topology, None)
     stage.costs.on(tuple(axis_speed(axis, plan.topology) for axis in placed.axes))
     parts = stage_costs.whole_step(stage.seconds(plan.lists), cut)
@@ -85,8 +86,8 @@ def test_microbatches_repeat_what_is_gathered_and_divide_what_is_computed(on_thi
         plan.step, plan.costs.program, plan.costs.groups, plan.groups, plan.costs
     )
     cut = layer_parts.cut_program(variant)
-    whole = stage_costs.StageCosts(variant, cut, 1)
-    parts = stage_costs.StageCosts(variant, cut, 8)
+    works = stage_costs.fold_parts(variant, cut)
+    whole, parts = (stage_costs.StageCosts(variant, cut, works, count) for count in (1, 8))
     alone = [each.costs.on(()) and each.seconds(()) for each in (whole, parts)]
     assert alone[0]["layer F"] * 0.99 < 8 * alone[1]["layer F"] < alone[0]["layer F"] * 1.2
     placed = pipeline_choice._placed(["axis0"], [32], plan.topology, None)

@@ -32,8 +32,10 @@ from meshwright.planning.plan_costs import Lists, PlanCosts
 from meshwright.planning.plan_search import Candidate, axis_names, mesh_sizes
 from meshwright.planning.remat_choice import Variant
 from meshwright.planning.stage_costs import (
+    PartWork,
     Seconds,
     StageCosts,
+    fold_parts,
     optimizer_seconds,
     scaled_program,
     task_costs,
@@ -242,12 +244,13 @@ def choose_pipeline(
         return cut
     model = getattr(function, "__self__", None)
     model = model if isinstance(model, Model) and not getattr(model.config, "tied", False) else None
-    whole = StageCosts(variant, cut, 1)
+    works = fold_parts(variant, cut)
+    whole = StageCosts(variant, cut, works, 1)
     names = [f"axis{n}" for n in range(len(best.sizes))]
     placed = _placed(names, best.sizes, topology, best.intensity)
     whole.costs.on(tuple(axis_speed(axis, topology, scatters) for axis in placed.axes))
     without = whole_step(whole.seconds(best.lists), cut)
-    tries = _tries(variant, cut, found, topology, scatters, even=model is not None)
+    tries = _tries(variant, cut, works, found, topology, scatters, even=model is not None)
     fastest: PipelineChoice | None = None
     for each in tries[:_LOOKED_AT]:
         choice = _choice(variant, cut, each, topology, without, fits, model)
@@ -263,6 +266,7 @@ def choose_pipeline(
 def _tries(
     variant: Variant,
     cut: CutProgram,
+    works: Sequence[PartWork],
     found: Sequence[Candidate],
     topology: Topology,
     scatters: bool,
@@ -282,7 +286,7 @@ def _tries(
         if cut.rows % count or count > _MOST_MICROBATCHES:
             return None
         if count not in costs:
-            costs[count] = StageCosts(variant, cut, count)
+            costs[count] = StageCosts(variant, cut, works, count)
         stage = costs[count]
         speeds = tuple(axis_speed(axis, topology, scatters) for axis in inside.placed.axes[1:])
         stage.costs.on(speeds)
@@ -458,10 +462,13 @@ def _stage_bytes(
 ) -> float:
     """Bytes on a device for some of the layers and one microbatch."""
     program, groups = scaled_program(variant, cut, best.microbatches, layers / cut.layers)
-    sizes = list(program.bytes)
-    for value in cut.elsewhere(layers, first, last):
-        sizes[value] = 0
-    program = dataclasses.replace(program, bytes=sizes)
+    absent = set(cut.elsewhere(layers, first, last))
+    program = dataclasses.replace(
+        program,
+        bytes=[0 if value in absent else size for value, size in enumerate(program.bytes)],
+        operations=[each for each in program.operations if not absent.issuperset(each.outputs)],
+        events=[each for each in program.events if not absent.issuperset(each[2])],
+    )
     limit, donated = variant.costs.limit, variant.step.donated
     costs = PlanCosts(program, groups, topology, donated, limit).on(best.speeds)
     return costs.totals(best.inside.lists).bytes

@@ -10,13 +10,13 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from meshwright.planning.dim_groups import HEAVY, VIEWS, DimGroups
+from meshwright.planning.dim_groups import HEAVY, VIEWS, DimGroups, Layout
 from meshwright.planning.exchange_costs import Work
 from meshwright.planning.layer_parts import CutProgram
 from meshwright.planning.plan_costs import Lists
 from meshwright.planning.plan_memory import kept_values
 from meshwright.planning.remat_choice import Variant
-from meshwright.planning.traced_program import TracedProgram
+from meshwright.planning.traced_program import Operation, TracedProgram
 from meshwright.schedules.types import Costs
 
 _NEGLIGIBLE = 1e-4  # part of all work below which an operation is left out
@@ -28,33 +28,75 @@ def scaled_program(
 ) -> tuple[TracedProgram, DimGroups]:
     """The program with the rows of a microbatch, and with a share of the layers in its stacks."""
     program, groups = variant.program, variant.groups
+    scaled: dict[Layout, tuple[Layout, tuple[int, ...], float]] = {}
     shapes, layouts, sizes = [], [], []
     for value, layout in enumerate(groups.layout):
-        new = tuple(
-            (kind, size // microbatches if kind == cut.batch and size % microbatches == 0 else size)
-            for kind, size in layout
-        )
-        ratio = math.prod(s for _, s in new) / max(1, math.prod(s for _, s in layout))
-        if value in cut.stacks:
-            ratio *= share
-        shapes.append(tuple(size for _, size in new))
+        if layout not in scaled:
+            new = tuple(
+                (k, size // microbatches if k == cut.batch and size % microbatches == 0 else size)
+                for k, size in layout
+            )
+            ratio = math.prod(s for _, s in new) / max(1, math.prod(s for _, s in layout))
+            scaled[layout] = new, tuple(size for _, size in new), ratio
+        new, shape, ratio = scaled[layout]
+        shapes.append(shape)
         layouts.append(new)
-        sizes.append(int(program.bytes[value] * ratio))
-    operations = [
-        dataclasses.replace(each, flops=each.flops / microbatches)
-        if each.flops and any(k == cut.batch for v in each.values for k, _ in groups.layout[v])
-        else each
-        for each in program.operations
-    ]
-    scaled = dataclasses.replace(program, shapes=shapes, bytes=sizes, operations=operations)
+        sizes.append(int(program.bytes[value] * ratio * (share if value in cut.stacks else 1.0)))
     kinds: list[set[int]] = [set() for _ in groups.sizes]
-    for layout in layouts:
-        for kind, size in layout:
+    for new, *_ in scaled.values():
+        for kind, size in new:
             if kind >= 0:
                 kinds[kind].add(size)
-    return scaled, dataclasses.replace(
+    return dataclasses.replace(program, shapes=shapes, bytes=sizes), dataclasses.replace(
         groups, layout=tuple(layouts), sizes=tuple(tuple(sorted(each)) for each in kinds)
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class PartWork:
+    """An operation that stands for all of its part that cost the same; `times`: how often they run.
+
+    `rows`: whether it has less to do with fewer rows.
+    """
+
+    label: str
+    operation: Operation
+    times: float
+    rows: bool
+
+
+def fold_parts(variant: Variant, cut: CutProgram) -> list[PartWork]:
+    """Sum up what costs the same in one part of a step; of layers, what one of them runs."""
+    program, layout = variant.program, variant.groups.layout
+    kept = kept_values(program)
+    folded: dict[tuple[str, Work], tuple[Operation, float]] = {}
+    for operation, label in zip(program.operations, cut.part, strict=True):
+        counts = operation.primitive in HEAVY or kept.intersection(operation.outputs)
+        if operation.primitive in VIEWS or not counts:
+            continue
+        times = float(operation.times)
+        if label.startswith("layer"):
+            times = times / cut.layers
+            # A sum over rows makes the gradient of weights.
+            sums = any(
+                dim.kind == "sum"
+                and any(layout[operation.values[w]][d][0] == cut.batch for w, d in dim.at)
+                for dim in operation.dims
+            )
+            if label == "layer B" and sums and operation.flops:
+                label = "layer W"
+        key = label, variant.costs.work(operation)
+        first, before = folded.get(key, (operation, 0.0))
+        folded[key] = first, before + times
+    return [
+        PartWork(
+            label,
+            operation,
+            times,
+            any(kind == cut.batch for v in operation.values for kind, _ in layout[v]),
+        )
+        for (label, _), (operation, times) in folded.items()
+    ]
 
 
 Seconds = dict[str, float]  # by part of the program
@@ -63,31 +105,19 @@ Seconds = dict[str, float]  # by part of the program
 class StageCosts:
     """Seconds of the parts of a program, with the rows of one microbatch, under plans."""
 
-    def __init__(self, variant: Variant, cut: CutProgram, microbatches: int):
+    def __init__(
+        self, variant: Variant, cut: CutProgram, works: Sequence[PartWork], microbatches: int
+    ):
         program, groups = scaled_program(variant, cut, microbatches)
         self.costs = variant.costs.copy()
         self.costs.program, self.costs.groups = program, groups
         self.cut, self.microbatches = cut, microbatches
-        kept = kept_values(program)
         folded: dict[tuple[str, Work], float] = collections.defaultdict(float)
-        for operation, label in zip(program.operations, cut.part, strict=True):
-            counts = operation.primitive in HEAVY or kept.intersection(operation.outputs)
-            if operation.primitive in VIEWS or not counts:
-                continue
-            times = float(operation.times)
-            if label.startswith("layer"):
-                times = times / cut.layers
-                # A sum over rows makes the gradient of weights.
-                sums = any(
-                    dim.kind == "sum"
-                    and any(
-                        groups.layout[operation.values[w]][d][0] == cut.batch for w, d in dim.at
-                    )
-                    for dim in operation.dims
-                )
-                if label == "layer B" and sums and operation.flops:
-                    label = "layer W"
-            folded[label, self.costs.work(operation)] += times
+        for each in works:
+            operation = each.operation
+            if each.rows and operation.flops:
+                operation = dataclasses.replace(operation, flops=operation.flops / microbatches)
+            folded[each.label, self.costs.work(operation)] += each.times
         self.costs.on(())
         alone = {key: times * self.costs.way(key[1], ()).compute for key, times in folded.items()}
         least = _NEGLIGIBLE * sum(alone.values())
