@@ -22,11 +22,12 @@ from meshwright.hardware.topology import topology as read_topology
 from meshwright.meshes.build import abstract_mesh
 from meshwright.meshes.devices import target_topology
 from meshwright.placement.placer import resolve_on
+from meshwright.planning.chosen_pipeline import PipelineChoice
 from meshwright.planning.dim_groups import find_groups
 from meshwright.planning.group_names import name_kinds
 from meshwright.planning.jit_options import read_arguments
 from meshwright.planning.made_plans import PlanMaker, best_plan, rehearsed
-from meshwright.planning.pipeline_choice import PipelineChoice, choose_pipeline
+from meshwright.planning.pipeline_choice import choose_pipeline
 from meshwright.planning.plan_costs import PlanCosts
 from meshwright.planning.plan_notes import idle_notes, memory_notes
 from meshwright.planning.plan_search import (

@@ -10,25 +10,25 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from meshwright._text import amount, duration, plural
-from meshwright.errors import PlanningError
 from meshwright.hardware.topology import Topology
-from meshwright.meshes.build import mesh as build_mesh
 from meshwright.models.base import Model
-from meshwright.mpmd.groups import MpmdMesh
-from meshwright.pipelines.api import pipeline
-from meshwright.pipelines.step import PipelineStep
 from meshwright.placement.placement import Placement
 from meshwright.placement.placer import placement_of
+from meshwright.planning.apply_plan import Layouts
+from meshwright.planning.chosen_pipeline import PipelineChoice, StagedSource, StageRow
 from meshwright.planning.exchange_costs import AxisSpeed, axis_speed
+from meshwright.planning.group_names import data_values
 from meshwright.planning.layer_parts import CutProgram, cut_program
 from meshwright.planning.plan_costs import Lists, PlanCosts
+from meshwright.planning.plan_rules import suffix_rules
 from meshwright.planning.plan_search import Candidate, axis_names, mesh_sizes
 from meshwright.planning.remat_choice import Variant
 from meshwright.planning.stage_costs import (
@@ -54,126 +54,6 @@ _SCHEDULES = ("1f1b", "zb-h1", "interleaved-1f1b")
 _LISTS = 3  # of plans without stages, tried inside of them, for each number of axes
 _SIMULATED = 2  # plans inside of stages, of which all numbers of microbatches are tried
 _LOOKED_AT = 4  # pipelines whose memory is looked at, the fastest first
-
-
-@dataclasses.dataclass(frozen=True)
-class StageRow:
-    """One group of a pipeline: its layers, what else it computes, seconds of a microbatch, bytes.
-
-    `held`: of how many microbatches it has activations at once.
-    """
-
-    layers: int
-    also: str
-    forward: float
-    backward: float
-    held: float
-    bytes: float
-
-
-@dataclasses.dataclass(frozen=True)
-class PipelineChoice:
-    """The best pipeline for a step: its mesh, schedule, microbatches and stages, and what it costs.
-
-    `seconds` are comparable to `without`, those of the plan without stages. `bubble`: the part of
-    the time in which groups wait. `hand_over`: bytes that a device passes on for a microbatch.
-    `wins`: clearly faster, or it fits and the plan without stages does not. `split`: the layers of
-    every stage.
-    """
-
-    spec: MeshSpec
-    lists: Lists
-    schedule: str
-    stages: int
-    microbatches: int
-    rows: tuple[StageRow, ...]
-    seconds: float
-    without: float
-    bubble: float
-    hand_over: float
-    fits: bool
-    wins: bool
-    split: tuple[int, ...]
-    topology: Topology = dataclasses.field(repr=False)
-    timeline: Timeline = dataclasses.field(repr=False)
-    model: Model | None = dataclasses.field(default=None, repr=False)
-
-    @property
-    def groups(self) -> int:
-        """How many groups of devices run it."""
-        return len(self.rows)
-
-    def lines(self) -> list[str]:
-        """Say in lines what it would bring, and how to get it."""
-        gain = 1 - self.seconds / self.without
-        verdict = f"{gain:.0%} faster" if gain > 0 else f"{-gain:.0%} slower"
-        head = (
-            f"Pipeline: the best one has {self.groups} groups, {self.spec}, {self.schedule}, "
-            f"{self.microbatches} microbatches: {duration(self.seconds)} a step, {verdict}, "
-            f"{self.bubble:.0%} of it waiting"
-        )
-        if not self.wins:
-            why = "" if self.fits else f", and needs {amount(max(r.bytes for r in self.rows))}"
-            return [f"{head}{why}; not taken."]
-        rows = "; ".join(
-            f"group {number}: {plural(row.layers, 'layer')}{row.also}, {duration(row.forward)} + "
-            f"{duration(row.backward)}, {amount(row.bytes)}"
-            for number, row in _ends(self.rows)
-        )
-        return [f"{head}. It wins.", f"Its stages: {rows}.", self.how()]
-
-    def how(self) -> str:
-        """Say how to build it."""
-        if self.model is not None:
-            return "plan.pipeline.build() makes it: the model in stages, and its step."
-        first = self.split[0]
-        even = all(count == first for count in self.split)
-        each = str(first) if even else ", ".join(map(str, self.split))
-        return (
-            f"This plan is without stages. For them, cut the loop over {sum(self.split)} layers "
-            f"into {self.stages} loops of {each}, put x = mw.stage_end(x) between, differentiate "
-            "with mw.value_and_grad, and call "
-            f"mw.pipeline(step, mw.MpmdMesh(mw.mesh('{self.spec}'), 'pp'), "
-            f"schedule='{self.schedule}', microbatches={self.microbatches})."
-        )
-
-    def build(self, on: Any = None, **options: Any) -> tuple[Model, PipelineStep]:
-        """Return the model in stages, and its train step as a pipeline, to call or rehearse.
-
-        `on`: devices, by default the hardware of the plan; `options` are those of `pipeline`.
-        Only for models of `mw.models`; for other steps `how()` says what to write.
-        """
-        if self.model is None:
-            raise PlanningError(f"build: only models of mw.models are cut by it. {self.how()}")
-        config = dataclasses.replace(self.model.config, stages=self.stages, accumulation=1)
-        staged = dataclasses.replace(self.model, config=config)
-        whole: Any = build_mesh(self.spec, on=self.topology if on is None else on)
-        groups = MpmdMesh(whole, "pp")
-        options.setdefault("rules", staged.rules(groups.meshes[0]))
-        step = pipeline(
-            staged.train_step,
-            groups,
-            schedule=self.schedule,
-            microbatches=self.microbatches,
-            donate_argnums=0,
-            **options,
-        )
-        return staged, step
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the choice as plain data; times in seconds."""
-        names = ("schedule", "stages", "microbatches", "seconds", "without", "bubble", "hand_over")
-        return {
-            "mesh": str(self.spec),
-            **{name: getattr(self, name) for name in (*names, "fits", "wins")},
-            "groups": [dataclasses.asdict(row) for row in self.rows],
-        }
-
-
-def _ends(rows: Sequence[StageRow]) -> list[tuple[int, StageRow]]:
-    """The rows to show: all, or the first, the second and the last."""
-    numbered = list(enumerate(rows))
-    return numbered if len(rows) <= 4 else [*numbered[:2], numbered[-1]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -429,6 +309,13 @@ def _choice(
                 + max(0.0, held - 1) * count * best.costed.saved,
             )
         )
+    ends: tuple[int, ...] = ()
+    source = None
+    if cut.ends:
+        ends = tuple(cut.ends[layer - 1] for layer in itertools.accumulate(best.layers[:-1]))
+    if cut.ends and variant.staged is not None:
+        rules = _rules(variant, best.costed, names[1:])
+        source = StagedSource(variant.staged, variant.step, rules)
     most = max(row.bytes for row in rows)
     fits = most <= variant.costs.limit
     return PipelineChoice(
@@ -445,10 +332,27 @@ def _choice(
         fits=fits,
         wins=fits and (not others_fit or best.seconds < (1 - GAIN) * without),
         split=best.layers,
+        ends=ends,
+        marked=cut.marked,
         topology=topology,
         timeline=timeline,
         model=model,
+        source=source,
     )
+
+
+def _rules(
+    variant: Variant, best: _Costed, names: Sequence[str]
+) -> tuple[tuple[str, PartitionSpec], ...]:
+    """How the state lies inside of a stage, as rules over the paths inside of its arguments."""
+    layouts = Layouts(variant.costs.copy().on(best.speeds), best.inside.lists, names)
+    data = set(data_values(variant.step, variant.program))
+    paths = [path for part in variant.step.arguments for path in part.paths]
+    specs: dict[str, PartitionSpec] = {}
+    for path, value in zip(paths, variant.program.arguments, strict=True):
+        if value not in data and path:
+            specs.setdefault(path, layouts.of_value(value))
+    return suffix_rules(list(specs), list(specs.values()))
 
 
 def _stage_bytes(
