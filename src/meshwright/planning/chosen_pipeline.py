@@ -126,14 +126,14 @@ class PipelineChoice:
             f"mw.pipeline(step, mw.MpmdMesh(mw.mesh('{self.spec}'), 'pp'), "
             f"schedule='{self.schedule}', microbatches={self.microbatches})"
         )
-        built = (
-            "plan.pipeline.build() makes the step with them, if it differentiates with "
-            "mw.value_and_grad. By hand"
-            if self.source is not None
-            else "For them"
-        )
+        built = "For them, "
+        if self.source is not None:
+            built = (
+                "plan.pipeline.build() makes the step with them; one that is all your own must "
+                "differentiate with mw.value_and_grad. By hand: "
+            )
         return (
-            f"This plan is without stages. {built}, {self._where()}, differentiate with "
+            f"This plan is without stages. {built}{self._where()}, differentiate with "
             f"mw.value_and_grad, and call {call}."
         )
 
@@ -167,6 +167,9 @@ class PipelineChoice:
                 "build: only models of mw.models, and steps whose layers are marked with mw.block, "
                 f"are cut by it. {self.how()}"
             )
+        if self.source is not None and self.model is None:
+            # Refused before the devices are asked for.
+            function = self.source.in_stages(self.ends, self.microbatches)
         whole: Any = build_mesh(self.spec, on=self.topology if on is None else on)
         groups = MpmdMesh(whole, "pp")
         staged: Any
@@ -176,8 +179,7 @@ class PipelineChoice:
             function = staged.train_step
             options = {"rules": staged.rules(groups.meshes[0]), "donate_argnums": 0, **options}
         elif self.source is not None:
-            staged = function = self.source.in_stages(self.ends, self.microbatches)
-            donated = self.source.step.donate_argnums
+            staged, donated = function, self.source.step.donate_argnums
             options = {"rules": self.source.rules, "donate_argnums": donated, **options}
         step = pipeline(
             function, groups, schedule=self.schedule, microbatches=self.microbatches, **options
