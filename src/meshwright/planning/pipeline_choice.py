@@ -52,8 +52,9 @@ _MOST_STAGES, _MOST_MICROBATCHES = 32, 256
 _ROUNDS = (1, 2, 4, 8)  # microbatches for each stage
 _SCHEDULES = ("1f1b", "zb-h1", "interleaved-1f1b")
 _LISTS = 3  # of plans without stages, tried inside of them, for each number of axes
-_SIMULATED = 2  # plans inside of stages, of which all numbers of microbatches are tried
-_LOOKED_AT = 4  # pipelines whose memory is looked at, the fastest first
+_SIMULATED = 4  # plans inside of stages, of which all numbers of microbatches are tried
+_LOOKED_AT = 4  # pipelines whose memory is looked at, the fastest of each plan inside of stages
+_SIMPLE_KINDS = 4  # that come after the rows in the simplest plans inside of stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +133,14 @@ def choose_pipeline(
     without = whole_step(whole.seconds(best.lists), cut)
     tries = _tries(variant, cut, works, found, topology, scatters, even=model is not None)
     fastest: PipelineChoice | None = None
-    for each in tries[:_LOOKED_AT]:
+    looked_at: list[_Inside] = []
+    for each in tries:
+        inside = each.costed.inside
+        if inside in looked_at:
+            continue  # its fastest does not fit, and what the weights take is in all of them
+        looked_at.append(inside)
+        if len(looked_at) > _LOOKED_AT:
+            break
         choice = _choice(variant, cut, each, topology, without, fits, model)
         fastest = fastest or choice
         if choice.fits:
@@ -155,11 +163,7 @@ def _tries(
     """Find the fastest pipelines."""
     devices = topology.num_devices
     costs: dict[int, StageCosts] = {}
-    by_axes: dict[int, list[Lists]] = collections.defaultdict(list)
-    for candidate in found:
-        known = by_axes[len(candidate.sizes)]
-        if candidate.lists not in known and len(known) < _LISTS:
-            known.append(candidate.lists)
+    by_axes = _lists_inside(cut, found, variant.groups.count)
 
     def costed(inside: _Inside, rounds: int) -> _Costed | None:
         count = inside.groups * rounds
@@ -219,6 +223,30 @@ def _tries(
             each.name,
         ),
     )
+
+
+def _lists_inside(
+    cut: CutProgram, found: Sequence[Candidate], kinds: int
+) -> dict[int, list[Lists]]:
+    """The plans to try inside of stages, by their number of axes.
+
+    Those of the step without stages, and the simplest: rows, and what is cut where there are none,
+    or too few of them in a microbatch.
+    """
+    by_axes: dict[int, list[Lists]] = collections.defaultdict(list)
+    for candidate in found:
+        known = by_axes[len(candidate.sizes)]
+        if candidate.lists not in known and len(known) < _LISTS:
+            known.append(candidate.lists)
+    rows = (cut.batch,)
+    others = [kind for kind in range(kinds) if kind != cut.batch][:_SIMPLE_KINDS]
+    simple: list[Lists] = [(rows, order) for (order,) in by_axes[1] if cut.batch not in order]
+    for count in range(3):
+        simple += [((*rows, *order),) for order in itertools.permutations(others, count)]
+    for lists in simple:
+        if lists not in by_axes[len(lists)]:
+            by_axes[len(lists)].append(lists)
+    return by_axes
 
 
 def _placed(
