@@ -370,6 +370,7 @@ def test_a_loss_with_an_optimizer_is_built_and_gives_the_numbers_of_one_device()
         np.testing.assert_allclose(np.asarray(ours), theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_equinox_model_is_built_and_gives_the_numbers_of_one_device():
     eqx = pytest.importorskip("equinox")
     keys = jax.random.split(jax.random.key(0), 6)
