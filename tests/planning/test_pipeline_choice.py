@@ -1,5 +1,7 @@
 """Pipelines in plans: where they win and where not, and the real thing on simulated devices."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.errors import PlanningError
-from meshwright.planning import pipeline_choice, stage_costs
+from meshwright.planning import layer_parts, pipeline_choice, stage_costs
 from meshwright.planning.exchange_costs import AxisSpeed, axis_speed
 
 # Eight A100s on a host, 100 Gb/s of network for all of them: 1.6 GB/s each.
@@ -67,11 +69,12 @@ def test_the_parts_of_a_step_add_up_to_it(on_thin_network):
     variant = stage_costs.Variant(
         plan.step, plan.costs.program, plan.costs.groups, plan.groups, plan.costs
     )
-    cut = stage_costs.cut_program(variant)
+    cut = layer_parts.cut_program(variant)
     assert (cut.layers, cut.rows) == (8, 32)
     assert {label.split()[0] for label in cut.part} == {"layer", "first", "last", "once"}
     # One axis, which lies in one way only.
-    stage = stage_costs.StageCosts(variant, cut, 1)
+    works = stage_costs.fold_parts(variant, cut)
+    stage = stage_costs.StageCosts(variant, cut, works, 1)
     placed = pipeline_choice._placed(["axis0"], [32], plan.topology, None)
     stage.costs.on(tuple(axis_speed(axis, plan.topology) for axis in placed.axes))
     parts = stage_costs.whole_step(stage.seconds(plan.lists), cut)
@@ -84,9 +87,9 @@ def test_microbatches_repeat_what_is_gathered_and_divide_what_is_computed(on_thi
     variant = stage_costs.Variant(
         plan.step, plan.costs.program, plan.costs.groups, plan.groups, plan.costs
     )
-    cut = stage_costs.cut_program(variant)
-    whole = stage_costs.StageCosts(variant, cut, 1)
-    parts = stage_costs.StageCosts(variant, cut, 8)
+    cut = layer_parts.cut_program(variant)
+    works = stage_costs.fold_parts(variant, cut)
+    whole, parts = (stage_costs.StageCosts(variant, cut, works, count) for count in (1, 8))
     alone = [each.costs.on(()) and each.seconds(()) for each in (whole, parts)]
     assert alone[0]["layer F"] * 0.99 < 8 * alone[1]["layer F"] < alone[0]["layer F"] * 1.2
     placed = pipeline_choice._placed(["axis0"], [32], plan.topology, None)
@@ -146,8 +149,275 @@ def test_any_scanned_step_gets_stages_with_fewer_layers_beside_a_heavy_head():
     assert sum(layers) == 16 and layers[-1] < layers[0]
     assert "mw.stage_end(x)" in choice.how()
     assert f"over 16 layers into 4 loops of {', '.join(map(str, layers))}," in choice.how()
-    with pytest.raises(PlanningError, match=r"only models of mw\.models are cut by it"):
+    with pytest.raises(
+        PlanningError, match=r"only models of mw\.models, and steps whose layers are"
+    ):
         choice.build()
+
+
+# Layers that are written out: calls of a function that is marked, or under `jax.checkpoint`.
+
+
+def dense_layer(x, w):
+    return x + jax.nn.gelu(x @ w["up"]) @ w["down"]
+
+
+def written_out(layer, stages=(), differentiate=mw.value_and_grad):
+    """A train step whose layers are called one after the other; `stages` end after these."""
+
+    def loss(params, x):
+        x = x @ params["embed"]
+        for number, w in enumerate(params["layers"], 1):
+            x = layer(x, w)
+            if number in stages:
+                x = mw.stage_end(x)
+        return jnp.mean(jax.nn.logsumexp(x @ params["head"], axis=-1))
+
+    def step(params, x):
+        value, grads = differentiate(loss)(params, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+    return step
+
+
+def scanned_out(layer):
+    def loss(params, x):
+        x = x @ params["embed"]
+        x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x, params["layers"])
+        return jnp.mean(jax.nn.logsumexp(x @ params["head"], axis=-1))
+
+    def step(params, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+    return step
+
+
+def dense_params(layers, width, hidden, vocab, of=None, stacked=False):
+    of = of or (lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32))
+    one = {"up": (width, hidden), "down": (hidden, width)}
+    if stacked:
+        weights = {name: of(layers, *shape) for name, shape in one.items()}
+    else:
+        weights = [{name: of(*shape) for name, shape in one.items()} for _ in range(layers)]
+    return {"embed": of(width, width), "layers": weights, "head": of(width, vocab)}
+
+
+def plan_dense(step, layers=8, stacked=False, **options):
+    rows = jax.ShapeDtypeStruct((32, 2048, 4096), jnp.float32)
+    return mw.plan(
+        step, dense_params(layers, 4096, 16384, 32768, stacked=stacked), rows,
+        on=mw.topology(THIN, slices=4), donate_argnums=0, progress=False, max_axes=1, **options,
+    )  # fmt: skip
+
+
+def random_params(layers=8, width=32, hidden=64, vocab=128):
+    rng = np.random.default_rng(0)
+    return dense_params(
+        layers, width, hidden, vocab,
+        lambda *shape: jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[0]), jnp.float32),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def marked_plan():
+    return plan_dense(written_out(mw.block(dense_layer)))
+
+
+def test_layers_that_are_written_out_get_the_pipeline_of_the_same_layers_scanned(marked_plan):
+    loop = plan_dense(scanned_out(mw.block(dense_layer)), stacked=True)
+    assert marked_plan.remat.policy == loop.remat.policy
+    ours, theirs = marked_plan.pipeline, loop.pipeline
+    assert ours.wins and theirs.wins
+    assert (ours.spec, ours.schedule, ours.microbatches) == (
+        theirs.spec, theirs.schedule, theirs.microbatches,
+    )  # fmt: skip
+    assert ours.seconds == pytest.approx(theirs.seconds, rel=0.03)
+    assert ours.hand_over == theirs.hand_over
+    assert sum(ours.split) == sum(theirs.split) == 8
+
+
+def test_functions_under_checkpoint_are_layers_where_none_is_marked():
+    found = plan_dense(written_out(jax.checkpoint(dense_layer))).pipeline
+    loop = plan_dense(scanned_out(jax.checkpoint(dense_layer)), stacked=True).pipeline
+    assert found.seconds == pytest.approx(loop.seconds, rel=0.03)
+    for one, other in zip(found.rows, loop.rows, strict=True):
+        assert 0.5 < one.bytes / other.bytes < 2
+    assert sum(found.split) == 8 and not found.marked and found.source is None
+    assert "of the functions under jax.checkpoint" in found.how()
+    with pytest.raises(PlanningError, match=r"steps whose layers are marked with mw\.block"):
+        found.build()
+
+
+def variant_of(step, *args):
+    """A step as the planner costs it."""
+    plan = mw.plan(
+        step, *args, on="v5e:2x2", donate_argnums=0, progress=False, max_axes=1, pipelines=False
+    )
+    return stage_costs.Variant(
+        plan.step, plan.costs.program, plan.costs.groups, plan.groups, plan.costs
+    )
+
+
+def test_what_a_layer_owns_is_its_weights_their_gradients_and_its_activations():
+    step = written_out(mw.block(dense_layer))
+    variant = variant_of(step, random_params(4), jnp.ones((64, 32)))
+    cut = layer_parts.cut_program(variant)
+    assert (cut.layers, cut.rows, cut.ends, cut.marked) == (4, 64, (0, 1, 2, 3), True)
+    assert [variant.program.shapes[value] for value in cut.carried] == [(64, 32)]
+    owners = {
+        path: cut.owner.get(value)
+        for path, value in zip(variant.step.paths, variant.program.arguments, strict=True)
+    }
+    assert owners.pop("params/embed") == "first" and owners.pop("params/head") == "last"
+    assert owners.pop("x") == "first", "no other stage reads the rows"
+    assert owners == {f"params/layers/{n}/{name}": n for n in range(4) for name in ("up", "down")}
+    new = variant.program.results[: len(variant.step.paths) - 1]
+    assert [cut.owner[value] for value in new] == ["first", "last", *(n // 2 for n in range(8))]
+    third = set(cut.elsewhere(2, first=False, last=False))
+    assert {v for v, owner in cut.owner.items() if owner not in (0, 1)} == third
+
+
+def test_several_blocks_can_make_a_layer():
+    up = mw.block(lambda x, w: jax.nn.gelu(x @ w["up"]))
+    down = mw.block(lambda x, w: x @ w["down"])
+    step = written_out(lambda x, w: x + down(up(x, w), w))
+    cut = layer_parts.cut_program(variant_of(step, random_params(4), jnp.ones((64, 32))))
+    assert (cut.layers, cut.ends) == (4, (1, 3, 5, 7))
+
+
+def test_blocks_in_a_loop_leave_the_layers_to_it():
+    params = random_params(4)
+    params["layers"] = jax.tree.map(lambda *w: jnp.stack(w), *params["layers"])
+    step = scanned_out(mw.block(dense_layer))
+    cut = layer_parts.cut_program(variant_of(step, params, jnp.ones((64, 32))))
+    assert (cut.layers, cut.ends) == (4, ())
+
+
+def test_blocks_that_differ_are_no_layers():
+    params = random_params(2)
+    for name, dims in (("up", (32, 128)), ("down", (128, 32))):
+        params["layers"][1][name] = jnp.ones(dims)
+    step = written_out(mw.block(dense_layer))
+    cut = layer_parts.cut_program(variant_of(step, params, jnp.ones((64, 32))))
+    assert cut == layer_parts.NO_EQUAL_LAYERS
+
+
+def run_both(step, one_device, params, rows):
+    """What a pipeline and one device make of a step."""
+    new, value = step(jax.tree.map(jnp.copy, params), rows)
+    expected, loss = jax.jit(one_device)(params, rows)
+    np.testing.assert_allclose(value, loss, rtol=1e-5)
+    for ours, theirs in zip(jax.tree.leaves(new), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(ours), theirs, rtol=1e-4, atol=1e-5)
+
+
+def told_numbers(how):
+    """After which blocks the text says that stages end."""
+    (text,) = re.findall(r"after number ([\d, and]+) of the marked blocks", how)
+    return tuple(int(number) for number in re.findall(r"\d+", text))
+
+
+def test_what_a_choice_says_to_write_gives_the_numbers_of_one_device(marked_plan):
+    choice = marked_plan.pipeline
+    numbers = told_numbers(choice.how())
+    assert numbers == tuple(end + 1 for end in choice.ends) and len(numbers) == 3
+    (call,) = re.findall(r"call (mw\.pipeline\(.*\))\.$", choice.how())
+    # As it is written, but on eight devices.
+    assert f"'{choice.spec}'" in call
+    small = call.replace(str(choice.spec), "pp:4, fsdp:2")
+    step = written_out(mw.block(dense_layer), numbers)
+    pipelined = eval(small, {"mw": mw, "step": step})  # noqa: S307
+    params, rows = random_params(), jnp.linspace(-1, 1, 64 * 32).reshape(64, 32)
+    run_both(pipelined, written_out(dense_layer, (), jax.value_and_grad), params, rows)
+
+
+def test_a_step_with_marked_blocks_is_built_and_gives_the_numbers_of_one_device():
+    params, rows = random_params(4), jnp.linspace(-1, 1, 64 * 32).reshape(64, 32)
+    step = written_out(mw.block(dense_layer))
+    plan = mw.plan(step, params, rows, on="cpu:8", donate_argnums=0, progress=False, max_axes=1)
+    choice = plan.pipeline
+    assert choice.ends and "plan.pipeline.build() makes the step" in choice.how()
+    staged, pipelined = choice.build(progress=False)
+    run_both(pipelined, written_out(dense_layer, (), jax.value_and_grad), params, rows)
+    assert f"up to block {choice.ends[0] + 1}" in str(pipelined.explain(params, rows))
+    # Alone, the step with stages is the step.
+    np.testing.assert_allclose(staged(params, rows)[1], step(params, rows)[1], rtol=1e-6)
+
+
+def test_a_loss_with_an_optimizer_is_built_and_gives_the_numbers_of_one_device():
+    optax = pytest.importorskip("optax")
+    params, rows = random_params(4), jnp.linspace(-1, 1, 64 * 32).reshape(64, 32)
+
+    def loss(params, x):
+        x = x @ params["embed"]
+        for w in params["layers"]:
+            x = jax.checkpoint(dense_layer)(x, w)
+        logits = x @ params["head"]
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1)), logits
+
+    plan = mw.plan(
+        loss, params, rows, on="cpu:8", optimizer=optax.sgd(0.1), progress=False, max_axes=1
+    )
+    _, pipelined = plan.pipeline.build(progress=False)
+    state = optax.sgd(0.1).init(params)
+    new, _, (value, logits) = pipelined(jax.tree.map(jnp.copy, params), state, rows)
+    (expected, logits_), grads = jax.value_and_grad(loss, has_aux=True)(params, rows)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    np.testing.assert_allclose(logits, logits_, rtol=1e-4, atol=1e-5)
+    wanted = jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
+    for ours, theirs in zip(jax.tree.leaves(new), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(np.asarray(ours), theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_an_equinox_model_is_built_and_gives_the_numbers_of_one_device():
+    eqx = pytest.importorskip("equinox")
+    keys = jax.random.split(jax.random.key(0), 6)
+    model = {
+        "embed": eqx.nn.Linear(32, 32, key=keys[0]),
+        "layers": [eqx.nn.MLP(32, 32, 64, 1, key=key) for key in keys[1:5]],
+        "head": eqx.nn.Linear(32, 128, key=keys[5]),
+    }
+
+    @mw.block
+    def layer(x, mlp):
+        return x + jax.vmap(mlp)(x)
+
+    def loss(model, x):
+        x = jax.vmap(model["embed"])(x)
+        for mlp in model["layers"]:
+            x = layer(x, mlp)
+        return jnp.mean(jax.nn.logsumexp(jax.vmap(model["head"])(x), axis=-1))
+
+    def step(model, x):
+        value, grads = mw.value_and_grad(loss)(model, x)
+        return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads)), value
+
+    rows = jnp.linspace(-1, 1, 64 * 32).reshape(64, 32)
+    plan = mw.plan(step, model, rows, on="cpu:8", progress=False, max_axes=1)
+    _, pipelined = plan.pipeline.build(progress=False)
+    new, value = pipelined(model, rows)
+    expected, wanted = step(model, rows)
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    for ours, theirs in zip(
+        jax.tree.leaves(eqx.filter(new, eqx.is_array)),
+        jax.tree.leaves(eqx.filter(expected, eqx.is_array)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(np.asarray(ours), theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_that_takes_jax_gradients_is_not_built_and_is_told_why():
+    plan = plan_dense(written_out(mw.block(dense_layer), (), jax.value_and_grad), layers=4)
+    with pytest.raises(PlanningError, match=r"Take them with mw\.value_and_grad, which outside"):
+        plan.pipeline.build()
+
+
+def test_a_step_in_which_nothing_is_marked_says_how_to_get_stages():
+    plan = plan_dense(written_out(dense_layer), layers=4)
+    assert plan.pipeline is None
+    assert any("Mark it with mw.block, and plan again." in note for note in plan.notes)
 
 
 def test_a_step_without_a_loop_over_layers_has_no_stages():

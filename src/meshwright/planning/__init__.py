@@ -8,10 +8,10 @@ The parts, in order: the step is traced once (`traced_program`), with a rule for
 groups (`dim_groups`); a plan is, per mesh axis, an ordered list of groups, and has a cost
 (`plan_costs`, `exchange_costs`) and needs memory (`plan_memory`); the cheapest lists are searched
 for on every mesh (`plan_search`). What blocks keep for the backward pass (`remat_choice`) and
-stages (`stage_costs`, `pipeline_choice`) are weighed beside that. The step is evaluated with the
-constraints written in (`apply_plan`, `planned_step`). `api` is the door, `made_plans` makes what it
-returns, a `step_plan`, which `plan_text` and `plan_drawing` show, `plan_rules` writes down and
-`saved_plans` keeps.
+stages (`layer_parts`, `stage_costs`, `pipeline_choice`, which makes a `chosen_pipeline`) are
+weighed beside that. The step is evaluated with the constraints written in (`apply_plan`,
+`planned_step`). `api` is the door, `made_plans` makes what it returns, a `step_plan`, which
+`plan_text` and `plan_drawing` show, `plan_rules` writes down and `saved_plans` keeps.
 
 Apart from these, `run_prediction` predicts training runs that are only described
 (`described_runs`), by the same speeds.

@@ -22,11 +22,12 @@ from meshwright.hardware.topology import topology as read_topology
 from meshwright.meshes.build import abstract_mesh
 from meshwright.meshes.devices import target_topology
 from meshwright.placement.placer import resolve_on
+from meshwright.planning.chosen_pipeline import PipelineChoice
 from meshwright.planning.dim_groups import find_groups
 from meshwright.planning.group_names import data_values, name_kinds
 from meshwright.planning.jit_options import read_arguments
 from meshwright.planning.made_plans import PlanMaker, best_plan, context_notes, rehearsed
-from meshwright.planning.pipeline_choice import PipelineChoice, choose_pipeline
+from meshwright.planning.pipeline_choice import choose_pipeline
 from meshwright.planning.plan_costs import PlanCosts
 from meshwright.planning.plan_notes import idle_notes, kernel_notes, memory_notes
 from meshwright.planning.plan_search import (
@@ -148,7 +149,7 @@ def plan(
         found = search.with_queries(chosen, found)
         checked = rehearsed(maker, found, check, compiler, pulse)
         best = best_plan(maker, found, checked)
-        staged: PipelineChoice | None = None
+        staged: PipelineChoice | str | None = None
         if pipelines and fixed is None:
             pulse.now("stages")
             usable = [c for n, c in enumerate(found) if n == best or not maker.cuts_queries(c)]
@@ -172,12 +173,13 @@ def plan(
         seconds=time.perf_counter() - began,
         unknown=chosen.program.unknown(),
         remat=remat,
-        pipeline=staged,
+        pipeline=staged if isinstance(staged, PipelineChoice) else None,
         notes=(
             *notes,
             *kernel_notes(chosen.program, hardware.num_devices),
             *context_notes(maker, found, checked, best),
-            *(line for each in (remat, staged) if each is not None for line in each.lines()),
+            *(remat.lines() if remat is not None else ()),
+            *([staged] if isinstance(staged, str) else staged.lines() if staged else ()),
             *told_changes(before, chosen, hardware),
         ),
     )

@@ -10,31 +10,32 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from meshwright._text import amount, duration, plural
-from meshwright.errors import PlanningError
 from meshwright.hardware.topology import Topology
-from meshwright.meshes.build import mesh as build_mesh
 from meshwright.models.base import Model
-from meshwright.mpmd.groups import MpmdMesh
-from meshwright.pipelines.api import pipeline
-from meshwright.pipelines.step import PipelineStep
 from meshwright.placement.placement import Placement
 from meshwright.placement.placer import placement_of
+from meshwright.planning.apply_plan import Layouts
+from meshwright.planning.chosen_pipeline import PipelineChoice, StagedSource, StageRow
 from meshwright.planning.exchange_costs import AxisSpeed, axis_speed
+from meshwright.planning.group_names import data_values
+from meshwright.planning.layer_parts import CutProgram, cut_program
 from meshwright.planning.plan_costs import Lists, PlanCosts
+from meshwright.planning.plan_rules import suffix_rules
 from meshwright.planning.plan_search import Candidate, axis_names, mesh_sizes
 from meshwright.planning.remat_choice import Variant
 from meshwright.planning.stage_costs import (
-    CutProgram,
+    PartWork,
     Seconds,
     StageCosts,
-    cut_program,
+    fold_parts,
     optimizer_seconds,
     scaled_program,
     task_costs,
@@ -51,128 +52,9 @@ _MOST_STAGES, _MOST_MICROBATCHES = 32, 256
 _ROUNDS = (1, 2, 4, 8)  # microbatches for each stage
 _SCHEDULES = ("1f1b", "zb-h1", "interleaved-1f1b")
 _LISTS = 3  # of plans without stages, tried inside of them, for each number of axes
-_SIMULATED = 2  # plans inside of stages, of which all numbers of microbatches are tried
-_LOOKED_AT = 4  # pipelines whose memory is looked at, the fastest first
-
-
-@dataclasses.dataclass(frozen=True)
-class StageRow:
-    """One group of a pipeline: its layers, what else it computes, seconds of a microbatch, bytes.
-
-    `held`: of how many microbatches it has activations at once.
-    """
-
-    layers: int
-    also: str
-    forward: float
-    backward: float
-    held: float
-    bytes: float
-
-
-@dataclasses.dataclass(frozen=True)
-class PipelineChoice:
-    """The best pipeline for a step: its mesh, schedule, microbatches and stages, and what it costs.
-
-    `seconds` are comparable to `without`, those of the plan without stages. `bubble`: the part of
-    the time in which groups wait. `hand_over`: bytes that a device passes on for a microbatch.
-    `wins`: clearly faster, or it fits and the plan without stages does not. `split`: the layers of
-    every stage.
-    """
-
-    spec: MeshSpec
-    lists: Lists
-    schedule: str
-    stages: int
-    microbatches: int
-    rows: tuple[StageRow, ...]
-    seconds: float
-    without: float
-    bubble: float
-    hand_over: float
-    fits: bool
-    wins: bool
-    split: tuple[int, ...]
-    topology: Topology = dataclasses.field(repr=False)
-    timeline: Timeline = dataclasses.field(repr=False)
-    model: Model | None = dataclasses.field(default=None, repr=False)
-
-    @property
-    def groups(self) -> int:
-        """How many groups of devices run it."""
-        return len(self.rows)
-
-    def lines(self) -> list[str]:
-        """Say in lines what it would bring, and how to get it."""
-        gain = 1 - self.seconds / self.without
-        verdict = f"{gain:.0%} faster" if gain > 0 else f"{-gain:.0%} slower"
-        head = (
-            f"Pipeline: the best one has {self.groups} groups, {self.spec}, {self.schedule}, "
-            f"{self.microbatches} microbatches: {duration(self.seconds)} a step, {verdict}, "
-            f"{self.bubble:.0%} of it waiting"
-        )
-        if not self.wins:
-            why = "" if self.fits else f", and needs {amount(max(r.bytes for r in self.rows))}"
-            return [f"{head}{why}; not taken."]
-        rows = "; ".join(
-            f"group {number}: {plural(row.layers, 'layer')}{row.also}, {duration(row.forward)} + "
-            f"{duration(row.backward)}, {amount(row.bytes)}"
-            for number, row in _ends(self.rows)
-        )
-        return [f"{head}. It wins.", f"Its stages: {rows}.", self.how()]
-
-    def how(self) -> str:
-        """Say how to build it."""
-        if self.model is not None:
-            return "plan.pipeline.build() makes it: the model in stages, and its step."
-        first = self.split[0]
-        even = all(count == first for count in self.split)
-        each = str(first) if even else ", ".join(map(str, self.split))
-        return (
-            f"This plan is without stages. For them, cut the loop over {sum(self.split)} layers "
-            f"into {self.stages} loops of {each}, put x = mw.stage_end(x) between, differentiate "
-            "with mw.value_and_grad, and call "
-            f"mw.pipeline(step, mw.MpmdMesh(mw.mesh('{self.spec}'), 'pp'), "
-            f"schedule='{self.schedule}', microbatches={self.microbatches})."
-        )
-
-    def build(self, on: Any = None, **options: Any) -> tuple[Model, PipelineStep]:
-        """Return the model in stages, and its train step as a pipeline, to call or rehearse.
-
-        `on`: devices, by default the hardware of the plan; `options` are those of `pipeline`.
-        Only for models of `mw.models`; for other steps `how()` says what to write.
-        """
-        if self.model is None:
-            raise PlanningError(f"build: only models of mw.models are cut by it. {self.how()}")
-        config = dataclasses.replace(self.model.config, stages=self.stages, accumulation=1)
-        staged = dataclasses.replace(self.model, config=config)
-        whole: Any = build_mesh(self.spec, on=self.topology if on is None else on)
-        groups = MpmdMesh(whole, "pp")
-        options.setdefault("rules", staged.rules(groups.meshes[0]))
-        step = pipeline(
-            staged.train_step,
-            groups,
-            schedule=self.schedule,
-            microbatches=self.microbatches,
-            donate_argnums=0,
-            **options,
-        )
-        return staged, step
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the choice as plain data; times in seconds."""
-        names = ("schedule", "stages", "microbatches", "seconds", "without", "bubble", "hand_over")
-        return {
-            "mesh": str(self.spec),
-            **{name: getattr(self, name) for name in (*names, "fits", "wins")},
-            "groups": [dataclasses.asdict(row) for row in self.rows],
-        }
-
-
-def _ends(rows: Sequence[StageRow]) -> list[tuple[int, StageRow]]:
-    """The rows to show: all, or the first, the second and the last."""
-    numbered = list(enumerate(rows))
-    return numbered if len(rows) <= 4 else [*numbered[:2], numbered[-1]]
+_SIMULATED = 4  # plans inside of stages, of which all numbers of microbatches are tried
+_LOOKED_AT = 4  # pipelines whose memory is looked at, the fastest of each plan inside of stages
+_SIMPLE_KINDS = 4  # that come after the rows in the simplest plans inside of stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,10 +108,11 @@ def choose_pipeline(
     *,
     function: Any = None,
     scatters: bool = True,
-) -> PipelineChoice | None:
-    """Find the best pipeline for a step that was planned; `None` where it cannot have stages.
+) -> PipelineChoice | str | None:
+    """Find the best pipeline for a step that was planned; where it has no layers, say so.
 
     `found`: the plans without stages, best first; their lists are tried inside of stages, too.
+    `None` where a pipeline can win nothing.
     """
     best = found[0]
     fits = best.totals.bytes <= variant.costs.limit
@@ -238,18 +121,26 @@ def choose_pipeline(
     if devices < 4 or (fits and best.totals.exchange < 2 * GAIN * best.totals.seconds):
         return None
     cut = cut_program(variant)
-    if cut is None:
-        return None
+    if isinstance(cut, str):
+        return cut
     model = getattr(function, "__self__", None)
     model = model if isinstance(model, Model) and not getattr(model.config, "tied", False) else None
-    whole = StageCosts(variant, cut, 1)
+    works = fold_parts(variant, cut)
+    whole = StageCosts(variant, cut, works, 1)
     names = [f"axis{n}" for n in range(len(best.sizes))]
     placed = _placed(names, best.sizes, topology, best.intensity)
     whole.costs.on(tuple(axis_speed(axis, topology, scatters) for axis in placed.axes))
     without = whole_step(whole.seconds(best.lists), cut)
-    tries = _tries(variant, cut, found, topology, scatters, even=model is not None)
+    tries = _tries(variant, cut, works, found, topology, scatters, even=model is not None)
     fastest: PipelineChoice | None = None
-    for each in tries[:_LOOKED_AT]:
+    looked_at: list[_Inside] = []
+    for each in tries:
+        inside = each.costed.inside
+        if inside in looked_at:
+            continue  # its fastest does not fit, and what the weights take is in all of them
+        looked_at.append(inside)
+        if len(looked_at) > _LOOKED_AT:
+            break
         choice = _choice(variant, cut, each, topology, without, fits, model)
         fastest = fastest or choice
         if choice.fits:
@@ -263,6 +154,7 @@ def choose_pipeline(
 def _tries(
     variant: Variant,
     cut: CutProgram,
+    works: Sequence[PartWork],
     found: Sequence[Candidate],
     topology: Topology,
     scatters: bool,
@@ -271,18 +163,14 @@ def _tries(
     """Find the fastest pipelines."""
     devices = topology.num_devices
     costs: dict[int, StageCosts] = {}
-    by_axes: dict[int, list[Lists]] = collections.defaultdict(list)
-    for candidate in found:
-        known = by_axes[len(candidate.sizes)]
-        if candidate.lists not in known and len(known) < _LISTS:
-            known.append(candidate.lists)
+    by_axes = _lists_inside(cut, found, variant.groups.count)
 
     def costed(inside: _Inside, rounds: int) -> _Costed | None:
         count = inside.groups * rounds
         if cut.rows % count or count > _MOST_MICROBATCHES:
             return None
         if count not in costs:
-            costs[count] = StageCosts(variant, cut, count)
+            costs[count] = StageCosts(variant, cut, works, count)
         stage = costs[count]
         speeds = tuple(axis_speed(axis, topology, scatters) for axis in inside.placed.axes[1:])
         stage.costs.on(speeds)
@@ -335,6 +223,30 @@ def _tries(
             each.name,
         ),
     )
+
+
+def _lists_inside(
+    cut: CutProgram, found: Sequence[Candidate], kinds: int
+) -> dict[int, list[Lists]]:
+    """The plans to try inside of stages, by their number of axes.
+
+    Those of the step without stages, and the simplest: rows, and what is cut where there are none,
+    or too few of them in a microbatch.
+    """
+    by_axes: dict[int, list[Lists]] = collections.defaultdict(list)
+    for candidate in found:
+        known = by_axes[len(candidate.sizes)]
+        if candidate.lists not in known and len(known) < _LISTS:
+            known.append(candidate.lists)
+    rows = (cut.batch,)
+    others = [kind for kind in range(kinds) if kind != cut.batch][:_SIMPLE_KINDS]
+    simple: list[Lists] = [(rows, order) for (order,) in by_axes[1] if cut.batch not in order]
+    for count in range(3):
+        simple += [((*rows, *order),) for order in itertools.permutations(others, count)]
+    for lists in simple:
+        if lists not in by_axes[len(lists)]:
+            by_axes[len(lists)].append(lists)
+    return by_axes
 
 
 def _placed(
@@ -425,6 +337,13 @@ def _choice(
                 + max(0.0, held - 1) * count * best.costed.saved,
             )
         )
+    ends: tuple[int, ...] = ()
+    source = None
+    if cut.ends:
+        ends = tuple(cut.ends[layer - 1] for layer in itertools.accumulate(best.layers[:-1]))
+    if cut.ends and variant.staged is not None:
+        rules = _rules(variant, best.costed, names[1:])
+        source = StagedSource(variant.staged, variant.step, rules)
     most = max(row.bytes for row in rows)
     fits = most <= variant.costs.limit
     return PipelineChoice(
@@ -441,10 +360,27 @@ def _choice(
         fits=fits,
         wins=fits and (not others_fit or best.seconds < (1 - GAIN) * without),
         split=best.layers,
+        ends=ends,
+        marked=cut.marked,
         topology=topology,
         timeline=timeline,
         model=model,
+        source=source,
     )
+
+
+def _rules(
+    variant: Variant, best: _Costed, names: Sequence[str]
+) -> tuple[tuple[str, PartitionSpec], ...]:
+    """How the state lies inside of a stage, as rules over the paths inside of its arguments."""
+    layouts = Layouts(variant.costs.copy().on(best.speeds), best.inside.lists, names)
+    data = set(data_values(variant.step, variant.program))
+    paths = [path for part in variant.step.arguments for path in part.paths]
+    specs: dict[str, PartitionSpec] = {}
+    for path, value in zip(paths, variant.program.arguments, strict=True):
+        if value not in data and path:
+            specs.setdefault(path, layouts.of_value(value))
+    return suffix_rules(list(specs), list(specs.values()))
 
 
 def _stage_bytes(
@@ -458,12 +394,13 @@ def _stage_bytes(
 ) -> float:
     """Bytes on a device for some of the layers and one microbatch."""
     program, groups = scaled_program(variant, cut, best.microbatches, layers / cut.layers)
-    elsewhere = (frozenset() if first else cut.first) | (frozenset() if last else cut.last)
-    sizes = [
-        0 if shape in elsewhere else size
-        for shape, size in zip(program.shapes, program.bytes, strict=True)
-    ]
-    program = dataclasses.replace(program, bytes=sizes)
+    absent = set(cut.elsewhere(layers, first, last))
+    program = dataclasses.replace(
+        program,
+        bytes=[0 if value in absent else size for value, size in enumerate(program.bytes)],
+        operations=[each for each in program.operations if not absent.issuperset(each.outputs)],
+        events=[each for each in program.events if not absent.issuperset(each[2])],
+    )
     limit, donated = variant.costs.limit, variant.step.donated
     costs = PlanCosts(program, groups, topology, donated, limit).on(best.speeds)
     return costs.totals(best.inside.lists).bytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from meshwright.planning.dim_groups import HEAVY, REDUCING, VIEWS, Layout
 from meshwright.planning.traced_program import Operation, TracedProgram
@@ -63,6 +63,20 @@ def _is_one_hot(program: TracedProgram, operation: Operation) -> bool:
         and not dims.update_window_dims
         and program.bytes[updates] * 16 <= program.bytes[operation.outputs[0]]
     )
+
+
+def values_behind(program: TracedProgram, kept: set[int], readers: Collection[int]) -> set[int]:
+    """Return the values in memory that some operations read, or compute from what they read."""
+    sources, number = _Sources(program, kept), 0
+    behind: set[int] = set()
+    for kind, inputs, outputs in program.events:
+        if kind == "op":
+            if number in readers:
+                behind.update(source for value in inputs for source in sources.of(value))
+            number += 1
+        for value in outputs:
+            sources.add(value, inputs)
+    return behind
 
 
 # In: a program, what is kept of it, and which arguments are donated. Out: for the worst moments of

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -27,6 +27,8 @@ from meshwright._compat import (
     source_line,
 )
 from meshwright.errors import PlanningError, short
+from meshwright.pipelines.microbatching import value_and_grad
+from meshwright.pipelines.trace_marks import stage_end
 from meshwright.pipelines.tracing import run_equation
 from meshwright.planning.traced_program import TracedStep, inlined_program, trace_step
 from meshwright.rehearsal.step_arguments import argument_names
@@ -37,6 +39,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 # From what is fastest to what needs least memory; "as written" leaves the user's own.
 POLICIES = ("everything", "dots", "dots without batch", "nothing")
 OFFLOAD, WRITTEN = "offload", "as written"
+# The name scope of a block's call, with its number: AD keeps it in the backward pass.
+BLOCK_SCOPE = "mw_block_"
 _CHECKPOINTS = ("checkpoint", "remat2")
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 
@@ -94,24 +98,50 @@ def _marks_itself(*_: Any, **__: Any) -> bool:
 
 
 class _Chooser:
-    """Gives the blocks that are called while it is set their policies, in the order of calls."""
+    """Gives the blocks that are called while it is set their policies, in the order of calls.
 
-    def __init__(self, assignment: Assignment | None = None, find: bool = False):
-        self.assignment, self.find = assignment, find
+    `ends`: the numbers of calls after which a stage of a pipeline ends.
+    """
+
+    def __init__(
+        self,
+        assignment: Assignment | None = None,
+        find: bool = False,
+        ends: Collection[int] = (),
+    ):
+        self.assignment, self.find, self.ends = assignment, find, ends
         self.blocks: list[Block] = []
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         number = len(self.blocks)
-        name = getattr(function, "__name__", "block")
-        self.blocks.append(Block(name, 1))
+        self.blocks.append(Block(getattr(function, "__name__", "block"), 1))
         if self.find:
             return _checkpointed(function, args, kwargs, _marks_itself)
+        with block_scope(number):
+            out = self._run(number, function, args, kwargs)
+        # A function may be traced a second time, with all of its blocks.
+        at = number % len(self.assignment) if self.assignment else number
+        return _end_stage(out, at) if at in self.ends else out
+
+    def _run(self, number: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         # JAX may trace a body more often than before: what is beyond the end has the last policy.
         policy = self.assignment[min(number, len(self.assignment) - 1)] if self.assignment else ()
         name = policy[0][0] if policy else "everything"
         if name in ("everything", WRITTEN):
             return function(*args, **kwargs)
         return _checkpointed(function, args, kwargs, policy_of(name))
+
+
+def block_scope(number: int) -> Any:
+    """The name scope by which a block's operations are found, in the forward and the backward."""
+    return jax.named_scope(f"{BLOCK_SCOPE}{number}")
+
+
+def _end_stage(out: Any, number: int) -> Any:
+    """End a stage after a block: its arrays go on to the next one, what is no array around it."""
+    parts = split_arrays(out)
+    arrays = stage_end(list(parts.arrays), f"up to block {number + 1}")
+    return parts.rebuild(arrays)
 
 
 def _checkpointed(function: Callable[..., Any], args: Any, kwargs: Any, policy: Any) -> Any:
@@ -161,14 +191,16 @@ class MarkedStep:
     step: Callable[..., Any]
     blocks: tuple[Block, ...]
 
-    def function(self, assignment: Assignment) -> Callable[..., Any]:
-        """Return the step with a policy for every block."""
-        return _renamed(_under(self.step, assignment), self.step)
+    def function(self, assignment: Assignment, ends: Collection[int] = ()) -> Callable[..., Any]:
+        """Return the step with a policy for every block, and stages that end after some."""
+        return _renamed(_under(self.step, assignment, ends), self.step)
 
 
-def _under(step: Callable[..., Any], assignment: Assignment) -> Callable[..., Any]:
+def _under(
+    step: Callable[..., Any], assignment: Assignment, ends: Collection[int]
+) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
-        with choosing(_Chooser(assignment)):
+        with choosing(_Chooser(assignment, ends=ends)):
             return step(*args)
 
     return run
@@ -177,6 +209,15 @@ def _under(step: Callable[..., Any], assignment: Assignment) -> Callable[..., An
 def _renamed(function: Callable[..., Any], like: Callable[..., Any]) -> Callable[..., Any]:
     function.__name__ = getattr(like, "__name__", "step")
     return function
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedLoss:
+    """A loss, traced: its jaxpr, the `Split` of what it returns, and the blocks in it."""
+
+    closed: Any
+    returned: Any
+    found: tuple[tuple[Eqn, Block], ...]
 
 
 # In: a loss and an optimizer. Out: a train step `(params, state, *batch) -> (params, state, out)`,
@@ -189,41 +230,47 @@ class LossStep:
     loss: Callable[..., Any]
     optimizer: Any
     args: tuple[Any, ...]
-    closed: Any
-    returned: Any
-    found: tuple[tuple[Eqn, Block], ...]
+    traced: TracedLoss
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        return tuple(each for _, each in self.found)
+        return tuple(each for _, each in self.traced.found)
 
-    def function(self, assignment: Assignment) -> Callable[..., Any]:
-        """Return the train step with a policy for every block."""
-        chosen = {
-            id(eqn): (each, segments)
-            for (eqn, each), segments in zip(self.found, assignment, strict=True)
-            if segments[0][0] != WRITTEN
-        }
-        run = _Rematerialized(chosen).run
+    def function(self, assignment: Assignment, ends: Collection[int] = ()) -> Callable[..., Any]:
+        """Return the train step with a policy for every block, and stages that end after some."""
 
         def loss(params: Any, *batch: Any) -> Any:
+            traced = self.traced
             arrays = split_arrays((params, *batch)).arrays
-            return self.returned.rebuild(run(self.closed.jaxpr, self.closed.consts, arrays))
+            if ends:  # in a pipeline it has the rows of a microbatch
+                traced = _trace_loss(self.loss, (params, *batch))
+            chosen = {
+                id(eqn): (each, segments)
+                for (eqn, each), segments in zip(traced.found, assignment, strict=True)
+            }
+            run = _Rematerialized(chosen, ends).run
+            return traced.returned.rebuild(run(traced.closed.jaxpr, traced.closed.consts, arrays))
 
-        return _renamed(train_step(loss, self.optimizer), self.loss)
+        # What a pipeline makes of the outputs of its microbatches.
+        words = ["concat" if aval.shape else "mean" for aval in self.traced.closed.out_avals]
+        aux = self.traced.returned.rebuild(words, other=None)
+        return _renamed(train_step(loss, self.optimizer, aux), self.loss)
 
 
-def train_step(loss: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
-    """Make a train step of a loss and an optimizer, as an Optax transformation is one."""
+def train_step(loss: Callable[..., Any], optimizer: Any, aux: Any) -> Callable[..., Any]:
+    """Make a train step of a loss and an optimizer, as an Optax transformation is one.
+
+    `aux`: how what the loss returns is reduced over microbatches, where it runs in a pipeline.
+    """
 
     def step(params: Any, state: Any, *batch: Any) -> tuple[Any, Any, Any]:
         weights = _weights(params)
 
-        def on(weights: Any) -> tuple[Any, Any]:
+        def on(weights: Any, *batch: Any) -> tuple[Any, Any]:
             out = loss(_merged(params, weights), *batch)
             return (out[0] if isinstance(out, tuple) else out), out
 
-        (_, out), grads = jax.value_and_grad(on, has_aux=True)(weights)
+        (_, out), grads = value_and_grad(on, has_aux=True, aux=aux)(weights, *batch)
         updates, state = optimizer.update(grads, state, weights)
         new = jax.tree.map(lambda w, u: (w + u).astype(w.dtype), weights, updates)
         return _merged(params, new), state, out
@@ -258,6 +305,20 @@ def loss_step(loss: Callable[..., Any], args: Sequence[Any], optimizer: Any) -> 
             "optimizer: with an optimizer the function is a loss of parameters and a batch: "
             "plan(loss, params, batch, optimizer=...)."
         )
+    traced = _trace_loss(loss, args)
+    value = traced.closed.out_avals[0] if traced.closed.out_avals else None
+    if getattr(value, "shape", None) != ():
+        raise PlanningError(
+            "optimizer: the function returns no scalar first, so it is no loss. Return the loss, "
+            "or (loss, anything else); or plan the whole train step without optimizer=."
+        )
+    state = jax.eval_shape(
+        lambda params: optimizer.init(_weights(params)), jax.tree.map(as_shape, args[0])
+    )
+    return LossStep(loss, optimizer, (args[0], state, *args[1:]), traced)
+
+
+def _trace_loss(loss: Callable[..., Any], args: Sequence[Any]) -> TracedLoss:
     parts = split_arrays(tuple(args))
     returned: list[Any] = []
 
@@ -268,17 +329,7 @@ def loss_step(loss: Callable[..., Any], args: Sequence[Any], optimizer: Any) -> 
 
     with choosing(_Chooser(find=True)):
         closed = jax.make_jaxpr(flat)(*map(as_shape, parts.arrays))
-    value = closed.out_avals[0] if closed.out_avals else None
-    if getattr(value, "shape", None) != ():
-        raise PlanningError(
-            "optimizer: the function returns no scalar first, so it is no loss. Return the loss, "
-            "or (loss, anything else); or plan the whole train step without optimizer=."
-        )
-    state = jax.eval_shape(
-        lambda params: optimizer.init(_weights(params)), jax.tree.map(as_shape, args[0])
-    )
-    found = tuple(_distinct(_blocks_in(closed.jaxpr)))
-    return LossStep(loss, optimizer, (args[0], state, *args[1:]), closed, returned[-1], found)
+    return TracedLoss(closed, returned[-1], tuple(_distinct(_blocks_in(closed.jaxpr))))
 
 
 def _distinct(found: Iterator[tuple[Eqn, Block]]) -> Iterator[tuple[Eqn, Block]]:
@@ -339,12 +390,14 @@ def _value_names(jaxpr: Jaxpr) -> set[str]:
 
 # In: a jaxpr, and segments for some of its equations. Out: what it computes, under these policies.
 # Invariant: other equations run as they are; a `jax.checkpoint` inside of a block gives way to the
-# block's. A scan with two segments becomes two scans, one after the other.
+# block's. A scan with two segments becomes two scans, one after the other. Stages end after the
+# runs of checkpoints whose numbers are in `ends`.
 class _Rematerialized:
-    """Evaluates the jaxpr of a loss with other policies for its blocks."""
+    """Evaluates the jaxpr of a loss once, with other policies for its blocks."""
 
-    def __init__(self, chosen: Mapping[int, tuple[Block, Segments]]):
-        self.chosen = chosen
+    def __init__(self, chosen: Mapping[int, tuple[Block, Segments]], ends: Collection[int] = ()):
+        self.chosen, self.ends = chosen, ends
+        self.runs = 0
 
     def run(
         self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], inside: bool = False
@@ -361,7 +414,7 @@ class _Rematerialized:
             name = eqn.primitive.name
             held = None if name.startswith("custom") else inlined_program(eqn)
             if id(eqn) in self.chosen:
-                results = self._block(eqn, values, *self.chosen[id(eqn)])
+                results = self._block(eqn, values, env, *self.chosen[id(eqn)])
             elif held is not None and (
                 inside or (name not in _CHECKPOINTS and self._holds(held[0]))
             ):
@@ -377,19 +430,26 @@ class _Rematerialized:
         """Whether a jaxpr has a block in it."""
         return any(id(eqn) in self.chosen for eqn in _deep(jaxpr))
 
-    def _block(self, eqn: Eqn, values: Sequence[Any], each: Block, segments: Segments) -> list[Any]:
+    def _block(
+        self,
+        eqn: Eqn,
+        values: Sequence[Any],
+        env: dict[Var, Any],
+        each: Block,
+        segments: Segments,
+    ) -> list[Any]:
+        name = segments[0][0]
         if eqn.primitive.name != "scan":
-            name = segments[0][0]
-            # Blocks are checkpoints or scans, and a checkpoint holds its program.
-            held: Any = inlined_program(eqn)
-            run: Callable[..., list[Any]] = functools.partial(self._inside, held)
-            if name != "everything":
-                run = jax.checkpoint(
-                    run,
-                    policy=policy_of(name, each.names),
-                    prevent_cse=eqn.params.get("prevent_cse", True),
+            number, self.runs = self.runs, self.runs + 1
+            with block_scope(number):
+                results = (
+                    run_equation(eqn, env)
+                    if name == WRITTEN
+                    else self._under(eqn, values, policy=name, names=each.names)
                 )
-            return run(*values)
+            return _end_stage(results, number) if number in self.ends else results
+        if name == WRITTEN:
+            return run_equation(eqn, env)
         start, carry, stacks = 0, list(values), []
         constants, carried = scan_counts(eqn.params)
         whole = constants + carried
@@ -407,6 +467,20 @@ class _Rematerialized:
             else stacks[0]
         )
         return [*carry[constants:], *joined]
+
+    def _under(
+        self, eqn: Eqn, values: Sequence[Any], policy: str, names: Sequence[str]
+    ) -> list[Any]:
+        """Run a checkpoint, which holds its program, under another policy."""
+        held: Any = inlined_program(eqn)
+        run: Callable[..., list[Any]] = functools.partial(self._inside, held)
+        if policy != "everything":
+            run = jax.checkpoint(
+                run,
+                policy=policy_of(policy, names),
+                prevent_cse=eqn.params.get("prevent_cse", True),
+            )
+        return run(*values)
 
     def _inside(self, held: tuple[Jaxpr, Sequence[Any]], *values: Any) -> list[Any]:
         return self.run(*held, values, inside=True)

@@ -8,8 +8,9 @@ last of them get it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from meshwright._compat_lowering import moves_to_host
@@ -87,13 +88,17 @@ class RematChoice:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A step, traced and ready to be costed."""
+    """A step, traced and ready to be costed.
+
+    `staged`: makes it with stages of a pipeline that end after some of its blocks, by number.
+    """
 
     step: TracedStep
     program: TracedProgram
     groups: DimGroups
     names: tuple[str, ...]
     costs: PlanCosts
+    staged: Callable[[Collection[int]], Callable[..., Any]] | None = None
 
 
 Prepare = Callable[[Callable[..., Any]], Variant]
@@ -119,14 +124,19 @@ def choose_remat(
     if not blocks:
         variant = prepare(source.function(()))
         return variant, search(variant), None
-    base = prepare(source.function(_all(blocks, "nothing")))
+
+    def variant_of(assignment: Assignment) -> Variant:
+        staged = functools.partial(source.function, assignment)
+        return dataclasses.replace(prepare(staged()), staged=staged)
+
+    base = variant_of(_all(blocks, "nothing"))
     found = search(base)
     tried = {_all(blocks, "nothing"): (base, found)}
 
     def cost(assignment: Assignment) -> None:
         if assignment not in tried:
             told(f"remat: {_words(assignment)}")
-            variant = prepare(source.function(assignment))
+            variant = variant_of(assignment)
             tried[assignment] = variant, recost(variant, base, found, topology, scatters)
 
     if any(block.written for block in blocks):

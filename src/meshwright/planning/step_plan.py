@@ -18,8 +18,8 @@ from meshwright.hardware.topology import Topology
 from meshwright.meshes.build import abstract_mesh
 from meshwright.meshes.build import mesh as build_mesh
 from meshwright.planning.apply_plan import Layouts, planned_function
+from meshwright.planning.chosen_pipeline import PipelineChoice
 from meshwright.planning.exchange_costs import Exchange, Work
-from meshwright.planning.pipeline_choice import PipelineChoice
 from meshwright.planning.plan_costs import Lists, PlanCosts, Totals
 from meshwright.planning.plan_drawing import plan_drawing, plan_page
 from meshwright.planning.plan_rules import PlanRules, make_rules

@@ -36,6 +36,7 @@ INLINED = {
 }
 CONTROL_FLOW = frozenset({"scan", "while", "cond"})
 _LARGEST_TABLE = 2**22  # bytes of a constant that a kernel may look up its blocks in
+LOOP_SCOPE = "<loop>"
 
 Position = tuple[int, int]  # a value and one of its dims
 
@@ -45,6 +46,7 @@ class Operation:
     """One primitive: the values it reads and makes, and its iteration dims.
 
     `times`: how often a step runs it. `body`: the innermost loop that it is in, 0 for none.
+    `scope`: name scopes around it, the outermost first; those in a loop come after `LOOP_SCOPE`.
     """
 
     primitive: str
@@ -57,6 +59,7 @@ class Operation:
     known: bool
     eqn: Eqn
     exponentials: float = 0.0
+    scope: str = ""
 
     @property
     def values(self) -> tuple[int, ...]:
@@ -72,6 +75,8 @@ class TracedProgram:
     in some operation. `stacked`: dims that a loop goes along. `events`: for the memory of a step,
     what is read and made, in order; a loop is one event before its body and one after. `carried`:
     what a body hands to its next run. `stack_of`: what a body takes a part of in each run.
+    `rematted`: for what `jax.checkpoint` computes again in the backward pass, outside of loops, the
+    numbers of the first operation and of the one after, and what it is computed from.
     """
 
     shapes: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
@@ -86,6 +91,7 @@ class TracedProgram:
     maker: dict[int, str] = dataclasses.field(default_factory=dict)
     carried: set[int] = dataclasses.field(default_factory=set)
     stack_of: dict[int, int] = dataclasses.field(default_factory=dict)
+    rematted: list[tuple[int, int, tuple[int, ...]]] = dataclasses.field(default_factory=list)
     arguments: list[int] = dataclasses.field(default_factory=list)
     results: list[int] = dataclasses.field(default_factory=list)
 
@@ -223,6 +229,7 @@ class _Reader:
         self.body = 0
         self.used: set[Var] = set()  # variables that something reads, of the jaxprs being read
         self.tables: dict[int, np.ndarray] = {}  # small constants: kernels look blocks up in them
+        self.scope = ""
 
     def new(self, aval: Any) -> int:
         """Add a value and return its number."""
@@ -264,12 +271,18 @@ class _Reader:
         for eqn in jaxpr.eqns:
             values = [self.read(env, atom) for atom in eqn.invars]
             held = inlined_program(eqn)
+            outer, self.scope = self.scope, _inner_scope(self.scope, eqn)
             if held is not None:
+                start = len(self.program.operations)
                 inner = self.run(held[0], values, times, held[1])
                 outputs = [self.read(inner, atom) for atom in held[0].outvars]
+                if eqn.params.get("differentiated") and not self.body:
+                    span = (start, len(self.program.operations))
+                    self.program.rematted.append((*span, tuple(values)))
             else:
                 outputs = [self.new(var.aval) for var in eqn.outvars]
                 self._equation(eqn, values, outputs, times)
+            self.scope = outer
             env.update(zip(eqn.outvars, outputs, strict=True))
         return env
 
@@ -300,6 +313,7 @@ class _Reader:
             if value in self.tables:
                 self.tables[within] = self.tables[value]
         outer, self.body = self.body, len(self.program.operations) + 1
+        self.scope = f"{self.scope}/{LOOP_SCOPE}"
         self.program.events.append(("scan", tuple(inputs), tuple(outputs)))
         env = self.run(body, inside, times * params["length"], params["jaxpr"].consts)
         self.body = outer
@@ -356,6 +370,7 @@ class _Reader:
             rule.known,
             eqn,
             rule.exponentials,
+            self.scope,
         )
         values = operation.values
         for dim in rule.dims:
@@ -365,6 +380,12 @@ class _Reader:
         program.events.append(("op", operation.inputs, operation.outputs))
         program.maker.update((out, name) for out in outputs)
         program.operations.append(operation)
+
+
+def _inner_scope(outer: str, eqn: Eqn) -> str:
+    """The scopes inside of an equation: those of the programs around it come first."""
+    own = str(eqn.source_info.name_stack)
+    return f"{outer}/{own}" if outer and own else outer or own
 
 
 def sub_programs(eqn: Eqn) -> Iterator[Any]:
