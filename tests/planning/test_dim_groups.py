@@ -1,5 +1,7 @@
 """Which dims are cut together, found in the jaxpr alone."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 
@@ -113,3 +115,42 @@ def test_groups_of_a_model_have_names():
     p = mw.plan(tiny.train_step, tiny.shapes(), tiny.batch(64), on="v5e:2x4", donate_argnums=0)
     assert {"batch", "seq", "embed"} <= set(p.groups)
     assert len(set(p.groups)) == len(p.groups)
+
+
+def chain(x, weights):
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def chained(widths):
+    shapes = [jax.ShapeDtypeStruct(pair, "float32") for pair in itertools.pairwise(widths)]
+    x = jax.ShapeDtypeStruct((64, widths[0]), "float32")
+    program = read_program(jax.make_jaxpr(chain)(x, shapes))
+    return program, find_groups(program, data=program.arguments[:1], most=4)
+
+
+def test_weights_without_a_dim_in_common_are_listed_as_one():
+    widths = [8 * n for n in range(4, 15)]
+    program, groups = chained(widths)
+    assert groups.every == groups.count - 1 == 4
+    assert groups.sizes[groups.every] == tuple(widths[1:])
+    # All but the first kinds have no number of their own, and are cut with the others alone.
+    assert sum(kind < WHOLE for kind in groups.weights) == len(groups.weights) - 3 > 0
+    for value in program.arguments[1:]:
+        assert groups.layout[value][1][0] in groups.weights
+
+
+def test_weights_with_a_dim_in_common_are_not():
+    def blocks(x, weights):
+        for up, down in weights:
+            x = x + jnp.tanh(x @ up) @ down
+        return x
+
+    shapes = [
+        [jax.ShapeDtypeStruct(pair, "float32") for pair in ((32, n), (n, 32))] for n in (64, 96)
+    ]
+    x = jax.ShapeDtypeStruct((64, 16, 32), "float32")
+    program = read_program(jax.make_jaxpr(blocks)(x, shapes))
+    groups = find_groups(program, data=program.arguments[:1])
+    assert groups.every == WHOLE and groups.weights == ()

@@ -5,6 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 import meshwright as mw
+from meshwright.planning.exchange_costs import ExchangeCosts
+from meshwright.planning.made_plans import unasked_part
+from meshwright.planning.plan_search import speeds_on
 
 ROWS, WIDTH, HIDDEN = 512, 256, 1024
 
@@ -216,3 +219,64 @@ def test_a_tpu_takes_what_large_convolutions_exchange_in_pieces(channels, on, ki
 def test_the_compiler_of_a_tpu_convolves_so(channels):
     made = convolved(channels).rehearse(progress=False, codegen=False).collectives
     assert {entry.kind for entry in made if entry.bytes > 2**14} == {"collective-permute"}
+
+
+@pytest.mark.parametrize(
+    ("have", "want", "kinds"),
+    [
+        # Rows lie cut by both axes, the second one inside: it can leave by itself.
+        ({0: 0, 1: 0}, {0: 0, 1: 1}, ["all-to-all"]),
+        ({0: 0, 1: 0}, {0: 0}, ["all-gather"]),
+        # The first one leaves pieces in another order.
+        ({0: 0, 1: 0}, {0: 1, 1: 0}, ["all-to-all", "collective-permute"]),
+        ({0: 0, 1: 1}, {0: 1, 1: 1}, ["all-to-all", "collective-permute"]),
+        ({0: 0, 1: 0}, {1: 0}, ["all-gather"]),
+    ],
+)
+def test_an_axis_that_leaves_another_inside_of_it_costs_more(have, want, kinds):
+    topology = mw.topology("v5e:4x4")
+    costs = ExchangeCosts(speeds_on((4, 4), topology), topology, overlaps=True)
+    log = []
+    seconds = costs.move(2**26, have, want, log)
+    assert [entry.kind for entry in log] == kinds
+    assert seconds == pytest.approx(sum(entry.seconds for entry in log))
+    whole = {0: 0, 1: 0} == have and want == {1: 0}
+    assert log[0].bytes == (2**26 if whole else 2**24 if kinds == ["all-gather"] else 2**22)
+
+
+def test_few_rows_are_exchanged_rather_than_the_weights_they_meet():
+    p = planned([["batch", "embed"]], rows=16)
+    weight = WIDTH * HIDDEN * 4
+    assert max(exchange.bytes for exchange, _, _ in p.exchanges()) < weight / 2
+    assert max(compiled(p).values()) < weight / 2
+    many = planned([["batch", "embed"]], rows=8192)
+    assert max(exchange.bytes for exchange, _, _ in many.exchanges()) == weight
+
+
+def by_words(params, tokens):
+    def loss(params):
+        logits = jnp.tanh(params["table"][tokens]) @ params["head"]
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1)
+        return -chosen.mean()
+
+    return jax.grad(loss)(params)
+
+
+@pytest.mark.compilers
+def test_exchanges_that_a_plan_implies_are_asked_for():
+    params = {
+        "table": jax.ShapeDtypeStruct((8192, 64), "float32"),
+        "head": jax.ShapeDtypeStruct((64, 8192), "float32"),
+    }
+    tokens = jax.ShapeDtypeStruct((64, 512), "int32")
+    p = mw.plan(by_words, params, tokens, on="v5e:2x4", mesh="fsdp:8", progress=False)
+    head = p.costs.groups.layout[p.costs.program.arguments[0]]
+    assert p.step.paths[0].endswith("head")
+    batch = p.groups.index("batch")
+    p.layouts.lists = ((head[1][0], batch),)  # logits are cut by words, and so need all labels
+    r = p.rehearse(progress=False, codegen=False)
+    implicit = sum(e.total_seconds for e in r.collectives if e.cause == "implicit resharding")
+    assert implicit > 0.0
+    assert unasked_part(p, r) < implicit / r.time.total
+    p.layouts.lists = ((batch,),)  # under which the same program would be a surprise
+    assert unasked_part(p, r) == pytest.approx(implicit / r.time.total)

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from forced_plans import with_lists
+from forced_plans import assert_equal_to_one_device, with_lists
 
 import meshwright as mw
 from meshwright.errors import PlanningError
@@ -391,3 +391,32 @@ def test_a_product_is_pinned_where_its_operands_do_not_say_how_it_lies():
     # Both operands have the rows; weights that lie cut are gathered because the result is pinned.
     assert after_products(lambda x: jnp.tanh(jnp.einsum("bi,bj->bij", x, x)), X) == ["tanh"]
     assert after_products(predict, weights(), X) == ["sharding_constraint", "sharding_constraint"]
+
+
+def test_all_weights_as_one_entry_cuts_each_and_computes_the_same():
+    widths = [16, 24, 40, 56, 72, 88, 104, 120, 136, 152, 168, 184, 200, 216, 232, 248, 8]
+
+    def train(weights, batch):
+        def loss(weights):
+            x = batch
+            for w in weights:
+                x = jnp.tanh(x @ w)
+            return jnp.mean(x**2)
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+    keys = jax.random.split(jax.random.key(0), len(widths))
+    pairs = list(itertools.pairwise(widths))
+    weights = [
+        jax.random.normal(key, pair) / pair[0] ** 0.5
+        for key, pair in zip(keys, pairs, strict=False)
+    ]
+    batch = jax.random.normal(keys[-1], (64, 16))
+    plan = mw.plan(train, weights, batch, mesh="fsdp:8", donate_argnums=0, progress=False)
+    assert len(plan.costs.groups.weights) > len(plan.groups)  # more widths than a plan can list
+    forced = with_lists(plan, [["batch", "all weights"]])
+    assert all(any(spec) for spec in forced.in_specs[0])
+    assert forced.in_specs[1] == jax.P("fsdp")
+    assert_equal_to_one_device(forced, weights, batch)
+    assert "all weights" in str(forced)

@@ -117,7 +117,7 @@ class Layouts:
     def of_value(self, value: int) -> PartitionSpec:
         """How a value lies."""
         program = self.costs.program
-        if program.bytes[value] < SMALLEST and value not in self.data:
+        if program.bytes[value] < self.smallest and value not in self.data:
             return PartitionSpec()  # type: ignore[no-untyped-call]
         layout = self.costs.groups.layout[value]
         return spec_of(self.costs.cut(layout, self.lists), len(layout), self.names)

@@ -182,18 +182,18 @@ def _kinds_of_weights(
     def kinds(value: int) -> set[int]:
         return {kind_of(value, dim) for dim in range(len(program.shapes[value]))}
 
-    of_data = {WHOLE}.union(*map(kinds, data))
+    of_data = set[int]().union(*map(kinds, data))
     held: collections.Counter[int] = collections.Counter()
     total = 0
     for value in program.arguments:
         if value not in data:
             total += program.bytes[value]
-            for kind in kinds(value) - of_data:
+            for kind in kinds(value) - {WHOLE}:
                 held[kind] += program.bytes[value]
     if max(held.values(), default=total) > _NEARLY_ALL * total:
         return ()
     # Numbered kinds come first, rising; those below fall.
-    return tuple(sorted(held, key=lambda kind: (kind < 0, abs(kind))))
+    return tuple(sorted(held.keys() - of_data, key=lambda kind: (kind < 0, abs(kind))))
 
 
 def _size(program: TracedProgram, position: Position) -> int:
