@@ -253,8 +253,12 @@ class _Search:
         )
 
     def with_queries(self, variant: Variant, found: list[Candidate]) -> list[Candidate]:
-        """Add context parallel plans, where they may be better than the best that was found."""
-        if self.before is not None:
+        """Add context parallel plans, where they may be better than the best that was found.
+
+        Not where every device has rows of its own, and all fits: nothing is won by cutting these.
+        """
+        fits = found[0].totals.bytes <= self.limit
+        if self.before is not None or (fits and self.fixed is None and self._rows_for_all(variant)):
             return found
         self.pulse.now("context parallel plans")
         kept = _kept(self.keep, variant.names, self.fixed)
@@ -263,6 +267,13 @@ class _Search:
         more = recost(variant, variant, more, self.hardware, self.scatters)
         near = [each for each in more if each.objective < MAY_BE_BETTER * found[0].objective]
         return sorted([*found, *near], key=lambda each: each.objective)
+
+    def _rows_for_all(self, variant: Variant) -> bool:
+        """Whether the batch can be cut over all devices."""
+        if "batch" not in variant.names:
+            return False
+        rows = variant.groups.sizes[variant.names.index("batch")]
+        return min(rows) % self.hardware.num_devices == 0
 
     def _refine(self, variant: Variant, found: list[Candidate]) -> list[Candidate]:
         if self.before is not None:

@@ -143,6 +143,8 @@ def find_groups(
         return kinds.get(roots[value, dim], WHOLE)
 
     weights = _kinds_of_weights(program, kind_of, data)
+    if not weights:  # no plan lists those without a number
+        kinds = {root: kind for root, kind in kinds.items() if kind > WHOLE}
     count = 1 + max(kinds.values(), default=WHOLE) + bool(weights)
     twice = sorted({kinds.get(roots[at], WHOLE) for at in queries})
     of_queries = {kind: n for n, kind in enumerate((k for k in twice if k > WHOLE), count)}

@@ -211,7 +211,12 @@ class ExchangeCosts:
                 kind = "all-to-all"
             else:
                 continue
-            inner = _inner_axes(axis, have, want)
+            # Later axes that stay on the dim that this one leaves, or on the one it comes to.
+            inner: list[int] = []
+            for other, place in have.items():
+                stays = other > axis and want.get(other) == place
+                if stays and (place == dim or place == want.get(axis)):
+                    inner.append(other)
             size_here = local
             if inner and kind == "all-gather":  # of all axes on the dim, and sliced
                 size_here *= math.prod([self.sizes[other] for other in inner])
@@ -306,15 +311,6 @@ class ExchangeCosts:
         side = sides.get(dim)
         after = any(sides.get(n) == side and sizes[n] >= LANES for n in large if n > dim)
         return not (side == "both" or (after and len(large) > 3))
-
-
-def _inner_axes(axis: int, have: Cut, want: Cut) -> list[int]:
-    """The later axes that stay on the dim that this one leaves, or on the one it comes to."""
-    return [
-        other
-        for other, dim in have.items()
-        if other > axis and want.get(other) == dim and dim in (have[axis], want.get(axis))
-    ]
 
 
 def product_sides(operation: Operation) -> tuple[dict[int, str], ...]:

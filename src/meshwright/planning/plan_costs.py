@@ -286,7 +286,8 @@ class PlanCosts:
     def way(self, work: Work, lists: Lists, log: list[Exchange] | None = None) -> Way:
         """Return how an operation is computed under a plan; `log` gets its exchanges."""
         options: list[list[int | None]] = []
-        lists = self._expand(lists)
+        if self.groups.weights:
+            lists = self._expand(lists)
         for axis, order in enumerate(lists):
             size = self.sizes[axis]
             takers: list[int | None] = []
@@ -298,7 +299,7 @@ class PlanCosts:
                     for n, (iteration, kind, length, _) in enumerate(work.dims)
                     if kind == wanted and iteration != "whole" and length % size == 0
                 ]
-                if not takers or self._exchanges_heaviest(work, takers):
+                if not takers or (work.heaviest >= 0 and _exchanges_heaviest(work, takers)):
                     continue
                 if not work.looks_up:
                     break
@@ -311,15 +312,6 @@ class PlanCosts:
         if log is not None:
             self._way(work, lists, choices[best], log)
         return ways[best]
-
-    def _exchanges_heaviest(self, work: Work, takers: Sequence[int | None]) -> bool:
-        """Whether no loop that may take an axis runs over the value that outweighs all others."""
-        return work.heaviest >= 0 and not any(
-            value == work.heaviest
-            for number in takers
-            if number is not None
-            for value, _ in work.dims[number][3]
-        )
 
     def _way(
         self,
@@ -478,6 +470,16 @@ class PlanCosts:
 def _kind_of(kinds: Sequence[int]) -> int:
     """The kind of a loop: that of its dims, unless one of them stays whole."""
     return WHOLE if WHOLE in kinds else kinds[0]
+
+
+def _exchanges_heaviest(work: Work, takers: Sequence[int | None]) -> bool:
+    """Whether no loop that may take an axis runs over the value that outweighs all others."""
+    return not any(
+        value == work.heaviest
+        for number in takers
+        if number is not None
+        for value, _ in work.dims[number][3]
+    )
 
 
 def _heaviest(sizes: Sequence[int]) -> int:
