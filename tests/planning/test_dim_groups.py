@@ -154,3 +154,15 @@ def test_weights_with_a_dim_in_common_are_not():
     program = read_program(jax.make_jaxpr(blocks)(x, shapes))
     groups = find_groups(program, data=program.arguments[:1])
     assert groups.every == WHOLE and groups.weights == ()
+
+
+def test_spatial_dims_of_convolutions_are_not_cut():
+    # With patches of an image cut along their rows, and channels by another axis, XLA computes
+    # other numbers; with the window cut, too.
+    def patches(image, kernel):
+        return jax.lax.conv_general_dilated(image, kernel, (4, 4), "VALID")
+
+    program, groups = groups_of(patches, (8, 4, 32, 32), (64, 4, 4, 4))
+    assert kinds(program, groups, 0)[2:] == [WHOLE, WHOLE]
+    assert kinds(program, groups, 1)[2:] == [WHOLE, WHOLE]
+    assert WHOLE not in kinds(program, groups, 0)[:2] + kinds(program, groups, 1)[:2]

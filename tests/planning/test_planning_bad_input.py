@@ -68,6 +68,29 @@ def test_a_bad_option_is_named(option, value, told):
     assert caught.value.option == option
 
 
+def test_keep_is_for_dims_that_the_axis_divides():
+    told = r"keep: dp:8 divides no dim of 'batch', which has 3\. Take another size for 'dp'"
+    with pytest.raises(PlanningError, match=told):
+        mw.plan(
+            step, W, jax.ShapeDtypeStruct((3, 512), "float32"), on="v5e:2x4", mesh="dp:8",
+            keep={"batch": "dp"},
+        )  # fmt: skip
+
+
+def test_what_is_kept_takes_its_axis_first():
+    few = jax.ShapeDtypeStruct((8, 512), "float32")  # so few rows that weights are better cut
+    free = mw.plan(step, W, few, on="v5e:2x4", mesh="dp:8")
+    assert not free.axes or free.axes[0].shards[:1] != ("batch",)
+    kept = mw.plan(step, W, few, on="v5e:2x4", mesh="dp:8", keep={"batch": "dp"})
+    assert kept.axes[0].shards[0] == "batch"
+
+
+def test_a_mesh_that_leaves_devices_idle_says_so():
+    assert any(
+        "The mesh has 4 devices of 8: 4 stay idle." in note for note in plan(mesh="dp:4").notes
+    )
+
+
 def test_keep_names_an_axis_of_the_mesh():
     with pytest.raises(PlanningError, match=r"the mesh fsdp:4, tp:2 has no axis 'fdsp'.*'fsdp'"):
         plan(mesh="fsdp:4, tp:2", keep={"batch": "fdsp"})

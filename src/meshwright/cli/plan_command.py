@@ -99,16 +99,17 @@ class PlanCommand(Command):
     def run(self) -> int:
         self._check()
         plan = self._planned()
+        # Files first: who reads what is printed may close the pipe.
+        if self.html is not None:
+            write_text(self.html, plan.page())
+        if self.save is not None:
+            plan.save(self.save)
         shown: Any = plan.rules() if self.rules else plan
         if self.json:
             print(json.dumps(shown.to_json(), indent=2))
         else:
             lines = str(shown).splitlines()
             terminal.show((line, _style(line, number)) for number, line in enumerate(lines))
-        if self.html is not None:
-            write_text(self.html, plan.page())
-        if self.save is not None:
-            plan.save(self.save)
         terminal.tell_written(self.html, self.save)
         return 0 if plan.fits else DOES_NOT_FIT
 

@@ -246,7 +246,7 @@ class _Search:
             self.hardware,
             meshes,
             scatters=self.scatters,
-            kept=_kept(self.keep, variant.names, fixed),
+            kept=_kept(self.keep, variant, fixed),
             told=lambda sizes, number: self.pulse.now(
                 f"mesh {number + 1} of {len(meshes)}, {'x'.join(map(str, sizes))}"
             ),
@@ -261,7 +261,7 @@ class _Search:
         if self.before is not None or (fits and self.fixed is None and self._rows_for_all(variant)):
             return found
         self.pulse.now("context parallel plans")
-        kept = _kept(self.keep, variant.names, self.fixed)
+        kept = _kept(self.keep, variant, self.fixed)
         more = search_queries(variant.costs, self.hardware, found, self.scatters, kept)
         # As those of other policies of remat: what waits for the host counts, too.
         more = recost(variant, variant, more, self.hardware, self.scatters)
@@ -278,7 +278,7 @@ class _Search:
     def _refine(self, variant: Variant, found: list[Candidate]) -> list[Candidate]:
         if self.before is not None:
             return self._find(variant)
-        kept = _kept(self.keep, variant.names, self.fixed)
+        kept = _kept(self.keep, variant, self.fixed)
         return refine(variant, found, self.hardware, self.scatters, kept)
 
 
@@ -377,9 +377,10 @@ def _trace(
 
 
 def _kept(
-    keep: Mapping[str, str] | None, names: Sequence[str], fixed: MeshSpec | None
+    keep: Mapping[str, str] | None, variant: Variant, fixed: MeshSpec | None
 ) -> dict[int, int]:
     """Read `keep` as kinds of dims and the numbers of their axes."""
+    names, sizes = variant.names, variant.groups.sizes
     kept: dict[int, int] = {}
     if keep is not None and not isinstance(keep, Mapping):
         raise PlanningError(
@@ -404,5 +405,13 @@ def _kept(
                 f"keep: the mesh {fixed} has no axis {axis!r}.{near(axis, fixed.names)}",
                 option="keep",
             )
-        kept[list(names).index(group)] = list(fixed.names).index(axis)
+        kind, length = list(names).index(group), fixed.sizes[list(fixed.names).index(axis)]
+        if not any(size % length == 0 for size in sizes[kind]):
+            raise PlanningError(
+                f"keep: {axis}:{length} divides no dim of {group!r}, which has "
+                f"{' or '.join(f'{size:,}' for size in sizes[kind])}. Take another size for "
+                f"{axis!r}, or pad {group!r}.",
+                option="keep",
+            )
+        kept[kind] = list(fixed.names).index(axis)
     return kept

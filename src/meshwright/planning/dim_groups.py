@@ -135,7 +135,7 @@ def find_groups(
         for dim in range(len(shape))
     }
     left_whole, queries = _double_dims(program, roots)
-    kinds = _kinds(program, roots, most)
+    kinds = _kinds(program, roots, most, _spatial_dims(program, roots))
 
     def kind_of(value: int, dim: int) -> int:
         if program.shapes[value][dim] == 1 or (value, dim) in left_whole:
@@ -253,9 +253,28 @@ def _double_dims(
     return frozenset(double - of_queries - weights), of_queries
 
 
+def _spatial_dims(program: TracedProgram, roots: dict[Position, int]) -> set[int]:
+    """The groups of the spatial dims of convolutions, of images and of windows: none is cut.
+
+    XLA's partitioner computed other numbers where one axis cut an image and its window along such a
+    dim, and where one cut the image along it and another the channels of the result (patches of a
+    ViT, float64, jax 0.10).
+    """
+    found: set[int] = set()
+    for operation in program.operations:
+        if operation.primitive == "conv_general_dilated":
+            numbers = operation.eqn.params["dimension_numbers"]
+            specs = (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec)
+            for value, spec in zip(operation.values, specs, strict=True):
+                found.update(roots[value, dim] for dim in spec[2:])
+    return found
+
+
 # Colour refinement. A group begins with its size, and twice takes on what the products that it
 # iterates in look like: their primitive, trip count, and the colours of all their dims.
-def _kinds(program: TracedProgram, roots: dict[Position, int], most: int) -> dict[int, int]:
+def _kinds(
+    program: TracedProgram, roots: dict[Position, int], most: int, spatial: Collection[int]
+) -> dict[int, int]:
     """Number the groups that are worth cutting by kind, the weightiest first.
 
     Further ones that arguments have get numbers below `WHOLE`.
@@ -276,7 +295,7 @@ def _kinds(program: TracedProgram, roots: dict[Position, int], most: int) -> dic
         color = _numbered(
             {root: (old, tuple(sorted(parts[root], key=repr))) for root, old in color.items()}
         )
-    whole = stacked | {root for root, size in size_of.items() if size == 1}
+    whole = stacked.union(spatial, (root for root, size in size_of.items() if size == 1))
     weight = _weights(program, roots, color)
     usable = {color[root] for root in color if root not in whole}
     least = _WEIGHTLESS * max(weight.values(), default=0.0)

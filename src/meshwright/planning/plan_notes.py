@@ -26,6 +26,11 @@ def idle_notes(
 ) -> list[str]:
     """Say which devices do what others do too, and where the batch is what stops them."""
     notes = []
+    used = math.prod(axis.size for axis in axes)
+    if used < devices:
+        notes.append(
+            f"The mesh has {plural(used, 'device')} of {devices:,}: {devices - used:,} stay idle."
+        )
     rows = batch_rows(layouts)
     ways = batch_ways(layouts)
     idle = [axis for axis in axes if axis.size > 1 and not axis.shards]

@@ -47,6 +47,11 @@ class Candidate:
     totals: Totals
     intensity: tuple[float, ...] | None = None
 
+    @property
+    def rank(self) -> tuple[Any, ...]:
+        """By what it is sorted: its cost; of equals that of fewer axes is simpler."""
+        return self.objective, len(self.sizes), self.sizes, self.lists
+
 
 def mesh_sizes(devices: int, most: int) -> list[tuple[int, ...]]:
     """List meshes of up to `most` axes that use all devices, sizes falling, few axes first.
@@ -118,7 +123,7 @@ class _Allowed:
     """
 
     def __init__(self, costs: PlanCosts, kept: Mapping[int, int], queries: bool = False):
-        self.kept = kept  # kind -> axis, which it takes alone and first
+        self.kept = kept  # kind -> axis, which it takes alone, before all that is not kept
         self.every = costs.groups.every
         self.kinds = [
             [
@@ -133,16 +138,19 @@ class _Allowed:
 
     def ok(self, lists: Lists) -> bool:
         for axis, order in enumerate(lists):
-            first = [kind for kind, at in self.kept.items() if at == axis]
-            if any(kind not in order for kind in first):
+            first = {kind for kind, at in self.kept.items() if at == axis}
+            if set(order[: len(first)]) != first:
                 return False
         return all(kind in self.kinds[axis] for axis, order in enumerate(lists) for kind in order)
 
     def in_order(self, order: tuple[int, ...]) -> tuple[int, ...]:
-        """Put the kind that stands for all weights last: behind it no other of theirs counts."""
-        if self.every not in order[:-1]:
+        """Put what is kept first, and the kind that stands for all weights last.
+
+        Behind that no other of theirs counts.
+        """
+        if not self.kept and self.every not in order[:-1]:
             return order
-        return (*(kind for kind in order if kind != self.every), self.every)
+        return tuple(sorted(order, key=lambda kind: (kind not in self.kept, kind == self.every)))
 
     def start(self) -> Lists:
         return tuple(
@@ -307,7 +315,7 @@ def search_meshes(
         ]
     return sorted(
         (each for candidates in found.values() for each in candidates),
-        key=lambda each: (each.objective, each.sizes, each.lists),
+        key=lambda each: each.rank,
     )
 
 
@@ -354,7 +362,7 @@ def search_queries(
                 totals = costs.totals(lists)
                 better.setdefault(totals, Candidate(sizes, lists, cost, totals, carried))
         result += list(better.values())[:_BEAM]
-    return sorted(result, key=lambda each: (each.objective, each.sizes, each.lists))
+    return sorted(result, key=lambda each: each.rank)
 
 
 def _carried(costs: PlanCosts, lists: Lists) -> tuple[float, ...]:

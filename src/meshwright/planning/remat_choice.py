@@ -255,7 +255,7 @@ def recost(
             for order in candidate.lists
         )
         result.append(_costed(variant, candidate, lists, topology))
-    return sorted(result, key=lambda each: (each.objective, each.sizes, each.lists))
+    return sorted(result, key=lambda each: each.rank)
 
 
 def _costed(variant: Variant, like: Candidate, lists: Lists, topology: Topology) -> Candidate:
@@ -284,7 +284,7 @@ def refine(
         for _, lists in search_lists(variant.costs, seeds, kept)[:4]
     ]
     others = [each for each in candidates if each.sizes != best.sizes]
-    return sorted([*found, *others], key=lambda each: (each.objective, each.sizes, each.lists))
+    return sorted([*found, *others], key=lambda each: each.rank)
 
 
 def _same_kinds(base: Variant, other: Variant) -> dict[int, int]:
