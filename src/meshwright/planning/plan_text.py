@@ -344,7 +344,8 @@ def plan_sheet(plan: Plan, drawing: Html | None = None) -> Sheet:
     if checked:
         parts += ["\nChecked by the compiler", _checked_table(plan, checked)]
     notes = [*plan.notes, *_unknown_note(plan)]
-    counted = f"{plural(plan.tried, 'plan')} costed in {duration(plan.seconds)}."
+    compiled = f" and {len(checked)} compiled" if checked else ""
+    counted = f"{plural(plan.tried, 'plan')} costed{compiled} in {duration(plan.seconds)}."
     if not checked:
         counted += " Nothing was compiled: check=3 rehearses the best three."
     headline = f"{plan.name} on {plan.topology.name}, planned: {plan.spec}"
@@ -358,12 +359,15 @@ def _paragraph(text: str) -> str:
 def _verdict(plan: Plan) -> str:
     predicted = plan.predicted
     fits = "fits" if plan.fits else "does NOT fit"
-    by = "" if plan.rehearsal is None else ", as compiled"
+    by, made = "", plan.rehearsal
+    if made is not None:
+        seconds = f" and {duration(made.time.total)} a step" if made.time else ""
+        by = f", as compiled: {amount(made.memory.peak)}{seconds}"
     hidden = f" (and {duration(predicted.hidden)} beside it)" if predicted.hidden else ""
     text = (
-        f"{fits}{by}: {amount(predicted.bytes)} of {amount(plan.limit)} a device predicted; "
-        f"{duration(predicted.seconds)} a step predicted, computing {duration(predicted.compute)}"
-        f" and exchanging {duration(predicted.exchange)}{hidden}"
+        f"{fits}{by}{';' if by else ':'} {amount(predicted.bytes)} of {amount(plan.limit)} a device"
+        f" predicted; {duration(predicted.seconds)} a step predicted, computing "
+        f"{duration(predicted.compute)} and exchanging {duration(predicted.exchange)}{hidden}"
     )
     return textwrap.fill(text, _COLUMNS, subsequent_indent="  ")
 
