@@ -64,8 +64,9 @@ def _axes(spec: PartitionSpec) -> set[str]:
 def _with_axes_of(lies: PartitionSpec, spec: PartitionSpec) -> PartitionSpec:
     """A spec with those axes of another that it lacks, each on the dim where that one has it.
 
-    >>> _with_axes_of(PartitionSpec("fsdp", "tp"), PartitionSpec(None, None, "fsdp"))
-    PartitionSpec(None, 'tp', 'fsdp')
+    >>> P = PartitionSpec
+    >>> _with_axes_of(P("fsdp", "tp"), P(None, None, "fsdp")) == P(None, "tp", "fsdp")
+    True
     """
     rank = max(len(lies), len(spec))
     there, here = ((*each, *[None] * (rank - len(each))) for each in (lies, spec))
