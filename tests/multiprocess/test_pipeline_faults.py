@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 import subprocess
 import sys
 import time
@@ -91,7 +92,10 @@ def test_the_other_process_ends_in_time_and_says_one_line(fault):
     assert ended[0].after < limit
     if fault != "kill":
         assert ended[1].said.endswith(ended[0].said)
-        assert (ended[1].said == ended[0].said) == ("raise" not in fault)
+        said = ended[1].said
+        if fault == "stop":  # when it wakes up, JAX may log first that process 0 is gone
+            said = re.sub(r"(?s)^[WE]\d{4} .*?(?=^meshwright: )", "", said, flags=re.M)
+        assert (said == ended[0].said) == ("raise" not in fault)
 
 
 def test_another_program_is_refused_by_every_process():
