@@ -16,7 +16,7 @@ def peak(function, *args, family=""):
     layout = find_groups(program).layout
     donated = [False] * len(args)
     moments = live_sets(program, layout, kept, donated, family)
-    return max(sum(moment.values()) for moment, _ in moments)
+    return max(sum(moment.live.values()) for moment in moments)
 
 
 def shape(*dims, dtype=jnp.float32):
@@ -83,7 +83,7 @@ def test_a_tpu_compares_where_every_row_gets_one_number():
     (scattered,) = (v for v in range(len(program.bytes)) if program.maker.get(v) == "scatter-add")
     assert scattered in kept_values(program)
     assert scattered not in kept_values(program, family="tpu")
-    assert peak(jax.grad(loss), *args, family="tpu") <= 1.03 * peak(jax.grad(loss), *args)
+    assert peak(jax.grad(loss), *args, family="tpu") <= 1.05 * peak(jax.grad(loss), *args)
 
 
 def test_what_is_computed_elementwise_takes_the_place_of_what_it_is_computed_from():
@@ -142,7 +142,7 @@ def test_what_a_weights_gradient_is_computed_from_waits_for_later_loops():
     program = read_program(jax.make_jaxpr(step)(*args))
     layout, kept = find_groups(program).layout, kept_values(program)
     moments = live_sets(program, layout, kept, [False] * 3)
-    in_loop = max(sum(moment.values()) for moment, looped in moments if looped)
+    in_loop = max(sum(moment.live.values()) for moment in moments if moment.during == "loop")
     assert in_loop > 4 * 4096 * 2048
 
 
@@ -164,3 +164,61 @@ def test_a_tpu_converts_the_stacked_weights_of_a_loop_before_it():
     args = shape(256, 512, dtype=jnp.bfloat16), shape(16, 512, 512)
     more = peak(step, *args, family="tpu") - peak(step, *args)
     assert more == pytest.approx(2 * 16 * 512 * 512, rel=0.1)
+
+
+def passing(function, *args):
+    """For the worst moments, arrays that a TPU may keep on the chip, and with how many copies."""
+    program = read_program(jax.make_jaxpr(function)(*args))
+    kept = kept_values(program, "tpu")
+    layout = find_groups(program).layout
+    moments = live_sets(program, layout, kept, [False] * len(args), "tpu")
+    return [(tuple(size for _, size in dims), n) for each in moments for dims, n in each.passing]
+
+
+def test_a_tpu_keeps_on_the_chip_what_is_used_again_at_once():
+    def step(x, w, between):
+        hidden = x @ w
+        for _ in range(between):
+            x = x @ w
+        return x + hidden
+
+    x, w = shape(4096, 4096), shape(4096, 4096)
+    soon = passing(lambda x, w: step(x, w, 1), x, w)
+    late = passing(lambda x, w: step(x, w, 64), x, w)
+    assert {copies for _, copies in soon} == {1.0}
+    assert max(copies for _, copies in late) > 1.0  # of what waits for all products
+
+
+def test_what_a_lookup_in_rows_needs_is_not_needed_at_other_moments():
+    def loss(w, x, labels):
+        logits = x @ w
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1).mean()
+
+    args = shape(64, 8192), shape(16, 128, 64), shape(16, 128, dtype=jnp.int32)
+    program = read_program(jax.make_jaxpr(jax.grad(loss))(*args))
+    layout, kept = find_groups(program).layout, kept_values(program, "tpu")
+    moments = live_sets(program, layout, kept, [False] * 3, "tpu")
+    (lookup,) = (each for each in moments if each.during == "lookup")
+    assert sum(lookup.live.values()) >= 4 * 16 * 128 * 8192
+    assert any(each.during == "step" for each in moments)
+
+
+def test_a_tpu_writes_images_that_are_seen_in_groups_of_channels():
+    def net(w, x, groups):
+        for each in w:
+            dims = ("NHWC", "HWIO", "NHWC")
+            x = jax.lax.conv_general_dilated(x, each, (1, 1), "SAME", dimension_numbers=dims)
+            image = x.reshape(*x.shape[:-1], groups, -1) if groups else x
+            centered = image - image.mean((1, 2), keepdims=True)
+            image = centered * jax.lax.rsqrt((centered**2).mean((1, 2), keepdims=True))
+            x = jax.nn.relu(image.reshape(x.shape))
+        return x.sum()
+
+    def written(groups):
+        w, x = [shape(3, 3, 32, 32)] * 4, shape(8, 32, 32, 32)
+        program = read_program(jax.make_jaxpr(jax.grad(lambda w, x: net(w, x, groups)))(w, x))
+        more = kept_values(program, "tpu") - kept_values(program)
+        return [program.shapes[value] for value in more]
+
+    assert set(written(4)) == {(8, 32, 32, 4, 8)}
+    assert written(0) == []

@@ -215,7 +215,7 @@ class _Search:
             return variant, self._find(variant), None
         return choose_remat(
             traced.source,
-            lambda variant: self._prepare(traced.trace(variant)),
+            lambda assignment: self._prepare(traced.variant(assignment)),
             self._find,
             self._refine,
             self.hardware,

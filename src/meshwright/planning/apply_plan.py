@@ -39,7 +39,13 @@ from meshwright.planning.exchange_costs import Cut
 from meshwright.planning.jit_options import wrong_arguments
 from meshwright.planning.kernel_rules import run_on_parts
 from meshwright.planning.plan_costs import Lists, PlanCosts
-from meshwright.planning.traced_program import TracedStep, arrays_at, inlined_program
+from meshwright.planning.plan_memory import looks_up
+from meshwright.planning.traced_program import (
+    Operation,
+    TracedStep,
+    arrays_at,
+    inlined_program,
+)
 from meshwright.trees.walk import flatten, is_variable, problem_lines, shown_path
 
 SMALLEST = 2**16  # bytes, by default
@@ -124,21 +130,23 @@ class Layouts:
         return spec_of(self.costs.cut(layout, self.lists), len(layout), self.names)
 
     def of_operand(
-        self, value: int, needed: PartitionSpec, in_full: bool
+        self, operation: Operation, at: int, needed: PartitionSpec, in_full: bool
     ) -> tuple[PartitionSpec, ...]:
         """What is written of an operand that is needed so: one spec after the other.
 
-        That axes are gathered is not, unless all is said `in_full`. Where axes move it is said how
-        it lies before that: the partitioner would else let the layers before compute it as it is
-        needed here.
+        That axes are gathered is not, unless all is said `in_full`, or rows are looked up: the
+        partitioner gathers all of these where one axis cuts them and another what is looked up.
+        Where axes move it is said how it lies before that: the partitioner would else let the
+        layers before compute it as it is needed here.
         """
         if in_full:
             return (needed,)
-        lies = self.of_value(value)
+        lies = self.of_value(operation.inputs[at])
         wanted = _with_axes_of(lies, needed)
+        last = (needed,) if wanted != needed and looks_up(operation) == "rows" else ()
         if wanted == lies:
-            return (lies,) if lies == needed else ()
-        return (lies, wanted) if _axes(lies) else (wanted,)
+            return (lies,) if lies == needed else last
+        return (lies, wanted, *last) if _axes(lies) else (wanted, *last)
 
     def of_result(self, step: TracedStep, number: int) -> PartitionSpec:
         """How a result lies: as the argument of the next step that it is, or by its own dims."""
@@ -234,8 +242,8 @@ class PlannedEvaluation:
         needed, made, in_full = around
         with at_equation(eqn):
             operands = {
-                atom: self._as_needed(env[atom], spec, value, in_full)
-                for atom, spec, value in zip(eqn.invars, needed, operation.inputs, strict=True)
+                atom: self._as_needed(env[atom], operation, at, spec, in_full)
+                for at, (atom, spec) in enumerate(zip(eqn.invars, needed, strict=True))
                 if not is_literal(atom)
             }
         results = run_equation(eqn, {**env, **operands})
@@ -263,9 +271,11 @@ class PlannedEvaluation:
                 kept.append(self.constrain(result, lies, value))
             return kept
 
-    def _as_needed(self, operand: Any, spec: PartitionSpec, value: int, in_full: bool) -> Any:
-        for each in self.layouts.of_operand(value, spec, in_full):
-            operand = self.constrain(operand, each, value)
+    def _as_needed(
+        self, operand: Any, operation: Operation, at: int, spec: PartitionSpec, in_full: bool
+    ) -> Any:
+        for each in self.layouts.of_operand(operation, at, spec, in_full):
+            operand = self.constrain(operand, each, operation.inputs[at])
         return operand
 
     # In: the equation of a Pallas kernel, and how its operands are needed and its results made.

@@ -53,7 +53,7 @@ _WEIGHTLESS = 0.002  # kinds with less than this part of the largest weight are 
 _NEARLY_ALL = 0.9  # of the bytes of weights
 WHOLE = -1  # the kind of dims that no plan cuts; those below are kinds of weights without a number
 # FLOP and byte weigh as on a chip with 140 TFLOP/s and 0.65 TB/s: only the order of kinds matters.
-_FLOPS, _BYTES, _ARGUMENT = 1.4e14, 6.5e11, 8
+FLOPS, BYTES, _ARGUMENT = 1.4e14, 6.5e11, 8
 
 Layout = tuple[tuple[int, int], ...]  # kind and size of every dim of a value
 
@@ -335,11 +335,11 @@ def _weights(
         if operation.primitive not in HEAVY:
             continue
         moved = sum(program.bytes[value] for value in operation.values)
-        seconds = operation.times * max(operation.flops / _FLOPS, moved / _BYTES)
+        seconds = operation.times * max(operation.flops / FLOPS, moved / BYTES)
         cut = {root for dim, root in _dims(operation, roots) if dim.kind != "whole"}
         for c in sorted({color[root] for root in cut}):
             weight[c] += seconds * sum(color[root] == c for root in cut)
     for value in program.arguments:
         for dim in range(len(program.shapes[value])):
-            weight[color[roots[value, dim]]] += _ARGUMENT * program.bytes[value] / _BYTES
+            weight[color[roots[value, dim]]] += _ARGUMENT * program.bytes[value] / BYTES
     return weight

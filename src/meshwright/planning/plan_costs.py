@@ -29,7 +29,15 @@ from meshwright.planning.exchange_costs import (
     Work,
     product_sides,
 )
-from meshwright.planning.plan_memory import kept_values, live_sets, tile_padding
+from meshwright.planning.plan_memory import (
+    LARGEST_ON_CHIP,
+    ON_CHIP,
+    During,
+    kept_values,
+    live_sets,
+    looks_up,
+    tile_padding,
+)
 from meshwright.planning.traced_program import Operation, TracedProgram
 from meshwright.rehearsal.kernel_speeds import speeds
 
@@ -45,13 +53,18 @@ _PER_ENTRY = 0.01  # part of the time by which a list must be better to be longe
 # needed, a tenth of a step's time and more.
 _PER_DOUBLE = 0.03
 # Where rows are looked up along a dim that one axis cuts, and another axis cuts the rows, libtpu
-# keeps masked copies of them, and scatters their gradient whole in float32: so many times their
-# bytes (users' models of text, 2.1 to 3.1). With the one axis alone it does not.
-_MASKED = 2.5
+# keeps masked copies of them meanwhile: so many times their bytes, of up to 200 MB a device (users'
+# models of text). With the one axis alone it does not.
+_MASKED, _MOST_MASKED = 3.0, 2e8
 # A product with a value so many times larger than all others is cut where that one lies cut, if
 # that is cheaper: few rows are exchanged rather than the weights that they meet.
 _HEAVIER = 4
 _OVER = 10.0  # how much a plan costs for being over the limit, times the part it is over
+
+
+# Of operations that the same kinds decide: seconds of computing, exchanging and what is hidden;
+# bytes at each of the worst moments; what operations hold for themselves; what of it is on chip.
+_Part = tuple[float, float, float, list[float], dict[During, float], list[float]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,17 +144,21 @@ class PlanCosts:
                 here = frozenset(k for dims, _ in work.values for k, _ in dims if k != WHOLE)
                 self._bundles[here].append((work, times))
         self._live: list[dict[frozenset[int], list[tuple[Layout, float]]]] = []
-        self._looped: list[bool] = []  # whether that moment is in a loop
-        for live, looped in live_sets(program, groups.layout, kept, donated, family):
-            self._looped.append(looped)
-            by_kinds: dict[frozenset[int], list[tuple[Layout, float]]] = collections.defaultdict(
-                list
-            )
-            for layout, size in live.items():
+        # Of these, what a TPU may keep on the chip, and how many arrays that are.
+        self._passing: list[dict[frozenset[int], list[tuple[Layout, float, float, int]]]] = []
+        self._during: list[During] = []
+        for moment in live_sets(program, groups.layout, kept, donated, family):
+            self._during.append(moment.during)
+            self._live.append(collections.defaultdict(list))
+            self._passing.append(collections.defaultdict(list))
+            for layout, size in moment.live.items():
                 here = frozenset(kind for kind, _ in layout if kind != WHOLE)
-                by_kinds[here].append((layout, size))
+                self._live[-1][here].append((layout, size))
                 self._bundles[here]  # an entry, if only for its memory
-            self._live.append(by_kinds)
+            for (layout, copies), (size, count) in moment.passing.items():
+                here = frozenset(kind for kind, _ in layout if kind != WHOLE)
+                self._passing[-1][here].append((layout, copies, size, count))
+                self._bundles[here]
         seen = {kind for value in program.arguments for kind, _ in groups.layout[value]}
         others = {groups.every, *groups.queries}
         self._inner = frozenset(range(groups.count)) - seen - others
@@ -163,9 +180,7 @@ class PlanCosts:
     def _clear(self) -> None:
         """Forget what was costed on another mesh."""
         # For each bundle, its parts by the lists without the kinds that it does not have.
-        self._parts: list[dict[Lists, tuple[float, float, float, list[float], list[float]]]] = [
-            {} for _ in self._bundles
-        ]
+        self._parts: list[dict[Lists, _Part]] = [{} for _ in self._bundles]
         self._shortened: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         self._cuts: dict[Lists, dict[Layout, Cut]] = {}
         self._cuts_of: Lists | None = None
@@ -196,7 +211,7 @@ class PlanCosts:
             operation.primitive in HEAVY,
             operation.primitive == "dot_general",
             operation.primitive != "conv_general_dilated",
-            _looks_up(operation),
+            looks_up(operation),
             tuple((layout[v], sizes[v]) for v in values),
             len(operation.inputs),
             dims,
@@ -376,7 +391,8 @@ class PlanCosts:
             seconds += self.exchanging.move(size, cuts[number], lies, log)
         # Of a gather of rows that one axis cuts, and another cuts what it looks through.
         if work.looks_up == "rows" and work.inputs == 2 and 0 < len(partial) < len(cuts[0]):
-            held += _MASKED * work.values[0][1] / divided(cuts[0])
+            rows = work.values[0][1] / divided(cuts[0])
+            held += _MASKED * rows if rows < _MOST_MASKED else 0.0
         compute = max(product, moved / self.speeds.bytes)
         hidden = 0.0
         if work.multiplies or (self._tpu and not work.scatters):
@@ -387,8 +403,9 @@ class PlanCosts:
     def totals(self, lists: Lists) -> Totals:
         """Sum up a step under a plan."""
         compute = exchange = hidden = 0.0
-        held = [0.0, 0.0]  # by operations outside of loops, and in them
+        held = dict[During, float]()
         sizes = [0.0] * len(self._live)
+        on_chip = [0.0] * len(self._live)
         shortened = [self._shorten(order) for order in lists]
         for (kinds, bundle), parts, *here in zip(
             self._bundles.items(), self._parts, *shortened, strict=True
@@ -402,9 +419,13 @@ class PlanCosts:
             hidden += part[2]
             if part[3]:
                 sizes = [total + more for total, more in zip(sizes, part[3], strict=True)]
-            if part[4]:
-                held = [max(pair) for pair in zip(held, part[4], strict=True)]
-        most = max(size + held[looped] for size, looped in zip(sizes, self._looped, strict=True))
+                on_chip = [total + more for total, more in zip(on_chip, part[5], strict=True)]
+            for during, more in part[4].items():
+                held[during] = max(held.get(during, 0.0), more)
+        most = max(
+            size - min(passing, ON_CHIP) + held.get(during, 0.0)
+            for size, passing, during in zip(sizes, on_chip, self._during, strict=True)
+        )
         return Totals(compute, exchange, hidden, most)
 
     def _shorten(self, order: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -418,22 +439,36 @@ class PlanCosts:
 
     def _bundle(
         self, kinds: frozenset[int], bundle: Sequence[tuple[Work, int]], lists: Lists
-    ) -> tuple[float, float, float, list[float], list[float]]:
+    ) -> _Part:
         compute = exchange = hidden = 0.0
-        held = [0.0, 0.0]
+        held = dict[During, float]()
         for work, times in bundle:
             way = self.way(work, lists)
             compute += times * way.compute
             exchange += times * way.exchange
             hidden += times * way.hidden
-            held[work.looped] = max(held[work.looped], way.gathered)
-        sizes = []
-        if any(kinds in live for live in self._live):
+            if way.gathered:
+                during: During = "loop" if work.looped else "step"
+                during = "lookup" if work.looks_up == "rows" else during
+                held[during] = max(held.get(during, 0.0), way.gathered)
+        sizes, on_chip = list[float](), list[float]()
+        here = any(kinds in live for live in self._live)
+        if here or any(kinds in passing for passing in self._passing):
             sizes = [
                 sum(size * self._part(layout, lists) for layout, size in live.get(kinds, ()))
                 for live in self._live
             ]
-        return compute, exchange, hidden, sizes, held if any(held) else []
+            devices = math.prod(self.sizes)
+            on_chip = [
+                sum(
+                    size * part
+                    for layout, copies, size, count in passing.get(kinds, ())
+                    for part in [self._part(layout, lists)]
+                    if copies <= part * devices and size * part <= count * LARGEST_ON_CHIP
+                )
+                for passing in self._passing
+            ]
+        return compute, exchange, hidden, sizes, held, on_chip
 
     def objective(self, lists: Lists) -> float:
         """What the search makes small: seconds, more if it does not fit or is complicated."""
@@ -486,14 +521,6 @@ def _heaviest(sizes: Sequence[int]) -> int:
     """The number of the value that outweighs all others together; -1 where none does."""
     most = max(sizes)
     return sizes.index(most) if most > _HEAVIER * (sum(sizes) - most) else -1
-
-
-def _looks_up(operation: Operation) -> str:
-    """Whether an operation looks up in, or adds to, every row by itself, or a table for all."""
-    if operation.primitive not in ("gather", "scatter-add", "scatter"):
-        return ""
-    dims = operation.eqn.params["dimension_numbers"]
-    return "rows" if dims.operand_batching_dims else "table"
 
 
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "int8": "s8"}

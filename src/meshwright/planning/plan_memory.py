@@ -7,25 +7,55 @@ since compilers compute it where it is used.
 
 from __future__ import annotations
 
+import bisect
 import collections
+import dataclasses
 import functools
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
-from meshwright.planning.dim_groups import HEAVY, REDUCING, VIEWS, Layout
+from meshwright.planning.dim_groups import BYTES, FLOPS, HEAVY, REDUCING, VIEWS, Layout
 from meshwright.planning.traced_program import Operation, TracedProgram
 
 _MOMENTS = 8  # parts of a step of which each has a worst moment
 _KEPT_MOMENTS = 4  # of them, the worst
+_LOOKUP = -1  # the number of the moment of a lookup
 _SMALL = 5e-4  # of all bytes: layouts with less are summed up
 _MUCH, _MOST_SOURCES = 4, 3  # a source is at least a fourth of what is computed from it
 # How many times its bytes what is temporary takes: compilers leave gaps between arrays (1 to 24 %
 # of 14 steps for TPUs), and that of GPUs copies some of them into another order.
-_GAPS = {"tpu": 1.03, "gpu": 1.08}
+_GAPS = {"tpu": 1.04, "gpu": 1.12}
 # Made anywhere, or another array seen otherwise.
 _NOT_WRITTEN = VIEWS | {"broadcast_in_dim", "iota"}
+_EXPENSIVE = frozenset({"logistic", "exp", "tanh", "div", "rsqrt", "erf"})
+_ELEMENTWISE = _EXPENSIVE | {"mul", "sub", "add", "integer_pow", "square", "max"}
+_FAR = 0.05  # part of a step's events between a forward pass and its backward pass
+# How many times the time to fetch an array may pass between two of its uses, if a TPU's compiler
+# is to keep it on the chip; what of these it keeps there at once, and the largest of them.
+_FETCHES = 38.0
+ON_CHIP, LARGEST_ON_CHIP = 80 * 2**20, 64 * 2**20
 _NOT_AGAIN = HEAVY | REDUCING | {None}  # not computed again where it is used
 
 LiveSet = dict[Layout, float]  # bytes by layout, before they are cut
+
+
+During = Literal["step", "loop", "lookup"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """What is in memory at one of the worst moments of a step.
+
+    `during`: what may need more of it then, for itself: operations of the step, those of a loop, or
+    a lookup in rows, as of the words that are right.
+    `passing`: of that, temporary arrays that a TPU may keep on the chip, where so many devices, a
+    power of two, have a copy of them: by layout and that number, bytes of all, and how many arrays.
+    """
+
+    live: LiveSet
+    during: During
+    passing: dict[tuple[Layout, float], tuple[float, int]]
 
 
 def kept_values(program: TracedProgram, family: str = "") -> set[int]:
@@ -49,7 +79,34 @@ def kept_values(program: TracedProgram, family: str = "") -> set[int]:
             kept.update(written(operation.inputs))
         elif operation.primitive in REDUCING:
             kept.update(operation.outputs)
-    return kept
+    return kept | _written_images(program) if tpu else kept
+
+
+# In: a program. Out: elementwise results of images that a TPU writes once, and reads in the
+# backward pass, where it would compute others again: those seen in groups of channels (GroupNorm),
+# which lie otherwise than what convolutions read, and what is expensive to compute.
+def _written_images(program: TracedProgram) -> set[int]:
+    shapes = {
+        program.shapes[value]
+        for operation in program.operations
+        if operation.primitive == "conv_general_dilated"
+        for value in (operation.inputs[0], operation.outputs[0])
+    }
+    counts = {math.prod(shape) for shape in shapes}
+    uses: collections.Counter[int] = collections.Counter()
+    last: dict[int, int] = {}
+    for time, (_, inputs, _) in enumerate(program.events if shapes else ()):
+        uses.update(set(inputs))
+        last.update((value, time) for value in inputs)
+    far = len(program.events) * _FAR
+    return {
+        value
+        for time, (kind, _, outputs) in enumerate(program.events if shapes else ())
+        for value in outputs
+        if kind == "op" and uses[value] > 1 and last[value] - time > far
+        if program.maker[value] in (_EXPENSIVE if program.shapes[value] in shapes else _ELEMENTWISE)
+        if math.prod(program.shapes[value]) in counts and "float" in program.dtypes[value]
+    }
 
 
 def _is_one_hot(program: TracedProgram, operation: Operation) -> bool:
@@ -88,13 +145,13 @@ def live_sets(
     kept: set[int],
     donated: Sequence[bool],
     family: str = "",
-) -> list[tuple[LiveSet, bool]]:
-    """Return what is in memory at the worst moments of a step, by layout, and which are in loops.
+) -> list[Moment]:
+    """Return what is in memory at the worst moments of a step.
 
     `family`: of the chip whose own compiler it is.
     """
     tpu = family == "tpu"
-    sources = _Sources(program, kept)
+    sources = _Sources(program, kept, _written_images(program) if tpu else ())
     last: dict[int, int] = {}
     born: dict[int, int] = {}
     uses: dict[int, list[int]] = collections.defaultdict(list)
@@ -140,7 +197,8 @@ def live_sets(
     always = [*program.arguments, *_results_apart(program, layout, donated)]
     alive: set[int] = set()
     total = 0
-    worst: dict[int, tuple[int, frozenset[int], bool]] = {}
+    worst: dict[int, tuple[int, int, frozenset[int], During]] = {}
+    lookups = _lookups_in_rows(program)
     loops: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []  # around the event at hand
     for time, event in enumerate(program.events):
         if event[0] == "scan":
@@ -148,21 +206,85 @@ def live_sets(
         alive.update(starts[time])
         total += sum(stored[value] for value in starts[time])
         part = time * _MOMENTS // len(program.events)
+        moment = total, time, frozenset(alive)
         if total > worst.get(part, (0,))[0]:
-            worst[part] = (total, frozenset(alive), bool(loops))
+            worst[part] = (*moment, "loop" if loops else "step")
+        if time in lookups and total > worst.get(_LOOKUP, (0,))[0]:
+            worst[_LOOKUP] = (*moment, "lookup")
         alive.difference_update(ends[time])
         total -= sum(stored[value] for value in ends[time])
+    lookup = worst.pop(_LOOKUP, None)
     moments = sorted(worst.values(), key=lambda each: -each[0])[:_KEPT_MOMENTS]
+    if lookup is not None:
+        moments.append(lookup)
     taken = [size * _GAPS.get(family, 1.0) for size in stored]
     for value in program.arguments:
         taken[value] = stored[value]
     if tpu:
         for stack, size in _converted_stacks(program).items():
             taken[stack] += size
-    return [
-        (_by_layout(taken, layout, [*values, *always]), looped)
-        for _, values, looped in (moments or [(0, frozenset(), False)])
-    ]
+    clock = _Clock(program) if tpu else None
+    result = []
+    for _, time, values, during in moments or [(0, 0, frozenset[int](), "step")]:
+        passing: dict[tuple[Layout, float], tuple[float, int]] = {}
+        if clock is not None:
+            for value in sorted(values):
+                copies = clock.copies(value, time, born[value], uses[value], stored[value])
+                total_here, count = passing.get((layout[value], copies), (0.0, 0))
+                passing[layout[value], copies] = total_here + taken[value], count + 1
+        result.append(Moment(_by_layout(taken, layout, [*values, *always]), during, passing))
+    return result
+
+
+def _lookups_in_rows(program: TracedProgram) -> set[int]:
+    """The events that look something up in every row by itself."""
+    times = (time for time, (kind, _, _) in enumerate(program.events) if kind == "op")
+    return {
+        time
+        for time, operation in zip(times, program.operations, strict=True)
+        if looks_up(operation) == "rows" and operation.primitive == "gather"
+    }
+
+
+def looks_up(operation: Operation) -> str:
+    """Whether an operation looks up in, or adds to, every row by itself, or a table for all."""
+    if operation.primitive not in ("gather", "scatter-add", "scatter"):
+        return ""
+    dims = operation.eqn.params["dimension_numbers"]
+    return "rows" if dims.operand_batching_dims else "table"
+
+
+# In: a program. Out: which values a TPU's compiler may keep on the chip at some event. It keeps one
+# there from one use to the next if that is not much longer than to fetch it would take, so that
+# what a backward pass waits for lies in HBM. Times are those of one device: of many, each takes its
+# part of the work, and of the array, unless several have a copy of the same part.
+class _Clock:
+    """When each event of a step begins, all runs of loops counted."""
+
+    def __init__(self, program: TracedProgram):
+        self.runs: dict[int, int] = {}
+        self.begins = [0.0]
+        operations = iter(program.operations)
+        for kind, _, outputs in program.events:
+            seconds = 0.0
+            if kind == "op":
+                operation = next(operations)
+                self.runs.update((value, operation.times) for value in outputs)
+                if operation.primitive in HEAVY:
+                    moved = sum(program.bytes[value] for value in operation.values)
+                    seconds = operation.times * max(operation.flops / FLOPS, moved / BYTES)
+            self.begins.append(self.begins[-1] + seconds)
+
+    def copies(self, value: int, time: int, born: int, uses: Sequence[int], size: float) -> float:
+        """How many devices must have a copy of a value for it to stay on the chip at an event."""
+        at = bisect.bisect_right(uses, time)
+        before = max(born, uses[at - 1]) if at else born
+        after = uses[at] if at < len(uses) else time
+        waits = (self.begins[after] - self.begins[before]) / self.runs.get(value, 1)
+        longest = _FETCHES * size / BYTES
+        if waits <= longest:
+            return 1.0
+        return 2.0 ** math.ceil(math.log2(waits / longest)) if longest else math.inf
 
 
 # In: a program. Out: operands that stay longer than their last use, and until when. A product that
@@ -230,8 +352,9 @@ class _Sources:
     Of a chain of elementwise operations only the end is written; its beginning stays until then.
     """
 
-    def __init__(self, program: TracedProgram, kept: set[int]):
+    def __init__(self, program: TracedProgram, kept: set[int], once: Collection[int] = ()):
         self.bytes, self.kept, self.maker = program.bytes, kept, program.maker
+        self.once = once  # kept ones that are never computed again
         self._from: dict[int, tuple[int, ...]] = {}
 
     def of(self, value: int) -> tuple[int, ...]:
@@ -240,7 +363,9 @@ class _Sources:
 
     def behind(self, value: int) -> tuple[int, ...]:
         """The values in memory that a kept one could be computed from again, elementwise."""
-        return () if self.maker.get(value) in _NOT_AGAIN else self._from.get(value, ())
+        if value in self.once or self.maker.get(value) in _NOT_AGAIN:
+            return ()
+        return self._from.get(value, ())
 
     def add(self, value: int, inputs: Sequence[int]) -> None:
         """Note what a value is computed from: the largest few."""

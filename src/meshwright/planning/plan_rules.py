@@ -174,7 +174,8 @@ def constraint_lines(layouts: Layouts, groups: Sequence[str]) -> list[Constraint
     """List the constraints that a plan writes around operations, each once.
 
     An operand that lies as it is needed, and a result that is kept as it is made, are said once;
-    that an operand is gathered is left to the partitioner. Of kernels all operands are listed.
+    that an operand of a product is gathered is left to the partitioner. Of kernels all operands
+    are listed.
     """
     program, layout = layouts.costs.program, layouts.costs.groups.layout
     found: dict[ConstraintLine, None] = {}
@@ -200,7 +201,7 @@ def constraint_lines(layouts: Layouts, groups: Sequence[str]) -> list[Constraint
             if kernel:
                 add(source, f"operand {at} of {name}", value, spec, kernel)
             elif spec != layouts.of_value(value):
-                *before, last = layouts.of_operand(value, spec, in_full) or (None,)
+                *before, last = layouts.of_operand(operation, at, spec, in_full) or (None,)
                 for lies in before:
                     add(source, f"operand {at} of {name}, before that", value, lies, False)
                 if last is not None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +28,15 @@ from meshwright._compat import (
     scan_counts,
     source_line,
 )
+from meshwright._compat_lowering import equations
 from meshwright.errors import PlanningError, short
 from meshwright.pipelines.microbatching import value_and_grad
 from meshwright.pipelines.trace_marks import stage_end
 from meshwright.pipelines.tracing import run_equation
 from meshwright.planning.traced_program import TracedStep, inlined_program, trace_step
 from meshwright.rehearsal.step_arguments import argument_names
-from meshwright.trees.split import as_shape, split_arrays
+from meshwright.trees.split import Split, as_shape, split_arrays
+from meshwright.trees.walk import variables_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -111,12 +115,14 @@ class _Chooser:
     ):
         self.assignment, self.find, self.ends = assignment, find, ends
         self.blocks: list[Block] = []
+        self._flat: dict[Any, Callable[..., Any]] = {}
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         number = len(self.blocks)
         self.blocks.append(Block(getattr(function, "__name__", "block"), 1))
         if self.find:
-            return _checkpointed(function, args, kwargs, _marks_itself)
+            parts = split_arrays((args, kwargs))
+            return jax.checkpoint(_flat(function, parts), policy=_marks_itself)(*parts.arrays)
         with block_scope(number):
             out = self._run(number, function, args, kwargs)
         # A function may be traced a second time, with all of its blocks.
@@ -129,7 +135,22 @@ class _Chooser:
         name = policy[0][0] if policy else "everything"
         if name in ("everything", WRITTEN):
             return function(*args, **kwargs)
-        return _checkpointed(function, args, kwargs, policy_of(name))
+        parts = split_arrays((args, kwargs))
+        return jax.checkpoint(self._once(function, parts), policy=policy_of(name))(*parts.arrays)
+
+    # JAX traces and differentiates what is under a checkpoint once for all calls of one function
+    # with the same shapes. So layers that are alike must be one function of their arrays; not those
+    # that take anything from around them, which may be another thing in every call.
+    def _once(self, function: Callable[..., Any], parts: Split) -> Callable[..., Any]:
+        """The function over the arrays of its arguments, the same one for calls that are alike."""
+        alone = isinstance(function, types.FunctionType) and function.__closure__ is None
+        if not alone or variables_of(parts.rebuild(parts.arrays)):
+            return _flat(function, parts)
+        key = function, parts.treedef, parts.positions, parts.static
+        try:
+            return self._flat.setdefault(key, _flat(function, parts))
+        except TypeError:  # a leaf or a module that cannot be hashed
+            return _flat(function, parts)
 
 
 def block_scope(number: int) -> Any:
@@ -144,15 +165,14 @@ def _end_stage(out: Any, number: int) -> Any:
     return parts.rebuild(arrays)
 
 
-def _checkpointed(function: Callable[..., Any], args: Any, kwargs: Any, policy: Any) -> Any:
-    """Call a function of any trees under `jax.checkpoint`: what is no array goes around it."""
-    parts = split_arrays((args, kwargs))
+def _flat(function: Callable[..., Any], parts: Split) -> Callable[..., Any]:
+    """A function of any trees over the arrays among its arguments."""
 
     def flat(*arrays: Any) -> Any:
         positional, named = parts.rebuild(arrays)
         return function(*positional, **named)
 
-    return jax.checkpoint(flat, policy=policy)(*parts.arrays)
+    return flat
 
 
 @contextlib.contextmanager
@@ -531,6 +551,13 @@ class TracedSource:
     plain: TracedStep | None
     trace: Callable[[Callable[..., Any]], TracedStep]
 
+    def variant(self, assignment: Assignment) -> TracedStep:
+        """Trace the step with these policies of its blocks; as it is where that is the same."""
+        kept = all(name == "everything" for segments in assignment for name, _ in segments)
+        if self.source is None or (kept and self.plain is not None):
+            return cast(TracedStep, self.plain)
+        return self.trace(self.source.function(assignment))
+
 
 def trace_source(
     function: Callable[..., Any], args: Sequence[Any], optimizer: Any, trace: Trace
@@ -546,8 +573,7 @@ def trace_source(
         return TracedSource(
             source, None, lambda variant: trace(variant, source.args, step_names, (0, 1))
         )
-    chooser = _Chooser()
-    with choosing(chooser):
+    with choosing(_Chooser()) as chooser:
         plain = trace(function, args, names, None)
 
     def again(variant: Callable[..., Any]) -> TracedStep:
@@ -555,7 +581,17 @@ def trace_source(
 
     if not chooser.blocks:
         return TracedSource(None, plain, again)
-    # A jitted step was traced for its donations too: blocks are counted in a trace of their own.
-    with choosing(_Chooser()) as counter:
-        again(function)
-    return TracedSource(MarkedStep(function, tuple(counter.blocks)), plain, again)
+    if not _begins_with_block(plain):
+        # It was traced before, for the options of its jit or without a mesh, and blocks counted on.
+        with choosing(_Chooser()) as chooser:
+            plain = again(function)
+    return TracedSource(MarkedStep(function, tuple(chooser.blocks)), plain, again)
+
+
+def _begins_with_block(step: TracedStep) -> bool:
+    """Whether the first block of a step is number 0: blocks were counted in this trace alone."""
+    first = f"{BLOCK_SCOPE}0"
+    return any(
+        first in re.split(r"\W", str(eqn.source_info.name_stack))
+        for eqn, *_ in equations(step.closed)
+    )

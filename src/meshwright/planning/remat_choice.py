@@ -101,7 +101,7 @@ class Variant:
     staged: Callable[[Collection[int]], Callable[..., Any]] | None = None
 
 
-Prepare = Callable[[Callable[..., Any]], Variant]
+Prepare = Callable[[Assignment], Variant]
 Search = Callable[[Variant], list[Candidate]]
 Refine = Callable[[Variant, list[Candidate]], list[Candidate]]
 
@@ -122,12 +122,12 @@ def choose_remat(
     """Choose a policy for every block of a step, so that it fits and is fastest."""
     blocks = source.blocks
     if not blocks:
-        variant = prepare(source.function(()))
+        variant = prepare(())
         return variant, search(variant), None
 
     def variant_of(assignment: Assignment) -> Variant:
         staged = functools.partial(source.function, assignment)
-        return dataclasses.replace(prepare(staged()), staged=staged)
+        return dataclasses.replace(prepare(assignment), staged=staged)
 
     base = variant_of(_all(blocks, "nothing"))
     found = search(base)
