@@ -3,7 +3,7 @@
 import dataclasses
 
 import meshwright as mw
-from meshwright.planning.apply_plan import Layouts
+from meshwright.planning.plan_layouts import Layouts
 from meshwright.planning.step_plan import Plan
 
 # The models of tests are small: with the default of 64 KiB most of their weights would stay whole.

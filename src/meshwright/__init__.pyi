@@ -53,7 +53,7 @@ from meshwright.pipelines.microbatching import value_and_grad as value_and_grad
 from meshwright.pipelines.trace_marks import stage_end as stage_end
 from meshwright.placement.placer import place as place
 from meshwright.planning.api import plan as plan
-from meshwright.planning.remat_blocks import block as block
+from meshwright.planning.marked_blocks import block as block
 from meshwright.planning.step_plan import Plan as Plan
 from meshwright.rehearsal.api import rehearse as rehearse
 from meshwright.rehearsal.api import rehearse_model as rehearse_model

@@ -4,8 +4,8 @@ import pytest
 from forced_plans import with_lists
 
 import meshwright as mw
-from meshwright.planning.apply_plan import SMALLEST
 from meshwright.planning.made_plans import unasked_part
+from meshwright.planning.plan_layouts import SMALLEST
 from meshwright.planning.plan_text import axis_role
 from meshwright.planning.step_plan import UNASKED
 

@@ -122,6 +122,8 @@ def worker(folder: str, port: int, me: int, count: int, kill: Kill | None, pipe:
     step, state, _ = mw.resume(folder, build, mesh="fsdp:-1", min_shard_bytes=0)
     pipe.send(("resumed", step, is_right(state, step)))
     if kill is None:
+        if count > 1:  # the first takes the others with it if it ends before they have spoken
+            jax.distributed.shutdown()
         return
     update = jax.jit(lambda x, n: x + n, donate_argnums=0)
     saves = 0

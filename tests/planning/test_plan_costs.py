@@ -262,6 +262,59 @@ def by_words(params, tokens):
     return jax.grad(loss)(params)
 
 
+def with_biases(params, x):
+    def loss(params):
+        hidden = jax.nn.relu(x @ params["up"] + params["up_bias"])
+        return ((hidden @ params["down"] + params["down_bias"]) ** 2).mean()
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+
+@pytest.mark.parametrize(
+    ("order", "cut"),
+    [(["embed"], "tp"), (["batch", "embed"], None)],
+    ids=["first", "last"],
+)
+def test_a_bias_is_cut_where_the_activations_are_that_it_is_added_to(order, cut):
+    params, x = shapes()
+    params["up_bias"] = jax.ShapeDtypeStruct((HIDDEN,), "float32")
+    params["down_bias"] = jax.ShapeDtypeStruct((WIDTH,), "float32")
+    p = mw.plan(with_biases, params, x, on="cpu:8", mesh="tp:8", compiler="cpu", progress=False)
+    p.layouts.lists = (tuple(p.groups.index(name) for name in order),)
+    arguments = dict(zip(p.step.paths, p.costs.program.arguments, strict=True))
+    (bias,) = (value for path, value in arguments.items() if path.endswith("up_bias"))
+    assert tuple(p.layouts.of_value(bias)) == ((cut,) if cut else ())
+    if cut:  # nothing is gathered: the one sum is that of what the second product leaves
+        assert set(compiled(p)) == {"all-reduce"}
+
+
+def convolution(numbers):
+    def step(params, x):
+        def loss(w):
+            return (
+                jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers) ** 2
+            ).mean()
+
+        return params - 0.1 * jax.grad(loss)(params)
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("numbers", "image", "kernel", "copied"),
+    [
+        (("NCHW", "OIHW", "NCHW"), (64, 128, 32, 32), (128, 128, 3, 3), True),
+        (("NHWC", "HWIO", "NHWC"), (64, 32, 32, 128), (3, 3, 128, 128), False),
+    ],
+)
+def test_a_tpu_copies_new_weights_whose_windows_are_their_last_dims(numbers, image, kernel, copied):
+    x, w = jax.ShapeDtypeStruct(image, "float32"), jax.ShapeDtypeStruct(kernel, "float32")
+    for on, expected in [("v6e:2x4", copied), ("h100:8", False)]:
+        p = mw.plan(convolution(numbers), w, x, on=on, mesh="fsdp:8", progress=False)
+        works = [p.costs.work(each) for each in p.costs.program.operations]
+        assert any(work.copies for work in works) == expected
+
+
 @pytest.mark.compilers
 def test_exchanges_that_a_plan_implies_are_asked_for():
     params = {

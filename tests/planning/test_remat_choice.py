@@ -1,5 +1,7 @@
 """The remat of blocks: every policy computes the same, and the fastest that fits is taken."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,8 @@ import pytest
 import meshwright as mw
 from meshwright._compat import scan_counts
 from meshwright.errors import PlanningError
-from meshwright.planning.remat_blocks import POLICIES, block, loss_step
+from meshwright.planning.marked_blocks import POLICIES, Block, MarkedStep, block
+from meshwright.planning.remat_blocks import loss_step
 
 TINY = mw.models.model("tiny", remat="full")
 
@@ -167,6 +170,63 @@ def test_marked_blocks_of_a_whole_step_are_chosen_for(jitted):
     assert [each.name for each in plan.remat.blocks] == ["layer"] * 4
     assert len(plan.remat.options) == 4
     assert_close(plan.jit()(*marked_arguments()), expected)
+
+
+ALIKE: list[float] = []  # what was traced of the layer below
+
+
+@mw.block
+def counted_layer(x, w, scale):
+    ALIKE.append(scale)
+    return x + jnp.tanh(x @ w) * scale
+
+
+def alike_step(params, x, scales=(0.5,) * 6):
+    def loss(params):
+        value = x
+        for w, scale in zip(params, scales, strict=True):
+            value = counted_layer(value, w, scale)
+        return jnp.mean(value**2)
+
+    return jax.value_and_grad(loss)(params)
+
+
+def closed_step(params, x):
+    """Each layer takes its own weight, and its own number, from around it."""
+
+    def loss(params):
+        value = x
+        for number, w in enumerate(params):
+
+            @mw.block
+            def layer(value):
+                return value + jnp.tanh(value @ w) / (1 + number)  # noqa: B023
+
+            value = layer(value)
+        return jnp.mean(value**2)
+
+    return jax.value_and_grad(loss)(params)
+
+
+def under_remat(step, blocks=6):
+    return MarkedStep(step, (Block("layer", 1),) * blocks).function(((("nothing", 1),),) * blocks)
+
+
+@pytest.mark.parametrize(("scales", "traced"), [((0.5,) * 6, 1), ((0.5, 0.25) * 3, 2)])
+def test_marked_layers_that_are_alike_are_traced_once(scales, traced):
+    args = marked_arguments(layers=6)
+    step = functools.partial(alike_step, scales=scales)
+    expected = jax.jit(step)(*args)
+    ALIKE.clear()
+    got = jax.jit(under_remat(step))(*args)
+    assert ALIKE == list(dict.fromkeys(scales))
+    assert len(ALIKE) == traced
+    assert_close(got, expected)
+
+
+def test_marked_layers_that_take_things_from_around_them_are_each_traced():
+    args = marked_arguments(layers=6)
+    assert_close(jax.jit(under_remat(closed_step))(*args), jax.jit(closed_step)(*args))
 
 
 def test_the_last_of_marked_blocks_save_more_where_not_all_can():

@@ -14,8 +14,7 @@ Pallas kernels are no business of the partitioner: each device runs them on its 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -34,12 +33,9 @@ from meshwright._compat import (
 from meshwright._text import plural
 from meshwright.errors import PlanningError
 from meshwright.pipelines.tracing import run_equation
-from meshwright.planning.dim_groups import PINNED
-from meshwright.planning.exchange_costs import Cut
 from meshwright.planning.jit_options import wrong_arguments
 from meshwright.planning.kernel_rules import run_on_parts
-from meshwright.planning.plan_costs import Lists, PlanCosts
-from meshwright.planning.plan_memory import looks_up
+from meshwright.planning.plan_layouts import Layouts, axes_of, local_shape
 from meshwright.planning.traced_program import (
     Operation,
     TracedStep,
@@ -47,137 +43,6 @@ from meshwright.planning.traced_program import (
     inlined_program,
 )
 from meshwright.trees.walk import flatten, is_variable, problem_lines, shown_path
-
-SMALLEST = 2**16  # bytes, by default
-
-
-def spec_of(cut: Cut, rank: int, names: Sequence[str]) -> PartitionSpec:
-    """Write a cut as a `PartitionSpec`."""
-    entries: list[Any] = []
-    for dim in range(rank):
-        axes = tuple(names[axis] for axis in sorted(cut) if cut[axis] == dim)
-        entries.append(axes if len(axes) > 1 else axes[0] if axes else None)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)  # type: ignore[no-untyped-call]
-
-
-def _axes(spec: PartitionSpec) -> set[str]:
-    """The mesh axes that a spec names."""
-    return {axis for entry in spec for axis in _entry(entry)}
-
-
-def _with_axes_of(lies: PartitionSpec, spec: PartitionSpec) -> PartitionSpec:
-    """A spec with those axes of another that it lacks, each on the dim where that one has it.
-
-    >>> P = PartitionSpec
-    >>> _with_axes_of(P("fsdp", "tp"), P(None, None, "fsdp")) == P(None, "tp", "fsdp")
-    True
-    """
-    rank = max(len(lies), len(spec))
-    there, here = ((*each, *[None] * (rank - len(each))) for each in (lies, spec))
-    taken = _axes(spec)
-    entries: list[Any] = []
-    for old, new in zip(there, here, strict=True):
-        axes = [*_entry(new), *(axis for axis in _entry(old) if axis not in taken)]
-        entries.append(tuple(axes) if len(axes) > 1 else axes[0] if axes else None)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)  # type: ignore[no-untyped-call]
-
-
-def _entry(entry: Any) -> tuple[str, ...]:
-    """The axes of one dim in a spec."""
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-
-
-def local_shape(
-    shape: Sequence[int], spec: PartitionSpec, sizes: Mapping[str, int]
-) -> tuple[int, ...]:
-    """The shape of one device's part of an array; `sizes` are those of the mesh's axes.
-
-    >>> local_shape((16, 8, 32), PartitionSpec(("dp", "fsdp"), "tp"), {"dp": 2, "fsdp": 4, "tp": 2})
-    (2, 4, 32)
-    """
-    entries = [*spec, *([None] * (len(shape) - len(spec)))]
-    return tuple(
-        size // math.prod(sizes[axis] for axis in _entry(entry))
-        for size, entry in zip(shape, entries, strict=True)
-    )
-
-
-class Layouts:
-    """The specs that a plan gives to the values and operations of a program."""
-
-    def __init__(
-        self,
-        costs: PlanCosts,
-        lists: Lists,
-        names: Sequence[str],
-        data: Collection[int] = (),
-        smallest: int = SMALLEST,
-    ):
-        self.costs, self.lists, self.names = costs, lists, tuple(names)
-        self.smallest = smallest  # bytes: what is smaller is whole, or left to the partitioner
-        self.data = frozenset(data)  # values that are cut however small they are
-
-    def of_value(self, value: int) -> PartitionSpec:
-        """How a value lies."""
-        program = self.costs.program
-        if program.bytes[value] < self.smallest and value not in self.data:
-            return PartitionSpec()  # type: ignore[no-untyped-call]
-        layout = self.costs.groups.layout[value]
-        return spec_of(self.costs.cut(layout, self.lists), len(layout), self.names)
-
-    def of_operand(
-        self, operation: Operation, at: int, needed: PartitionSpec, in_full: bool
-    ) -> tuple[PartitionSpec, ...]:
-        """What is written of an operand that is needed so: one spec after the other.
-
-        That axes are gathered is not, unless all is said `in_full`, or rows are looked up: the
-        partitioner gathers all of these where one axis cuts them and another what is looked up.
-        Where axes move it is said how it lies before that: the partitioner would else let the
-        layers before compute it as it is needed here.
-        """
-        if in_full:
-            return (needed,)
-        lies = self.of_value(operation.inputs[at])
-        wanted = _with_axes_of(lies, needed)
-        last = (needed,) if wanted != needed and looks_up(operation) == "rows" else ()
-        if wanted == lies:
-            return (lies,) if lies == needed else last
-        return (lies, wanted, *last) if _axes(lies) else (wanted, *last)
-
-    def of_result(self, step: TracedStep, number: int) -> PartitionSpec:
-        """How a result lies: as the argument of the next step that it is, or by its own dims."""
-        program = self.costs.program
-        if number in step.carried:
-            return self.of_value(program.arguments[step.carried[number]])
-        return self.of_value(program.results[number])
-
-    def around(self, number: int) -> tuple[list[PartitionSpec], list[PartitionSpec], bool] | None:
-        """How an operation needs its inputs and makes its outputs; `None` where it is left alone.
-
-        `number` is that of the operation in the program. The last of three: whether it is cut by
-        queries.
-        """
-        operation = self.costs.program.operations[number]
-        if operation.primitive not in PINNED:
-            return None
-        way = self.costs.way(self.costs.work(operation), self.lists)
-        shapes = self.costs.program.shapes
-        specs = [
-            spec_of(cut, len(shapes[value]), self.names)
-            for cut, value in zip(way.cuts, operation.values, strict=True)
-        ]
-        count = len(operation.inputs)
-        layout, queries = self.costs.groups.layout, self.costs.groups.queries
-        by_queries = any(
-            layout[value][dim][0] in queries
-            for cut, value in zip(way.cuts, operation.values, strict=True)
-            for dim in cut.values()
-        )
-        return specs[:count], specs[count:], by_queries
 
 
 # In: a traced step and the layouts of a plan. Out: a function of the flat arguments that computes
@@ -249,15 +114,15 @@ class PlannedEvaluation:
         results = run_equation(eqn, {**env, **operands})
         # A product that lies as its operands make it needs no word, and compilers merge a softmax
         # with one that has none (a tenth less memory, 2 to 4 % less time on TPUs).
-        axes = set().union(*map(_axes, needed))
+        axes = set().union(*map(axes_of, needed))
         implied = (
             eqn.primitive.name == "dot_general"
             and all(
-                is_literal(atom) or _axes(self.layouts.of_value(value)) <= _axes(spec)
+                is_literal(atom) or axes_of(self.layouts.of_value(value)) <= axes_of(spec)
                 for atom, spec, value in zip(eqn.invars, needed, operation.inputs, strict=True)
             )
             and bool(axes)
-            and axes == _axes(made[0])
+            and axes == axes_of(made[0])
         )
         with at_equation(eqn):
             kept = []
@@ -266,7 +131,7 @@ class PlannedEvaluation:
                 if implied and lies == spec:
                     kept.append(result)
                     continue
-                if in_full or _axes(lies) <= _axes(spec):
+                if in_full or axes_of(lies) <= axes_of(spec):
                     result = self.constrain(result, spec, value)
                 kept.append(self.constrain(result, lies, value))
             return kept

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 
 from meshwright.hardware.topology import Topology
 from meshwright.placement.placement import AxisPlan
-from meshwright.planning.dim_groups import Layout
+from meshwright.planning.operation_work import Work
 from meshwright.planning.plan_memory import LANES
-from meshwright.planning.traced_program import Operation
 from meshwright.rehearsal.collectives.costs import group_cost
 
 Cut = dict[int, int]  # axis -> dim of a value
@@ -67,39 +66,6 @@ def axis_speed(plan: AxisPlan, topology: Topology, scatters: bool = True) -> Axi
         slope = (second - first) / (large - small)
         lines[kind] = (_MERGED * max(0.0, first - slope * small), slope)
     return AxisSpeed(plan.size, lines)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Work:
-    """One operation, without its place in the program: equal ones are costed once.
-
-    `values`: layout and bytes of inputs and outputs. `dims`: kind of iteration, kind of dims, the
-    size that a cut must divide, and where it is. `shared`: by how many operations of a loop each
-    input is used, so that what is exchanged once is not counted for all. `multiplies`: a product of
-    matrices, beside which compilers exchange its operands; beside a convolution only TPUs' do.
-    `scatters`: whether partial sums are scattered where the result lies cut. Those of convolutions
-    are added up everywhere, and sliced, but for what a TPU takes in pieces. `looks_up`: a gather or
-    a scatter, in `rows` or in one `table`. `looped`: whether it is in a loop's body. `sides`: for
-    each value of a product or a convolution, which of its loops every dim is in. `heaviest`: the
-    number of a product's value that is much larger than its others together; -1 for none.
-    `is_kernel`: a Pallas kernel, which also takes time for its `exponentials`.
-    """
-
-    heavy: bool
-    multiplies: bool
-    scatters: bool
-    looks_up: str
-    values: tuple[tuple[Layout, int], ...]
-    inputs: int
-    dims: tuple[tuple[str, int, int, tuple[tuple[int, int], ...]], ...]
-    flops: float
-    dtype: str
-    shared: tuple[int, ...]
-    looped: bool = False
-    heaviest: int = -1
-    sides: tuple[dict[int, str], ...] = dataclasses.field(default=(), compare=False)
-    exponentials: float = 0.0
-    is_kernel: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -311,17 +277,3 @@ class ExchangeCosts:
         side = sides.get(dim)
         after = any(sides.get(n) == side and sizes[n] >= LANES for n in large if n > dim)
         return not (side == "both" or (after and len(large) > 3))
-
-
-def product_sides(operation: Operation) -> tuple[dict[int, str], ...]:
-    """For each value of a product or a convolution, the loop of every dim: both operands' and the
-    result's (`both`), a sum's, or that of one operand (`left`, `right`)."""
-    if operation.primitive not in ("dot_general", "conv_general_dilated"):
-        return ()
-    loops = {(0, 1): "sum", (0, 1, 2): "both", (0, 2): "left", (1, 2): "right"}
-    sides: tuple[dict[int, str], ...] = ({}, {}, {})
-    for loop in operation.dims:
-        side = loops.get(tuple(sorted({value for value, _ in loop.at})), "")
-        for value, dim in loop.at:
-            sides[value][dim] = side
-    return sides

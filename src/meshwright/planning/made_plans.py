@@ -10,10 +10,10 @@ from typing import Any
 from meshwright._progress import Pulse
 from meshwright._text import duration
 from meshwright.hardware.topology import Topology
-from meshwright.planning.apply_plan import Layouts
 from meshwright.planning.dim_groups import DimGroups
 from meshwright.planning.group_names import data_values
 from meshwright.planning.plan_costs import PlanCosts
+from meshwright.planning.plan_layouts import Layouts
 from meshwright.planning.plan_search import Candidate, axis_names, named_intensity, speeds_on
 from meshwright.planning.step_plan import UNASKED, Alternative, Plan, choices, mesh_text
 from meshwright.planning.traced_program import TracedStep

@@ -22,12 +22,12 @@ from meshwright.hardware.topology import Topology
 from meshwright.models.base import Model
 from meshwright.placement.placement import Placement
 from meshwright.placement.placer import placement_of
-from meshwright.planning.apply_plan import Layouts
 from meshwright.planning.chosen_pipeline import PipelineChoice, StagedSource, StageRow
 from meshwright.planning.exchange_costs import AxisSpeed, axis_speed
 from meshwright.planning.group_names import data_values
 from meshwright.planning.layer_parts import CutProgram, cut_program
 from meshwright.planning.plan_costs import Lists, PlanCosts
+from meshwright.planning.plan_layouts import Layouts
 from meshwright.planning.plan_rules import suffix_rules
 from meshwright.planning.plan_search import Candidate, axis_names, mesh_sizes
 from meshwright.planning.remat_choice import Variant

@@ -26,16 +26,14 @@ from meshwright.planning.exchange_costs import (
     Cut,
     Exchange,
     ExchangeCosts,
-    Work,
-    product_sides,
 )
+from meshwright.planning.operation_work import Work, WorkOf
 from meshwright.planning.plan_memory import (
     LARGEST_ON_CHIP,
     ON_CHIP,
     During,
     kept_values,
     live_sets,
-    looks_up,
     tile_padding,
 )
 from meshwright.planning.traced_program import Operation, TracedProgram
@@ -56,9 +54,6 @@ _PER_DOUBLE = 0.03
 # keeps masked copies of them meanwhile: so many times their bytes, of up to 200 MB a device (users'
 # models of text). With the one axis alone it does not.
 _MASKED, _MOST_MASKED = 3.0, 2e8
-# A product with a value so many times larger than all others is cut where that one lies cut, if
-# that is cheaper: few rows are exchanged rather than the weights that they meet.
-_HEAVIER = 4
 _OVER = 10.0  # how much a plan costs for being over the limit, times the part it is over
 
 
@@ -124,11 +119,7 @@ class PlanCosts:
         self._tpu = topology.chip.family == "tpu" and overlaps
         family = topology.chip.family if overlaps else ""
         kept = kept_values(program, family)
-        self._uses: collections.Counter[tuple[int, int, str]] = collections.Counter()
-        for operation in program.operations:
-            if operation.primitive in HEAVY:
-                for value in set(operation.inputs):
-                    self._uses[value, operation.body, operation.primitive] += 1
+        self._work_of = WorkOf(program, groups, self._tpu)
         folded: dict[Work, int] = collections.defaultdict(int)
         for operation in program.operations:
             if operation.primitive in VIEWS:
@@ -194,38 +185,7 @@ class PlanCosts:
 
     def work(self, operation: Operation) -> Work:
         """Return an operation without its place in the program."""
-        layout, sizes = self.groups.layout, self.program.bytes
-        values = operation.values
-        shapes = self.program.shapes
-        dims = tuple(
-            (
-                dim.kind,
-                self.groups.of_loop((values[w], d) for w, d in dim.at),
-                math.gcd(dim.blocks, *(shapes[values[w]][d] for w, d in dim.at)),
-                dim.at,
-            )
-            for dim in operation.dims
-            if dim.at
-        )
-        return Work(
-            operation.primitive in HEAVY,
-            operation.primitive == "dot_general",
-            operation.primitive != "conv_general_dilated",
-            looks_up(operation),
-            tuple((layout[v], sizes[v]) for v in values),
-            len(operation.inputs),
-            dims,
-            operation.flops,
-            _multiplied(self.program, operation) if operation.flops else "",
-            tuple(
-                self._uses[v, operation.body, operation.primitive] or 1 for v in operation.inputs
-            ),
-            bool(operation.body),
-            _heaviest([sizes[v] for v in values]) if operation.primitive == "dot_general" else -1,
-            product_sides(operation),
-            operation.exponentials,
-            operation.primitive == "pallas_call",
-        )
+        return self._work_of(operation)
 
     def _alone(self, work: Work) -> float:
         """Seconds of an operation on one device."""
@@ -383,7 +343,7 @@ class PlanCosts:
                     ]
                 continue
             beside.shared = 1
-            moved += beside.rounds * local
+            moved += (beside.rounds + work.copies) * local
             if partial:
                 seconds += self.exchanging.reduce(
                     work, number, partial, lies, cuts[number], log, beside
@@ -515,25 +475,3 @@ def _exchanges_heaviest(work: Work, takers: Sequence[int | None]) -> bool:
         if number is not None
         for value, _ in work.dims[number][3]
     )
-
-
-def _heaviest(sizes: Sequence[int]) -> int:
-    """The number of the value that outweighs all others together; -1 where none does."""
-    most = max(sizes)
-    return sizes.index(most) if most > _HEAVIER * (sum(sizes) - most) else -1
-
-
-_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "int8": "s8"}
-
-
-def _multiplied(program: TracedProgram, operation: Operation) -> str:
-    """The dtype of what an operation multiplies; the first operands of a kernel may be tables."""
-    names = [program.dtypes[value] for value in operation.inputs]
-    if operation.primitive == "pallas_call":
-        names = [name for name in names if "float" in name] or ["bfloat16"]
-    return _dtype(names[0])
-
-
-def _dtype(name: str) -> str:
-    """The compiler's short name of a dtype."""
-    return _DTYPES.get(name, name.replace("float8_", "f8"))

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from meshwright._compat import Eqn, source_line
 from meshwright._compat_lowering import equations, kernel_name
 from meshwright._text import amount, plural
-from meshwright.planning.apply_plan import Layouts
+from meshwright.planning.plan_layouts import Layouts
 from meshwright.planning.step_plan import AxisChoice
 from meshwright.planning.traced_program import TracedProgram, TracedStep
 

@@ -14,8 +14,8 @@ from meshwright._compat_lowering import kernel_name
 from meshwright._show import Sheet, Shown, Table, short_repr
 from meshwright._text import plural
 from meshwright.errors import PlanningError, short
-from meshwright.planning.apply_plan import SMALLEST, Layouts
 from meshwright.planning.dim_groups import WHOLE
+from meshwright.planning.plan_layouts import SMALLEST, Layouts
 from meshwright.planning.plan_text import short_name
 from meshwright.planning.traced_program import TracedStep
 from meshwright.rehearsal.callbacks import source_of

@@ -15,8 +15,9 @@ from meshwright._html import Html
 from meshwright._show import Sheet, Table
 from meshwright._text import amount, duration, plural
 from meshwright.planning.dim_groups import HEAVY, Layout
-from meshwright.planning.exchange_costs import Exchange, Work
+from meshwright.planning.exchange_costs import Exchange
 from meshwright.planning.group_names import data_values, is_queries
+from meshwright.planning.operation_work import Work
 from meshwright.planning.plan_costs import Lists, Totals
 from meshwright.rehearsal.callbacks import source_of
 

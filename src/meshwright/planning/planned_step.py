@@ -19,12 +19,12 @@ from meshwright._show import short_repr
 from meshwright.errors import PlanningError
 from meshwright.hardware.topology import Topology
 from meshwright.planning.apply_plan import (
-    Layouts,
     check_arguments,
     planned_function,
     planned_results,
     update_in_place,
 )
+from meshwright.planning.plan_layouts import Layouts
 from meshwright.planning.traced_program import TracedStep, arrays_at
 from meshwright.trees.split import Split, as_shape
 from meshwright.trees.walk import variables_of

@@ -1,19 +1,17 @@
-"""Blocks of layers whose backward pass may keep more or less, and the step with a choice for each.
+"""Blocks of layers in a loss, and a step with a choice of remat for every block.
 
-A block is a function that the user marks (`block`), or, where the loss and the optimizer are given,
-a scan over layers or a function with `jax.checkpoint`. The remat of a marked one is set while the
-step is traced; of a loss its jaxpr is evaluated with other policies before it is differentiated.
+Where the loss and the optimizer are given, a scan over layers is a block, and so is a function with
+`jax.checkpoint` or one that is marked (`marked_blocks`). The jaxpr of the loss is evaluated with
+other policies for these before it is differentiated.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import re
-import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,204 +29,28 @@ from meshwright._compat import (
 from meshwright._compat_lowering import equations
 from meshwright.errors import PlanningError, short
 from meshwright.pipelines.microbatching import value_and_grad
-from meshwright.pipelines.trace_marks import stage_end
 from meshwright.pipelines.tracing import run_equation
+from meshwright.planning.marked_blocks import (
+    BLOCK_SCOPE,
+    WRITTEN,
+    Assignment,
+    Block,
+    Chooser,
+    MarkedStep,
+    Segments,
+    block_scope,
+    choosing,
+    end_stage,
+    marks_itself,
+    policy_of,
+    renamed,
+)
 from meshwright.planning.traced_program import TracedStep, inlined_program, trace_step
 from meshwright.rehearsal.step_arguments import argument_names
-from meshwright.trees.split import Split, as_shape, split_arrays
-from meshwright.trees.walk import variables_of
+from meshwright.trees.split import as_shape, split_arrays
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-# From what is fastest to what needs least memory; "as written" leaves the user's own.
-POLICIES = ("everything", "dots", "dots without batch", "nothing")
-OFFLOAD, WRITTEN = "offload", "as written"
-# The name scope of a block's call, with its number: AD keeps it in the backward pass.
-BLOCK_SCOPE = "mw_block_"
 _CHECKPOINTS = ("checkpoint", "remat2")
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
-
-Segments = tuple[tuple[str, int], ...]  # policies of a block, each with so many of its runs
-Assignment = tuple[Segments, ...]  # of every block
-
-
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """A part of a step whose remat can be chosen: where it is, and how often it runs.
-
-    `splits`: whether its runs may have different policies. `names`: of its values, for offloading.
-    """
-
-    name: str
-    runs: int
-    splits: bool = False
-    names: tuple[str, ...] = ()
-    written: bool = False  # has a `jax.checkpoint` of its own
-
-
-# Marked blocks. A user's context is in the keys of JAX's caches: a function that was traced without
-# a choice is traced again with one.
-_CHOOSER: Any = jax.make_user_context(None)  # type: ignore[no-untyped-call]
-
-
-def block(function: Function) -> Function:
-    """Mark a function as a block of layers, for `plan` to choose what its backward pass keeps.
-
-    Anywhere else the function does what it always did. Its arguments may be any trees.
-
-    >>> import jax, jax.numpy as jnp, meshwright as mw
-    >>> @mw.block
-    ... def layer(x, w):
-    ...     return jnp.tanh(x @ w)
-    >>> layer(jnp.ones((2, 2)), jnp.zeros((2, 2))).sum()
-    Array(0., dtype=float32)
-    """
-    if not callable(function):
-        raise PlanningError(f"block: {short(function)} is no function; mark a layer's function.")
-
-    @functools.wraps(function)
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        chooser = _CHOOSER.value
-        if chooser is None:
-            return function(*args, **kwargs)
-        return chooser.call(function, args, kwargs)
-
-    return marked  # type: ignore[return-value]
-
-
-def _marks_itself(*_: Any, **__: Any) -> bool:
-    """The policy of blocks in the trace of a loss, where they are found by it."""
-    return True
-
-
-class _Chooser:
-    """Gives the blocks that are called while it is set their policies, in the order of calls.
-
-    `ends`: the numbers of calls after which a stage of a pipeline ends.
-    """
-
-    def __init__(
-        self,
-        assignment: Assignment | None = None,
-        find: bool = False,
-        ends: Collection[int] = (),
-    ):
-        self.assignment, self.find, self.ends = assignment, find, ends
-        self.blocks: list[Block] = []
-        self._flat: dict[Any, Callable[..., Any]] = {}
-
-    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        number = len(self.blocks)
-        self.blocks.append(Block(getattr(function, "__name__", "block"), 1))
-        if self.find:
-            parts = split_arrays((args, kwargs))
-            return jax.checkpoint(_flat(function, parts), policy=_marks_itself)(*parts.arrays)
-        with block_scope(number):
-            out = self._run(number, function, args, kwargs)
-        # A function may be traced a second time, with all of its blocks.
-        at = number % len(self.assignment) if self.assignment else number
-        return _end_stage(out, at) if at in self.ends else out
-
-    def _run(self, number: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        # JAX may trace a body more often than before: what is beyond the end has the last policy.
-        policy = self.assignment[min(number, len(self.assignment) - 1)] if self.assignment else ()
-        name = policy[0][0] if policy else "everything"
-        if name in ("everything", WRITTEN):
-            return function(*args, **kwargs)
-        parts = split_arrays((args, kwargs))
-        return jax.checkpoint(self._once(function, parts), policy=policy_of(name))(*parts.arrays)
-
-    # JAX traces and differentiates what is under a checkpoint once for all calls of one function
-    # with the same shapes. So layers that are alike must be one function of their arrays; not those
-    # that take anything from around them, which may be another thing in every call.
-    def _once(self, function: Callable[..., Any], parts: Split) -> Callable[..., Any]:
-        """The function over the arrays of its arguments, the same one for calls that are alike."""
-        alone = isinstance(function, types.FunctionType) and function.__closure__ is None
-        if not alone or variables_of(parts.rebuild(parts.arrays)):
-            return _flat(function, parts)
-        key = function, parts.treedef, parts.positions, parts.static
-        try:
-            return self._flat.setdefault(key, _flat(function, parts))
-        except TypeError:  # a leaf or a module that cannot be hashed
-            return _flat(function, parts)
-
-
-def block_scope(number: int) -> Any:
-    """The name scope by which a block's operations are found, in the forward and the backward."""
-    return jax.named_scope(f"{BLOCK_SCOPE}{number}")
-
-
-def _end_stage(out: Any, number: int) -> Any:
-    """End a stage after a block: its arrays go on to the next one, what is no array around it."""
-    parts = split_arrays(out)
-    arrays = stage_end(list(parts.arrays), f"up to block {number + 1}")
-    return parts.rebuild(arrays)
-
-
-def _flat(function: Callable[..., Any], parts: Split) -> Callable[..., Any]:
-    """A function of any trees over the arrays among its arguments."""
-
-    def flat(*arrays: Any) -> Any:
-        positional, named = parts.rebuild(arrays)
-        return function(*positional, **named)
-
-    return flat
-
-
-@contextlib.contextmanager
-def choosing(chooser: _Chooser) -> Iterator[_Chooser]:
-    """Let a chooser give policies to the blocks that are traced meanwhile."""
-    with _CHOOSER(chooser):
-        yield chooser
-
-
-def policy_of(name: str, names: Sequence[str] = ()) -> Any:
-    """Return JAX's policy of this name; `names` are those of values that can be offloaded."""
-    policies = jax.checkpoint_policies
-    if name == "dots":
-        return policies.dots_saveable
-    if name == "dots without batch":
-        return policies.dots_with_no_batch_dims_saveable
-    if name == OFFLOAD and names:
-        return policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
-            names_which_can_be_offloaded=list(names),
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
-    if name == OFFLOAD:
-        return policies.offload_dot_with_no_batch_dims("device", "pinned_host")
-    return None
-
-
-# Steps whose remat can be chosen.
-
-
-@dataclasses.dataclass(frozen=True)
-class MarkedStep:
-    """A step with functions that were marked by `block`."""
-
-    step: Callable[..., Any]
-    blocks: tuple[Block, ...]
-
-    def function(self, assignment: Assignment, ends: Collection[int] = ()) -> Callable[..., Any]:
-        """Return the step with a policy for every block, and stages that end after some."""
-        return _renamed(_under(self.step, assignment, ends), self.step)
-
-
-def _under(
-    step: Callable[..., Any], assignment: Assignment, ends: Collection[int]
-) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
-        with choosing(_Chooser(assignment, ends=ends)):
-            return step(*args)
-
-    return run
-
-
-def _renamed(function: Callable[..., Any], like: Callable[..., Any]) -> Callable[..., Any]:
-    function.__name__ = getattr(like, "__name__", "step")
-    return function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,7 +96,7 @@ class LossStep:
         # What a pipeline makes of the outputs of its microbatches.
         words = ["concat" if aval.shape else "mean" for aval in self.traced.closed.out_avals]
         aux = self.traced.returned.rebuild(words, other=None)
-        return _renamed(train_step(loss, self.optimizer, aux), self.loss)
+        return renamed(train_step(loss, self.optimizer, aux), self.loss)
 
 
 def train_step(loss: Callable[..., Any], optimizer: Any, aux: Any) -> Callable[..., Any]:
@@ -347,7 +169,7 @@ def _trace_loss(loss: Callable[..., Any], args: Sequence[Any]) -> TracedLoss:
         returned.append(dataclasses.replace(out, arrays=()))
         return out.arrays
 
-    with choosing(_Chooser(find=True)):
+    with choosing(Chooser(find=True)):
         closed = jax.make_jaxpr(flat)(*map(as_shape, parts.arrays))
     return TracedLoss(closed, returned[-1], tuple(_distinct(_blocks_in(closed.jaxpr))))
 
@@ -370,7 +192,7 @@ def _blocks_in(jaxpr: Jaxpr, times: int = 1, marked: bool = False) -> Iterator[t
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in _CHECKPOINTS:
-            mark = eqn.params.get("policy") is _marks_itself
+            mark = eqn.params.get("policy") is marks_itself
             if mark or not marked:
                 names = tuple(sorted(_value_names(eqn.params["jaxpr"])))
                 yield eqn, Block(source_line(eqn), times, False, names, written=not mark)
@@ -467,7 +289,7 @@ class _Rematerialized:
                     if name == WRITTEN
                     else self._under(eqn, values, policy=name, names=each.names)
                 )
-            return _end_stage(results, number) if number in self.ends else results
+            return end_stage(results, number) if number in self.ends else results
         if name == WRITTEN:
             return run_equation(eqn, env)
         start, carry, stacks = 0, list(values), []
@@ -573,7 +395,7 @@ def trace_source(
         return TracedSource(
             source, None, lambda variant: trace(variant, source.args, step_names, (0, 1))
         )
-    with choosing(_Chooser()) as chooser:
+    with choosing(Chooser()) as chooser:
         plain = trace(function, args, names, None)
 
     def again(variant: Callable[..., Any]) -> TracedStep:
@@ -583,7 +405,7 @@ def trace_source(
         return TracedSource(None, plain, again)
     if not _begins_with_block(plain):
         # It was traced before, for the options of its jit or without a mesh, and blocks counted on.
-        with choosing(_Chooser()) as chooser:
+        with choosing(Chooser()) as chooser:
             plain = again(function)
     return TracedSource(MarkedStep(function, tuple(chooser.blocks)), plain, again)
 

@@ -17,18 +17,18 @@ from meshwright._compat_lowering import moves_to_host
 from meshwright._text import amount, duration, plural
 from meshwright.hardware.topology import Topology
 from meshwright.planning.dim_groups import DimGroups
-from meshwright.planning.plan_costs import Lists, PlanCosts, Totals
-from meshwright.planning.plan_search import Candidate, search_lists, speeds_on
-from meshwright.planning.remat_blocks import (
+from meshwright.planning.marked_blocks import (
     OFFLOAD,
     POLICIES,
     WRITTEN,
     Assignment,
     Block,
-    LossStep,
     MarkedStep,
     Segments,
 )
+from meshwright.planning.plan_costs import Lists, PlanCosts, Totals
+from meshwright.planning.plan_search import Candidate, search_lists, speeds_on
+from meshwright.planning.remat_blocks import LossStep
 from meshwright.planning.traced_program import TracedProgram, TracedStep
 
 _WORDS = {

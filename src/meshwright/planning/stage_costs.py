@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 
 from meshwright.planning.dim_groups import HEAVY, VIEWS, DimGroups, Layout, kind_sizes
-from meshwright.planning.exchange_costs import Work
 from meshwright.planning.layer_parts import CutProgram
+from meshwright.planning.operation_work import Work
 from meshwright.planning.plan_costs import Lists
 from meshwright.planning.plan_memory import kept_values
 from meshwright.planning.remat_choice import Variant

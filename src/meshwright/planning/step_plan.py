@@ -17,11 +17,13 @@ from meshwright.errors import PlanningError, short
 from meshwright.hardware.topology import Topology
 from meshwright.meshes.build import abstract_mesh
 from meshwright.meshes.build import mesh as build_mesh
-from meshwright.planning.apply_plan import Layouts, planned_function
+from meshwright.planning.apply_plan import planned_function
 from meshwright.planning.chosen_pipeline import PipelineChoice
-from meshwright.planning.exchange_costs import Exchange, Work
+from meshwright.planning.exchange_costs import Exchange
+from meshwright.planning.operation_work import Work
 from meshwright.planning.plan_costs import Lists, PlanCosts, Totals
 from meshwright.planning.plan_drawing import plan_drawing, plan_page
+from meshwright.planning.plan_layouts import Layouts
 from meshwright.planning.plan_rules import PlanRules, make_rules
 from meshwright.planning.plan_search import Candidate
 from meshwright.planning.plan_text import axis_role, exchange_rows, plan_sheet, reason_it_loses
