@@ -6,6 +6,7 @@ Operations that are alike, as those of all layers, are costed once.
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -68,6 +69,12 @@ class WorkOf:
             if operation.primitive in HEAVY:
                 for value in set(operation.inputs):
                     self._uses[value, operation.body, operation.primitive] += 1
+
+    def resized(self, program: TracedProgram, groups: DimGroups) -> WorkOf:
+        """Tell the work of the same program where its arrays have other sizes."""
+        other = copy.copy(self)
+        other._program, other._groups = program, groups
+        return other
 
     def __call__(self, operation: Operation) -> Work:
         layout, sizes = self._groups.layout, self._program.bytes

@@ -183,6 +183,13 @@ class PlanCosts:
         """Return costs of the same program, for another mesh."""
         return copy.copy(self)
 
+    def resized(self, program: TracedProgram, groups: DimGroups) -> PlanCosts:
+        """Return costs of the same operations where the program's arrays have other sizes."""
+        other = self.copy()
+        other.program, other.groups = program, groups
+        other._work_of = self._work_of.resized(program, groups)
+        return other
+
     def work(self, operation: Operation) -> Work:
         """Return an operation without its place in the program."""
         return self._work_of(operation)
@@ -460,11 +467,6 @@ class PlanCosts:
                 self.way(work, lists, log)
                 found += [(entry, work, times) for entry in log]
         return found
-
-
-def _kind_of(kinds: Sequence[int]) -> int:
-    """The kind of a loop: that of its dims, unless one of them stays whole."""
-    return WHOLE if WHOLE in kinds else kinds[0]
 
 
 def _exchanges_heaviest(work: Work, takers: Sequence[int | None]) -> bool:

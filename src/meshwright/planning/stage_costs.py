@@ -106,8 +106,7 @@ class StageCosts:
         self, variant: Variant, cut: CutProgram, works: Sequence[PartWork], microbatches: int
     ):
         program, groups = scaled_program(variant, cut, microbatches)
-        self.costs = variant.costs.copy()
-        self.costs.program, self.costs.groups = program, groups
+        self.costs = variant.costs.resized(program, groups)
         self.cut, self.microbatches = cut, microbatches
         folded: dict[tuple[str, Work], float] = collections.defaultdict(float)
         for each in works:
