@@ -11,6 +11,7 @@ CPU = JAX_PLATFORMS=cpu
 
 # The vendors' compilers: they run without an accelerator, and without a CUDA toolkit.
 COMPILERS = compilers
+COMPILER_TESTS ?= compilers
 
 STAMPS = .venv/.stamp .venv-compilers/.stamp .venv-newest/.stamp
 
@@ -71,10 +72,10 @@ test-wheel: ## every block of the README, where only the built wheel is installe
 	$(PYTHON) tools/readme_from_wheel.py .venv-wheel $(CONSTRAINTS)
 
 test-slow: .venv/.stamp ## the examples, models that train, models of Flax and Equinox, more processes
-	$(CPU) .venv/bin/python -m pytest -n 2 --dist loadfile -m slow $(PYTEST_ARGS)
+	$(CPU) .venv/bin/python -m pytest -n 2 --dist loadfile -m "slow and not compilers" $(PYTEST_ARGS)
 
 test-compilers: .venv-compilers/.stamp ## the tests against libtpu and the CUDA compiler
-	$(CPU) .venv-compilers/bin/python -m pytest -n 2 -m compilers tests/compilers $(PYTEST_ARGS)
+	$(CPU) .venv-compilers/bin/python -m pytest -n 2 -m "$(COMPILER_TESTS)" tests/compilers $(PYTEST_ARGS)
 
 test-newest: ## everything on the newest Python and jax to be found
 	@newest=$$($(PYTHON) tools/newest_python.py) || exit 1; \

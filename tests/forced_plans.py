@@ -21,6 +21,7 @@ def with_lists(plan: Plan, lists=None, smallest: int = SMALLEST) -> Plan:
 
 def forced_mix(function, *args, **options) -> Plan:
     """FSDP on one axis, all inner dims on another, the length of sequences on a third."""
+    options = {"pipelines": False, **options}
     plan = mw.plan(function, *args, mesh="fsdp:2, tp:2, sp:2", **options)
     known = [name for name in ("batch", "embed") if name in plan.groups]
     long = [name for name in plan.groups if name == "seq"]
@@ -28,27 +29,19 @@ def forced_mix(function, *args, **options) -> Plan:
     return with_lists(plan, [known, inner, [*long, *reversed(inner)]])
 
 
-def with_tp(function, *args, **options) -> Plan:
-    """The best plan in which the axis tp shards a dim of the weights."""
-    fixed = {"mesh": "fsdp:4, tp:2", **options}
-    plan = mw.plan(function, *args, **fixed)
+def two_plans(function, *args, **options) -> dict[str, Plan]:
+    """The best plan, and the best in which an axis tp shards a dim of the weights."""
+    options = {"pipelines": False, **options}
+    best = mw.plan(function, *args, **options)
     even = [
         name
-        for name, sizes in zip(plan.groups, plan.costs.groups.sizes, strict=True)
+        for name, sizes in zip(best.groups, best.costs.groups.sizes, strict=True)
         if name not in ("batch", "seq", "embed", "all weights")
         and not name.startswith("inner")
         and not sizes[0] % 2
     ]
-    return with_lists(mw.plan(function, *args, keep={even[0]: "tp"}, **fixed))
-
-
-def three_plans(function, *args, **options) -> dict[str, Plan]:
-    """The best plan, the best on a mesh with tp, and a mix of everything."""
-    return {
-        "best": with_lists(mw.plan(function, *args, **options)),
-        "tp": with_tp(function, *args, **options),
-        "mix": forced_mix(function, *args, **options),
-    }
+    tp = mw.plan(function, *args, mesh="fsdp:4, tp:2", keep={even[0]: "tp"}, **options)
+    return {"best": with_lists(best), "tp": with_lists(tp)}
 
 
 def assert_equal_to_one_device(plan: Plan, *args) -> None:

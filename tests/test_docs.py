@@ -63,7 +63,12 @@ SLOW = (
     "pipelines",
     "moving.md",
 )  # they train and compile
-SLOW_MODULES = ("meshwright.models.base", "meshwright.report", "meshwright.rehearsal.api")
+SLOW_MODULES = (
+    "meshwright.models.base",
+    "meshwright.report",
+    "meshwright.rehearsal.api",
+    "meshwright.rehearsal.result",
+)
 FLAGS = doctest.ELLIPSIS
 NAMESPACES = ("errors", "models", "rehearsal", "schedules", "transfers")
 DOCUMENTED = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property)

@@ -76,6 +76,7 @@ def test_a_step_of_ones_own(steps, capsys):
     assert found["memory"]["parts"]["aliased"] < 0
 
 
+@pytest.mark.slow
 def test_ways_out_are_tried_when_asked(steps, capsys):
     words = ["own_steps:large", "--mesh", "dp:8", "--on", "cpu:8"]
     assert main(["rehearse", *words, "--try"]) == 3

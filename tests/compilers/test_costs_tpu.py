@@ -14,6 +14,7 @@ import meshwright as mw
 pytestmark = pytest.mark.compilers
 
 
+@pytest.mark.slow
 def test_the_largest_cost_of_lm1b_is_at_its_logits(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[1] / "ecosystem")])
     pytest.importorskip("flax")

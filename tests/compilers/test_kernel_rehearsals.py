@@ -130,6 +130,7 @@ def plus_one(x, out):
     out[...] = x[...] + 1
 
 
+@pytest.mark.slow
 def test_a_kernel_too_large_for_the_chip_is_no_step_that_does_not_fit():
     def whole(x):
         spec = pl.BlockSpec(memory_space=pltpu.VMEM)

@@ -38,6 +38,7 @@ def test_a_tpu_gets_splash_attention_by_itself(rehearsed):
     assert any("splash" in name and "dkv" in name for name in names), names
 
 
+@pytest.mark.slow
 def test_products_written_out_hold_the_scores(rehearsed):
     dot, flash = rehearsed(attention="dot"), rehearsed()
     assert not kernels(dot)
@@ -46,6 +47,7 @@ def test_products_written_out_hold_the_scores(rehearsed):
     assert not re.search(scores, flash.text)
 
 
+@pytest.mark.slow
 def test_a_gpu_gets_cudnn_by_itself(rehearsed):
     r = rehearsed(on="h100:8")
     assert "__cudnn$fmhaSoftmax" in r.text
@@ -53,6 +55,7 @@ def test_a_gpu_gets_cudnn_by_itself(rehearsed):
     assert "__cudnn$fmha" not in rehearsed(on="h100:8", attention="dot").text
 
 
+@pytest.mark.slow
 def test_split_positions_and_other_kernels_compile(rehearsed):
     assert kernels(rehearsed(mesh="fsdp:2, tp:2, sp:2"))
     assert kernels(rehearsed(attention="pallas", kv_heads=4))
@@ -75,12 +78,14 @@ def test_a_step_of_ones_own_asks_the_ambient_mesh(cache):
     assert any("splash" in name for name in kernels(bound))
 
 
+@pytest.mark.slow
 def test_offloaded_layers_leave_the_chip(rehearsed):
     r = rehearsed(remat="custom", offloaded=("decoder_layer_input", "query_proj"))
     on_host = set(re.findall(r"bf16\[([\d,]+)\]\{[^}]*S\(5\)\}", r.text))
     assert {"2,2,512,64", "2,2,512,2,128"} & on_host, on_host
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("products", "dtype"), [("int8", "s8"), ("fp8", "f8e4m3fn")])
 def test_products_in_eight_bits_compile(rehearsed, products, dtype):
     assert f"{dtype}[" in rehearsed(products=products, attention="dot").text

@@ -97,6 +97,7 @@ def unrolled(w, x, prevent_cse):
     return w - grads, value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("on", "prevent_cse", "lost"),
     [("h100:8", False, True), ("h100:8", True, False), ("v5e:2x4", False, False)],

@@ -154,6 +154,7 @@ def offloading_loss(params, x):
     return jnp.mean(layers(x, params["b"]) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on", ["v5e:2x4", "h100:8"])
 def test_what_a_forward_leaves_on_the_host_its_backward_takes_from_there(on, cache):
     groups = mw.MpmdMesh(mw.mesh("pp:2, dp:4", on=on), "pp")

@@ -55,6 +55,7 @@ def test_a_refused_decoder_has_estimated_buffers_and_ways_out():
     assert_no_less(ways["rematerialise layers"], codegen=False)
 
 
+@pytest.mark.slow
 def test_a_decoder_too_large_for_gpus_is_told_of_cudnns_attention():
     found = mw.rehearse_model(
         decoder(remat="none", attention="dot"),

@@ -81,6 +81,7 @@ def test_memory_and_program_are_those_of_jit(on, spec, slices, cache):
     assert found.fits
 
 
+@pytest.mark.slow
 def test_a_tpu_compiler_that_runs_out_of_memory_is_heard(cache):
     wide = jax.ShapeDtypeStruct((131072, 65536), "float32")
     found = mw.rehearse(
@@ -123,6 +124,7 @@ def test_the_tpu_compilers_own_estimate_is_kept(cache):
     assert 0 < found.time.compiler < 1e-3
 
 
+@pytest.mark.slow
 def test_a_model_by_its_own_rules(cache):
     model = mw.models.model("llama3-8b", layers=2, embed=512, heads=8, mlp=1024, vocab=2048)
     found = mw.rehearse_model(

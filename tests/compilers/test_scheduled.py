@@ -16,6 +16,7 @@ def both():
     return [mw.rehearse_model(model, **OPTIONS, codegen=codegen) for codegen in (True, False)]
 
 
+@pytest.mark.slow
 def test_the_scheduled_program_is_the_one_that_code_is_generated_for(both):
     whole, scheduled = both
     assert scheduled.compiler == f"{whole.compiler}, without code"

@@ -346,6 +346,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 @needs_clear_refs
 def test_memory_stays_bounded():
     """12 arrays of 16 MiB: with donation little more than one exists beside source and results."""

@@ -76,7 +76,13 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+QUICK = ("kill", "raise", "hang")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(each, marks=[] if each in QUICK else pytest.mark.slow) for each in FAULTS],
+)
 def test_the_other_process_ends_in_time_and_says_one_line(fault):
     limit, how = FAULTS[fault]
     line = f"meshwright: process 1 {how}{WAITED}\n"
@@ -115,5 +121,6 @@ def test_what_is_no_fault_goes_on():
     assert [(end.code, end.said) for end in run("goes on")] == [(0, ""), (0, "")]
 
 
+@pytest.mark.slow
 def test_a_step_that_nobody_closes_ends_quietly():
     assert [(end.code, end.said) for end in run("bare")] == [(0, ""), (0, "")]

@@ -10,7 +10,7 @@ WORKER = Path(__file__).with_name("worker.py")
 
 worlds = pytest.mark.parametrize(
     ("processes", "devices"),
-    [(2, 1), (2, 4), pytest.param(4, 1, marks=pytest.mark.slow), (4, 2)],
+    [(2, 1), (2, 4), *(pytest.param(4, n, marks=pytest.mark.slow) for n in (1, 2))],
     ids=str,
 )
 

@@ -8,7 +8,7 @@ from launching import launch
 WORKER = Path(__file__).with_name("transfer_worker.py")
 # Processes, devices in each: groups of one process, and of two.
 RUNS = [
-    pytest.param(("pull", 2, 4)),
+    pytest.param(("pull", 2, 4), marks=pytest.mark.slow),
     pytest.param(("pull", 4, 2), marks=pytest.mark.slow),
     pytest.param(("put", 2, 4), marks=pytest.mark.slow),
     pytest.param(("put", 4, 2), marks=pytest.mark.slow),

@@ -122,7 +122,13 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+QUICK = ("process 0 killed", "raises", "stopped", "hangs", "told", "aborts")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(each, marks=[] if each in QUICK else pytest.mark.slow) for each in FAULTS],
+)
 def test_all_end_in_time_and_say_why(start, fault):
     what, victim, number, timeout, _, status = FAULTS[fault]
     ended = in_time(

@@ -71,6 +71,7 @@ def test_specs_under_any_mesh_that_is_set(name, ambient):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRAPPED)
 @pytest.mark.parametrize("spec", [P("dp", "tp"), P(("pp", "dp"), "tp")], ids=str)
 def test_shardings_of_the_whole_mesh_without_the_axis_that_is_cut(name, spec):
@@ -154,6 +155,7 @@ def partly_mapped(layer, x, w):
     return jax.shard_map(partly, **specs)(x, w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", [mapped, partly_mapped, lambda *a: in_scan(lambda x, w: mapped(0, x, w), *a[1:])]
 )

@@ -332,6 +332,7 @@ def test_what_a_choice_says_to_write_gives_the_numbers_of_one_device(marked_plan
     run_both(pipelined, written_out(dense_layer, (), jax.value_and_grad), params, rows)
 
 
+@pytest.mark.slow
 def test_a_step_with_marked_blocks_is_built_and_gives_the_numbers_of_one_device():
     params, rows = random_params(4), jnp.linspace(-1, 1, 64 * 32).reshape(64, 32)
     step = written_out(mw.block(dense_layer))

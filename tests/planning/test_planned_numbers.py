@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forced_plans import assert_equal_to_one_device, three_plans, with_lists
+from forced_plans import assert_equal_to_one_device, forced_mix, two_plans, with_lists
 
 import meshwright as mw
 
@@ -22,7 +22,9 @@ PRESETS = [
 def test_a_planned_step_gives_the_loss_and_the_state_of_one_device(preset):
     model = mw.models.model(preset)
     args = model.state(jax.random.key(0)), model.example(16)
-    for name, plan in three_plans(model.train_step, *args, donate_argnums=0).items():
+    plans = two_plans(model.train_step, *args, donate_argnums=0)
+    plans["mix"] = forced_mix(model.train_step, *args, donate_argnums=0)
+    for name, plan in plans.items():
         specs = jax.tree.leaves(plan.in_specs if name == "best" else plan.in_specs[0])
         # The weights of conv-tiny are too small to cut; for channels see the test below.
         assert any(spec != jax.P() for spec in specs) or preset == "conv-tiny", name

@@ -393,6 +393,7 @@ def test_a_product_is_pinned_where_its_operands_do_not_say_how_it_lies():
     assert after_products(predict, weights(), X) == ["sharding_constraint", "sharding_constraint"]
 
 
+@pytest.mark.slow
 def test_all_weights_as_one_entry_cuts_each_and_computes_the_same():
     widths = [16, 24, 40, 56, 72, 88, 104, 120, 136, 152, 168, 184, 200, 216, 232, 248, 8]
 

@@ -175,6 +175,7 @@ def test_a_batch_that_is_too_large_is_told_the_rows_that_fit():
     assert f"rows in place of {2**21}" in notes and "jax.checkpoint" in notes
 
 
+@pytest.mark.slow
 def test_ten_thousand_arrays():
     params = [W] * 10_000
 

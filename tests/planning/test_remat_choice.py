@@ -120,6 +120,7 @@ def test_with_less_room_less_is_saved_and_it_fits(roomy_plan):
     assert between.predicted.seconds <= tight.predicted.seconds
 
 
+@pytest.mark.slow
 def test_a_planned_loss_takes_the_same_step_on_eight_devices(plain_step):
     plan = mw.plan(
         TINY.loss, TINY.shapes()["params"], TINY.batch(8), on="cpu:8",

@@ -119,6 +119,7 @@ def test_rows_that_are_whole_over_a_data_axis_are_cut_by_a_constraint_and_tried(
     assert tried.tried.time.flops == r.time.flops / 8
 
 
+@pytest.mark.slow
 def test_constraints_are_put_into_loops_and_both_passes():
     # The features of the rows are cut like the weight, so that the rows come together.
     def step(w, x):

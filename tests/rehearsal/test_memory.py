@@ -240,6 +240,7 @@ def test_ways_out_are_listed_cheapest_first(tight):
     assert "donate_argnums=0" in str(tight)
 
 
+@pytest.mark.slow
 def test_ways_out_are_compiled_when_asked(tight):
     ways = {way.what: way for way in tight.remedies(check=True)}
     donated = ways["donate what the step replaces"].tried

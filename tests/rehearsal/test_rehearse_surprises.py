@@ -61,6 +61,7 @@ def test_ways_out_know_the_mesh_too(cache):
     assert found.remedies()[0].how == "donate_argnums=0"
 
 
+@pytest.mark.slow
 def test_ways_out_stay_on_the_machine_of_a_mesh(cache):
     devices = jax.devices()[:4]
     mesh = mw.mesh("dp:2, fsdp:2", devices=devices)
@@ -190,6 +191,7 @@ def test_a_part_of_the_machine_is_said_to_be_one(cache):
         assert mw.rehearse(lambda w: w @ w, W, mesh="fsdp:4", on="cpu:8", cache=cache).fits
 
 
+@pytest.mark.slow
 def test_where_a_step_does_not_fit_numbers_and_failing_trials_are_no_trouble(cache):
     rows, width = 32768, 32768
 

@@ -90,6 +90,7 @@ def test_a_model_that_does_not_fit_has_commands_that_run(decoder, capsys):
     assert "layers=6" in ways[0].command
 
 
+@pytest.mark.slow
 def test_the_larger_slice_is_the_smallest_that_fits(decoder):
     need = decoder.memory.peak
     for share, devices in ((0.6, 16), (0.35, 32)):
@@ -267,6 +268,7 @@ def test_given_shardings_and_meshes_are_kept():
         assert way.what == "halve the batch" or way.tried is None
 
 
+@pytest.mark.slow
 def test_a_model_with_settings_without_a_name_has_code_instead_of_a_command():
     own = dataclasses.replace(mw.models.model("tiny"), name="mine")
     found = mw.rehearse_model(own, batch=32, mesh="fsdp:8", on="cpu:8")
@@ -276,6 +278,7 @@ def test_a_model_with_settings_without_a_name_has_code_instead_of_a_command():
     assert ways["halve the sequence"].how == "batch=32, seq=32"
 
 
+@pytest.mark.slow
 def test_images_of_a_model_have_no_sequence():
     found = mw.rehearse_model("vit-tiny", batch=32, mesh="fsdp:8", on="cpu:8")
     ways = by_what(found.remedies())

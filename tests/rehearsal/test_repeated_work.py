@@ -143,6 +143,7 @@ def layers(w, x):
     return jax.value_and_grad(loss)(w, x)
 
 
+@pytest.mark.slow
 def test_what_is_left_is_the_program_before_it_was_partitioned():
     w = jax.ShapeDtypeStruct((6, 512, 512), "float32")
     whole = read_program(jax.jit(layers).lower(w, X).compile().as_text()).flops

@@ -173,6 +173,7 @@ print(v.ok, v.where)
     assert ended.stdout == "True 8 simulated CPU devices\n"
 
 
+@pytest.mark.slow
 def test_a_net_that_some_partitioners_get_wrong_is_told_as_it_is():
     # XLA computes values or gradients of these wrongly (tools/shardy_convolution.py); whether it
     # does here is asked of plain JAX.

@@ -226,7 +226,9 @@ class ExchangeCosts:
                 if self._tpu and scattered > MOST_PIECES:
                     kind = "all-reduce"  # and sliced
                 taken = self.axes[axis].seconds(kind, size)
-                in_pieces = self._beside(beside, scattered, size, taken)
+                # Sums that are over another axis as well, as of rows and sequence, are not in pieces.
+                whole = not self._tpu or all(each in lies for each in partial)
+                in_pieces = whole and self._beside(beside, scattered, size, taken)
                 alone = in_pieces or not work.scatters
                 if self._tpu and not (alone or self._scatters(work, number, lies[axis], made)):
                     kind = "all-reduce"
@@ -254,7 +256,9 @@ class ExchangeCosts:
     ) -> bool:
         """Whether the sums of a convolution are scattered after all: a TPU's, piece by piece."""
         parts = math.prod([self.sizes[each] for each in partial if each in lies])
-        if not self._tpu or axis not in lies or parts > MOST_PIECES or size < _LEAST_IN_PIECES:
+        if not self._tpu or not all(each in lies for each in partial):
+            return False
+        if parts > MOST_PIECES or size < _LEAST_IN_PIECES:
             return False
         seconds = self.axes[axis].seconds("reduce-scatter", size)
         return parts in beside.loops and beside.product * parts >= _WAITING_PIECES * seconds
