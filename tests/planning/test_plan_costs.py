@@ -180,6 +180,23 @@ def test_the_compiler_of_a_tpu_exchanges_so(name):
     assert {entry.kind for entry in made if entry.bytes > 2**16} == {kind}
 
 
+# Rows on one axis, and the sequence on the other: the gradient of a weight is summed over both.
+SUMMED = "bsf,bse->fe", (16, 8192, 14336), (16, 8192, 4096), ((16, 14336), (8192,))
+
+
+def test_sums_over_another_axis_as_well_are_not_scattered_in_pieces():
+    p = product(*SUMMED)
+    (work,) = {work for _, work, _ in p.exchanges()}
+    assert {entry.kind for entry, _, _ in p.exchanges()} == {"reduce-scatter", "all-reduce"}
+    assert p.costs.way(work, p.lists).hidden == 0
+
+
+@pytest.mark.compilers
+def test_the_compiler_of_a_tpu_does_not_take_such_sums_in_pieces():
+    made = product(*SUMMED).rehearse(progress=False, codegen=False).collectives
+    assert {entry.kind for entry in made if entry.bytes > 2**16} == {"reduce-scatter", "all-reduce"}
+
+
 def convolved(channels, on="v5e:4x4"):
     """A step that trains one convolution, its rows and its weights cut by one axis."""
 
