@@ -270,6 +270,34 @@ def test_few_rows_are_exchanged_rather_than_the_weights_they_meet():
     assert max(exchange.bytes for exchange, _, _ in many.exchanges()) == weight
 
 
+def gated(w, x):
+    gate, up = jnp.split(x @ w["up"], 2, axis=1)
+    return (jax.nn.silu(gate + 1.0) * (up + gate)) @ w["down"]
+
+
+def without_last(w, x):
+    return jnp.tanh((x @ w["up"])[:, :-1]).sum() + w["down"].sum()
+
+
+@pytest.mark.parametrize(("function", "gathers"), [(gated, True), (without_last, False)])
+def test_what_is_taken_apart_along_a_cut_dim_is_exchanged(function, gathers):
+    w = {
+        "up": jax.ShapeDtypeStruct((WIDTH, HIDDEN), "float32"),
+        "down": jax.ShapeDtypeStruct((HIDDEN // 2, WIDTH), "float32"),
+    }
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), "float32")
+    p = mw.plan(function, w, x, on="cpu:8", mesh="tp:8", compiler="cpu", progress=False)
+    arguments = zip(p.step.paths, p.costs.program.arguments, strict=True)
+    (up,) = (p.costs.groups.layout[value] for path, value in arguments if path.endswith("up"))
+    p.layouts.lists = ((up[1][0],),)
+    size = ROWS * HIDDEN * 4
+    assert (predicted(p).get("all-gather", 0) >= size) == gathers
+    made = compiled(p)
+    exchanged = made.get("all-gather", 0) + made.get("collective-permute", 0)
+    exchanged += made.get("all-to-all", 0)
+    assert (exchanged >= size / 8) == gathers
+
+
 def by_words(params, tokens):
     def loss(params):
         logits = jnp.tanh(params["table"][tokens]) @ params["head"]

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import meshwright as mw
 from meshwright.planning.dim_groups import find_groups
 from meshwright.planning.plan_memory import kept_values, live_sets
 from meshwright.planning.traced_program import read_program
@@ -16,7 +17,8 @@ def peak(function, *args, family=""):
     layout = find_groups(program).layout
     donated = [False] * len(args)
     moments = live_sets(program, layout, kept, donated, family)
-    return max(sum(moment.live.values()) for moment in moments)
+    waiting = [sum(size for _, size, _ in moment.waiting) for moment in moments]
+    return max(sum(m.live.values()) + more for m, more in zip(moments, waiting, strict=True))
 
 
 def shape(*dims, dtype=jnp.float32):
@@ -144,6 +146,25 @@ def test_what_a_weights_gradient_is_computed_from_waits_for_later_loops():
     moments = live_sets(program, layout, kept, [False] * 3)
     in_loop = max(sum(moment.live.values()) for moment in moments if moment.during == "loop")
     assert in_loop > 4 * 4096 * 2048
+
+
+@pytest.mark.parametrize(("rows", "sums"), [(4096, True), (128, False)])
+def test_a_tpu_holds_the_sums_of_a_product_that_waits_where_they_are_smaller(rows, sums):
+    def step(x, w, head):
+        logits = x @ head
+        gradient = x.T @ logits
+        return jax.lax.scan(lambda g, w: (g @ w, None), logits @ head.T, w)[0], gradient
+
+    args = shape(rows, 64), shape(4, 64, 64), shape(64, 2048)
+    p = mw.plan(step, *args, on="v5e:2x4", mesh="dp:8", pipelines=False)
+    lists = ((next(n for n, sizes in enumerate(p.costs.groups.sizes) if rows in sizes),),)
+    program, layout = p.costs.program, p.costs.groups.layout
+    kept = kept_values(program, "tpu")
+    moments = live_sets(program, layout, kept, [False] * 3, "tpu")
+    ((dims, size, products),) = next(m.waiting for m in moments if m.during == "loop")
+    works = [p.costs.work(product) for product in products]
+    expected = 4 * 64 * 2048 if sums else size / 8
+    assert p.costs.waiting_bytes(dims, size, works, lists) == pytest.approx(expected)
 
 
 def test_a_tpu_computes_in_its_products_what_is_there_otherwise():

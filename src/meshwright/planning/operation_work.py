@@ -9,7 +9,7 @@ import collections
 import copy
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from meshwright.planning.dim_groups import HEAVY, DimGroups, Layout
 from meshwright.planning.plan_memory import looks_up
@@ -21,6 +21,7 @@ _HEAVIER = 4
 # How often a TPU reads or writes a new weight of a convolution, and each of its moments, beside the
 # update, to bring it into the order of its gradient and back (a UNet on v6e, 3.2 ms for 149 MB).
 _COPIES = 7.0
+_PARTS = frozenset({"split", "slice", "pad"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class Work:
     number of a product's value that is much larger than its others together; -1 for none.
     `is_kernel`: a Pallas kernel, which also takes time for its `exponentials`. `copies`: how often
     its result is read or written beside, to bring it from one order in memory to another.
+    `only_moves`: it takes time for exchanges alone, and is computed where its result is used.
     """
 
     heavy: bool
@@ -56,13 +58,17 @@ class Work:
     exponentials: float = 0.0
     is_kernel: bool = False
     copies: float = 0.0
+    only_moves: bool = False
 
 
 class WorkOf:
-    """Tells the work of each operation of a program; `tpu`: as a TPU's own compiler makes it."""
+    """Tells the work of each operation of a program; `tpu`: as a TPU's own compiler makes it.
 
-    def __init__(self, program: TracedProgram, groups: DimGroups, tpu: bool):
-        self._program, self._groups = program, groups
+    `kept`: the values that lie in memory at some time; others are computed where they are used.
+    """
+
+    def __init__(self, program: TracedProgram, groups: DimGroups, kept: Collection[int], tpu: bool):
+        self._program, self._groups, self._kept = program, groups, frozenset(kept)
         self._copied = _copied_weights(program) if tpu else frozenset()
         self._uses: collections.Counter[tuple[int, int, str]] = collections.Counter()
         for operation in program.operations:
@@ -109,7 +115,21 @@ class WorkOf:
             operation.exponentials,
             operation.primitive == "pallas_call",
             _COPIES if self._copied.intersection(operation.outputs) else 0.0,
+            takes_apart(self._program, operation) and self._kept.isdisjoint(operation.outputs),
         )
+
+
+def takes_apart(program: TracedProgram, operation: Operation) -> bool:
+    """Whether an operation takes an array apart along a dim, or is the gradient of one that does.
+
+    A slice of nearly all, as of labels, is not meant: only borders are exchanged for that.
+    """
+    if operation.primitive not in _PARTS:
+        return False
+    first, second = (
+        math.prod(program.shapes[values[0]]) for values in (operation.inputs, operation.outputs)
+    )
+    return max(first, second) >= 2 * min(first, second)
 
 
 def _product_sides(operation: Operation) -> tuple[dict[int, str], ...]:

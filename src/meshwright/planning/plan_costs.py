@@ -15,7 +15,7 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from meshwright.hardware.topology import Topology
 from meshwright.planning.dim_groups import HEAVY, VIEWS, WHOLE, DimGroups, Layout
@@ -27,7 +27,7 @@ from meshwright.planning.exchange_costs import (
     Exchange,
     ExchangeCosts,
 )
-from meshwright.planning.operation_work import Work, WorkOf
+from meshwright.planning.operation_work import Work, WorkOf, takes_apart
 from meshwright.planning.plan_memory import (
     LARGEST_ON_CHIP,
     ON_CHIP,
@@ -119,12 +119,16 @@ class PlanCosts:
         self._tpu = topology.chip.family == "tpu" and overlaps
         family = topology.chip.family if overlaps else ""
         kept = kept_values(program, family)
-        self._work_of = WorkOf(program, groups, self._tpu)
+        self._work_of = WorkOf(program, groups, kept, self._tpu)
         folded: dict[Work, int] = collections.defaultdict(int)
         for operation in program.operations:
             if operation.primitive in VIEWS:
                 continue
-            if operation.primitive in HEAVY or kept.intersection(operation.outputs):
+            if (
+                operation.primitive in HEAVY
+                or kept.intersection(operation.outputs)
+                or takes_apart(program, operation)
+            ):
                 folded[self.work(operation)] += operation.times
         weight = {work: times * self._alone(work) for work, times in folded.items()}
         least = _NEGLIGIBLE * sum(weight.values())
@@ -132,24 +136,31 @@ class PlanCosts:
         self._bundles: dict[frozenset[int], list[tuple[Work, int]]] = collections.defaultdict(list)
         for work, times in folded.items():
             if weight[work] > least:
-                here = frozenset(k for dims, _ in work.values for k, _ in dims if k != WHOLE)
-                self._bundles[here].append((work, times))
+                self._bundles[_kinds(dims for dims, _ in work.values)].append((work, times))
         self._live: list[dict[frozenset[int], list[tuple[Layout, float]]]] = []
         # Of these, what a TPU may keep on the chip, and how many arrays that are.
         self._passing: list[dict[frozenset[int], list[tuple[Layout, float, float, int]]]] = []
+        self._waiting: list[dict[frozenset[int], list[tuple[Layout, float, tuple[Work, ...]]]]] = []
         self._during: list[During] = []
         for moment in live_sets(program, groups.layout, kept, donated, family):
             self._during.append(moment.during)
             self._live.append(collections.defaultdict(list))
             self._passing.append(collections.defaultdict(list))
             for layout, size in moment.live.items():
-                here = frozenset(kind for kind, _ in layout if kind != WHOLE)
-                self._live[-1][here].append((layout, size))
-                self._bundles[here]  # an entry, if only for its memory
+                self._live[-1][_kinds([layout])].append((layout, size))
+            self._waiting.append(collections.defaultdict(list))
+            for layout, size, products in moment.waiting:
+                works = tuple(self.work(product) for product in products)
+                dims = (dims for work in works for dims, _ in work.values)
+                self._waiting[-1][_kinds([layout, *dims])].append((layout, size, works))
             for (layout, copies), (size, count) in moment.passing.items():
-                here = frozenset(kind for kind, _ in layout if kind != WHOLE)
-                self._passing[-1][here].append((layout, copies, size, count))
-                self._bundles[here]
+                self._passing[-1][_kinds([layout])].append((layout, copies, size, count))
+        # In the order in which they are met, so that sums are the same in every process.
+        self._in_memory = dict.fromkeys(
+            itertools.chain(*self._live, *self._waiting, *self._passing)
+        )
+        for kinds in self._in_memory:
+            self._bundles[kinds]  # an entry, if only for its memory
         seen = {kind for value in program.arguments for kind, _ in groups.layout[value]}
         others = {groups.every, *groups.queries}
         self._inner = frozenset(range(groups.count)) - seen - others
@@ -360,7 +371,7 @@ class PlanCosts:
         if work.looks_up == "rows" and work.inputs == 2 and 0 < len(partial) < len(cuts[0]):
             rows = work.values[0][1] / divided(cuts[0])
             held += _MASKED * rows if rows < _MOST_MASKED else 0.0
-        compute = max(product, moved / self.speeds.bytes)
+        compute = max(product, 0.0 if work.only_moves else moved / self.speeds.bytes)
         hidden = 0.0
         if work.multiplies or (self._tpu and not work.scatters):
             hidden = min(beside.seconds, compute)
@@ -419,11 +430,11 @@ class PlanCosts:
                 during = "lookup" if work.looks_up == "rows" else during
                 held[during] = max(held.get(during, 0.0), way.gathered)
         sizes, on_chip = list[float](), list[float]()
-        here = any(kinds in live for live in self._live)
-        if here or any(kinds in passing for passing in self._passing):
+        if kinds in self._in_memory:
             sizes = [
                 sum(size * self._part(layout, lists) for layout, size in live.get(kinds, ()))
-                for live in self._live
+                + sum(self.waiting_bytes(*each, lists) for each in waiting.get(kinds, ()))
+                for live, waiting in zip(self._live, self._waiting, strict=True)
             ]
             devices = math.prod(self.sizes)
             on_chip = [
@@ -436,6 +447,17 @@ class PlanCosts:
                 for passing in self._passing
             ]
         return compute, exchange, hidden, sizes, held, on_chip
+
+    def waiting_bytes(
+        self, layout: Layout, size: float, works: Sequence[Work], lists: Lists
+    ) -> float:
+        """What one device holds of an array for products that wait; of a TPU, or of their sums."""
+        sums = sum(
+            work.values[-1][1] / self.exchanging.divided(self.way(work, lists).cuts[-1])
+            for work in works
+        )
+        held = size * self._part(layout, lists)
+        return min(held, sums) if self._tpu else held
 
     def objective(self, lists: Lists) -> float:
         """What the search makes small: seconds, more if it does not fit or is complicated."""
@@ -467,6 +489,11 @@ class PlanCosts:
                 self.way(work, lists, log)
                 found += [(entry, work, times) for entry in log]
         return found
+
+
+def _kinds(layouts: Iterable[Layout]) -> frozenset[int]:
+    """The kinds of dims that some arrays have."""
+    return frozenset(kind for layout in layouts for kind, _ in layout if kind != WHOLE)
 
 
 def _exchanges_heaviest(work: Work, takers: Sequence[int | None]) -> bool:

@@ -49,12 +49,15 @@ class Moment:
 
     `during`: what may need more of it then, for itself: operations of the step, those of a loop, or
     a lookup in rows, as of the words that are right.
+    `waiting`: arrays that are there for products that wait, or the sums of these in their place:
+    layout, bytes and the products.
     `passing`: of that, temporary arrays that a TPU may keep on the chip, where so many devices, a
     power of two, have a copy of them: by layout and that number, bytes of all, and how many arrays.
     """
 
     live: LiveSet
     during: During
+    waiting: list[tuple[Layout, float, tuple[Operation, ...]]]
     passing: dict[tuple[Layout, float], tuple[float, int]]
 
 
@@ -163,9 +166,12 @@ def live_sets(
             sources.add(value, inputs)
             born.setdefault(value, time)
             last[value] = time
-    for value, time in _delayed(program):
+    used = dict(last)  # until when it is there for what does not wait
+    waits: dict[int, list[Operation]] = collections.defaultdict(list)
+    for product, value, time in _delayed(program):
         for source in sources.of(value):
             last[source] = max(last.get(source, 0), time)
+            waits[source].append(product)
     stored = _stored_bytes(program, kept, family)
     arguments, results = set(program.arguments), set(program.results)
     starts: dict[int, list[int]] = collections.defaultdict(list)
@@ -226,13 +232,17 @@ def live_sets(
     clock = _Clock(program) if tpu else None
     result = []
     for _, time, values, during in moments or [(0, 0, frozenset[int](), "step")]:
+        waiting = sorted(value for value in values if value in waits and time > used.get(value, 0))
+        present = sorted(values.difference(waiting))
         passing: dict[tuple[Layout, float], tuple[float, int]] = {}
         if clock is not None:
-            for value in sorted(values):
+            for value in present:
                 copies = clock.copies(value, time, born[value], uses[value], stored[value])
                 total_here, count = passing.get((layout[value], copies), (0.0, 0))
                 passing[layout[value], copies] = total_here + taken[value], count + 1
-        result.append(Moment(_by_layout(taken, layout, [*values, *always]), during, passing))
+        live = _by_layout(taken, layout, [*present, *always])
+        products = [(layout[v], taken[v], tuple(waits[v])) for v in waiting]
+        result.append(Moment(live, during, products, passing))
     return result
 
 
@@ -290,8 +300,8 @@ class _Clock:
 # In: a program. Out: operands that stay longer than their last use, and until when. A product that
 # no other waits for, the gradient of a weight, is scheduled after the others of its body, or after
 # the loops that follow it: compilers hide its exchange there, or begin it last. Its larger operand
-# waits for it (or its sums do, before they are added up, which are about as large).
-def _delayed(program: TracedProgram) -> list[tuple[int, int]]:
+# waits for it, or its sums do, before they are added up, where these are smaller.
+def _delayed(program: TracedProgram) -> list[tuple[Operation, int, int]]:
     products = {
         operation.outputs[0]: operation
         for operation in program.operations
@@ -314,7 +324,7 @@ def _delayed(program: TracedProgram) -> list[tuple[int, int]]:
         product = products.get(outputs[0]) if outputs else None
         if product is not None and awaited.isdisjoint(outputs):
             operand = max(product.inputs, key=lambda value: (program.bytes[value], value))
-            delayed.append((operand, ends[-1] if ends else last_loop))
+            delayed.append((product, operand, ends[-1] if ends else last_loop))
         if product is not None or not awaited.isdisjoint(outputs):
             awaited.update(inputs)
     return delayed
