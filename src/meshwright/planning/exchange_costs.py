@@ -226,7 +226,7 @@ class ExchangeCosts:
                 if self._tpu and scattered > MOST_PIECES:
                     kind = "all-reduce"  # and sliced
                 taken = self.axes[axis].seconds(kind, size)
-                # Sums that are over another axis as well, as of rows and sequence, are not in pieces.
+                # Sums over another axis as well, as of rows and sequence, are not in pieces.
                 whole = not self._tpu or all(each in lies for each in partial)
                 in_pieces = whole and self._beside(beside, scattered, size, taken)
                 alone = in_pieces or not work.scatters
