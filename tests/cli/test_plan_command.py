@@ -28,7 +28,10 @@ def steps(tmp_path, monkeypatch):
         "    def step(w):\n"
         "        return w @ w[:3]\n"
         "    return step, shape\n"
+        "def none():\n"
+        "    return None\n"
     )
+    (tmp_path / "d.json").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(__import__("sys").modules, "planned_steps", raising=False)
 
@@ -91,6 +94,13 @@ def test_keep_pins_a_group(steps, capsys):
         (
             ["tiny", "--on", "v5e:2x4", "--batch", "8", "--save", "plan.txt"],
             "does not end in .json",
+        ),
+        (["tiny", "--on", "v5e:2x4", "--batch", "8", "--html", ""], "Write --html file.html"),
+        (["tiny", "--on", "v5e:2x4", "--batch", "8", "--save", "d.json"], "d.json: is a folder"),
+        (["planned_steps:none", "--on", "v5e:2x4"], "more of plan's arguments"),
+        (
+            ["planned_steps:plain", "--on", "v5e:2x4", "--check", "0", "--keep", "batch=dp"],
+            "say the mesh too: --mesh 'dp:-1, ...'",
         ),
         (
             ["tiny", "--on", "v5e:2x4", "--batch", "8", "--check", "0", "--memory", "2"],

@@ -40,6 +40,15 @@ def test_between_hosts_with_a_thin_network_a_pipeline_wins(on_thin_network):
     assert "It wins." in text and "plan.pipeline.build() makes it" in text
 
 
+def test_a_choice_has_a_short_repr_and_prints_its_lines(on_thin_network):
+    choice = on_thin_network.pipeline
+    microbatches = f"{choice.microbatches} microbatches"
+    assert repr(choice) == f"<PipelineChoice {choice.spec}: {choice.schedule}, {microbatches}>"
+    text = str(choice)
+    assert text.replace("\n  ", " ").splitlines() == choice.lines()
+    assert max(map(len, text.splitlines())) <= 100
+
+
 def test_the_schedule_of_a_choice_runs(on_thin_network):
     choice = on_thin_network.pipeline
     made = choice.timeline.schedule

@@ -11,6 +11,7 @@ from meshwright.planning.plan_text import (
     axis_reason,
     axis_role,
     exchange_rows,
+    lists_lines,
     reason_it_loses,
     runners_up,
     short_name,
@@ -97,6 +98,26 @@ def test_checked_plans_show_predicted_beside_compiled():
     assert "Checked by the compiler" in text
     assert "chosen" in text
     assert "Nothing was compiled" not in text
+
+
+def test_rows_of_checked_plans_that_differ_never_look_alike():
+    plan = planned(mesh="dp:2, tp:4", check=3, compiler="cpu")
+    table = str(plan).partition("Checked by the compiler\n")[2].partition("\n\n")[0]
+    checked = [each for each in plan.alternatives if each.compiled is not None]
+    shown = ["".join(lists_lines(plan.groups, each.lists)) for each in checked]
+    assert len(set(shown)) == len(checked) == 3
+    for each in checked:
+        for line in lists_lines(plan.groups, each.lists):
+            assert line in table
+    assert max(map(len, table.splitlines())) <= 100
+
+
+def test_lists_are_written_in_full_and_names_alike_too():
+    groups = ["batch", f"one/{'x' * 30} dim 1", f"two/{'x' * 30} dim 1"]
+    assert lists_lines(groups, ((0,), ())) == ["batch | -"]
+    one, other = (lists_lines(groups, ((0, kind), (3 - kind,))) for kind in (1, 2))
+    assert one != other
+    assert "".join(one) == f"batch+{groups[1]} |{groups[2]}"
 
 
 def test_json_has_roles_exchanges_and_every_plan_kept():

@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import meshwright as mw
@@ -29,6 +30,35 @@ def test_what_the_step_raises_comes_through_as_it_is():
         mw.plan(broken, W, X, on="v5e:2x4")
     with pytest.raises(TypeError, match="dot_general requires contracting dimensions"):
         mw.plan(lambda w, x: w @ x, W, X, on="v5e:2x4")
+
+
+def asks_for_a_value(w, batch):
+    return w if batch["x"].sum() > 0 else -w
+
+
+@pytest.mark.parametrize(
+    "function",
+    [asks_for_a_value, jax.jit(asks_for_a_value), functools.partial(asks_for_a_value, W)],
+)
+def test_what_jax_says_of_a_trace_names_the_users_function_line_and_argument(function):
+    args = (W, {"x": X}) if not isinstance(function, functools.partial) else ({"x": X},)
+    told = r"function asks_for_a_value at .*test_planning_bad_input.*argument batch\['x'\]"
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=told):
+        mw.plan(function, *args, on="v5e:2x4")
+
+
+def test_what_jax_says_of_a_loss_and_its_blocks_names_them():
+    @mw.block
+    def layer(w, x):
+        return x @ w if x.sum() > 0 else x
+
+    for loss, name in (
+        (asks_for_a_value, "asks_for_a_value"),
+        (lambda w, b: layer(w, b["x"]), "layer"),
+    ):
+        told = rf"function {name} at .*test_planning_bad_input"
+        with pytest.raises(jax.errors.TracerBoolConversionError, match=told):
+            mw.plan(loss, W, {"x": X}, on="v5e:2x4", optimizer=optax.sgd(0.1))
 
 
 @pytest.mark.parametrize(
@@ -60,12 +90,36 @@ def test_a_step_that_cannot_be_planned(function, args, told):
         ("keep", ["batch"], r"keep: \['batch'\] is no mapping"),
         ("keep", {"bach": "dp"}, r"no group of dims 'bach'. Did you mean 'batch'\?"),
         ("keep", {"batch": "dp"}, r"say the mesh too: mesh='dp:-1"),
+        ("keep", {3: "dp"}, r"keep: 3: 'dp' is no name of a group and name of an axis"),
+        ("keep", {"batch": None}, r"keep: 'batch': None is no name of a group"),
+        ("mesh", "dp:8:explicit", r"mesh: axis 'dp' is of type explicit"),
+        ("mesh", "dp:1*8", r"a plan decides itself what crosses DCN.*mesh='dp:8'"),
     ],
 )
 def test_a_bad_option_is_named(option, value, told):
     with pytest.raises(MeshwrightError, match=told) as caught:
         plan(**{option: value})
     assert caught.value.option == option
+
+
+def test_a_step_that_has_not_run_yet_is_refused():
+    def rows(w, x):
+        yield x @ w
+
+    async def later(w, x):
+        return x @ w
+
+    with pytest.raises(PlanningError, match=r"rows returns a generator, which computes nothing"):
+        mw.plan(rows, W, X, on="v5e:2x4")
+    with pytest.raises(PlanningError, match=r"later returns a coroutine, which computes nothing"):
+        mw.plan(later, W, X, on="v5e:2x4")
+
+
+def test_a_step_whose_paths_are_alike_is_planned():
+    found = mw.plan(
+        lambda s, x: x @ s["a/b"] + x @ s["a"]["b"], {"a/b": W, "a": {"b": W}}, X, on="v5e:2x4"
+    )
+    assert found.in_specs[0]["a/b"] == found.in_specs[0]["a"]["b"]
 
 
 def test_keep_is_for_dims_that_the_axis_divides():

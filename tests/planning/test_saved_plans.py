@@ -103,7 +103,8 @@ def test_same_step_warns_of_nothing(saved):
         ('{"format": "meshwright-calibration", "version": 1}', "is not a plan"),
         ('{"format": "meshwright-plan", "version": 99}', "is of version 99"),
         ('{"format": "meshwright-plan", "version": "x"}', "is of version 'x'"),
-        ('{"format": "meshwright-plan", "version": 1}', "is damaged: there is no 'mesh'"),
+        ('{"format": "meshwright-plan", "version": true}', "is of version True"),
+        ('{"format": "meshwright-plan", "version": 1}', "is damaged: the plan: there is no 'mesh'"),
         (
             '{"format": "meshwright-plan", "version": 1, "mesh": "dp:8", "axes": []}',
             "its axes are not those of its mesh",
@@ -121,17 +122,63 @@ def test_every_missing_key_is_damage_that_is_named(saved):
     whole = json.loads(saved.read_text())
     for key in ("mesh", "axes", "program", "hardware", "made_by"):
         saved.write_text(json.dumps({k: v for k, v in whole.items() if k != key}))
-        with pytest.raises(PlanningError, match=f"is damaged: there is no '{key}'"):
+        with pytest.raises(PlanningError, match=f"is damaged: the plan: there is no '{key}'"):
             load(saved)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "told"),
+    [
+        (("mesh",), 3, "the plan: mesh is 3, not a text"),
+        (("mesh",), "dp:-1, tp:4", "its mesh dp:-1, tp:4 is open"),
+        (("name",), ["x"], r"the plan: name is \['x'\], not a text"),
+        (("axes",), {}, "the plan: axes is {}, not a list"),
+        (("axes", 0), "dp", "the plan: axes 0 is 'dp', not an object"),
+        (("axes", 0, "shards"), "batch", "axes 0: shards is 'batch', not a list"),
+        (("axes", 0, "shards"), [1], "axes 0: shards is 1, not a text"),
+        (("axes", 0, "shards"), ["batch"] * 2, "axes 0: shards is .*not a list of groups, each"),
+        (("axes", 1, "moved"), None, "axes 1: moved is None, not a number from 0"),
+        (("axes", 1, "moved"), float("nan"), "axes 1: moved is nan, not a number from 0"),
+        (("predicted",), [], r"the plan: predicted is \[\], not an object"),
+        (("predicted", "bytes"), "many", "predicted: bytes is 'many', not a number"),
+        (("program", "fingerprint"), 1, "program: fingerprint is 1, not a text"),
+        (("program", "arguments"), [], r"program: arguments is \[\], not an object"),
+        (("program", "arguments", "params/up"), 7, "program arguments: params/up is 7, not a text"),
+        (("program", "primitives", "mul"), "2", "program primitives: mul is '2', not an integer"),
+        (("hardware", "devices"), 8.5, "hardware: devices is 8.5, not an integer"),
+        (("hardware", "tflops"), "fast", "hardware: tflops is 'fast', not a number"),
+        (("made_by", "jax"), 0.1, "made_by: jax is 0.1, not a text"),
+    ],
+)
+def test_damaged_field_is_named_with_what_was_expected(saved, place, value, told):
+    data = json.loads(saved.read_text())
+    node = data
+    for key in place[:-1]:
+        node = node[key]
+    node[place[-1]] = value
+    saved.write_text(json.dumps(data))
+    with pytest.raises(PlanningError, match=rf"plan\.json is damaged: {told}"):
+        load(saved)
+
+
+@pytest.mark.parametrize("path", [3, True, ["plan.json"]])
+def test_what_is_no_path_is_refused(path):
+    with pytest.raises(
+        PlanningError, match=r"saved: .* is no path of a file that Plan\.save wrote"
+    ):
+        load(path)
 
 
 def test_missing_file_and_folder_are_told(tmp_path):
     with pytest.raises(PlanningError, match="No such file"):
         load(tmp_path / "none.json")
+    with pytest.raises(PlanningError, match="Is a directory"):
+        load(tmp_path)
     with pytest.raises(PlanningError, match="No such file"):
         planned(mesh="dp:8").save(tmp_path / "none" / "plan.json")
-    with pytest.raises(PlanningError, match=r"ends in neither \.json nor \.html"):
-        planned(mesh="dp:8").save(tmp_path / "plan.txt")
+    for path in (tmp_path / "plan.txt", "/", None):
+        with pytest.raises(PlanningError, match=r"ends in neither \.json nor \.html"):
+            planned(mesh="dp:8").save(path)
 
 
 def test_saved_goes_with_neither_mesh_nor_keep(saved):

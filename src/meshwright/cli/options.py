@@ -227,10 +227,12 @@ class _Reading:
         if each.choices and word not in each.choices:
             known = ", ".join(each.choices)
             self.wrong.append(f"{each.written}: {short(word)} is not one of {known}. {each.help}")
-        if each.ending and Path(word).suffix.lower() != each.ending:
+        path = Path(word)
+        if each.ending and path.suffix.lower() != each.ending:
+            path = path if path.name else path / "file"
             self.wrong.append(
                 f"{each.written}: {short(word)} does not end in {each.ending}. Write "
-                f"{each.written} {Path(word).with_suffix(each.ending)}."
+                f"{each.written} {path.with_suffix(each.ending)}."
             )
 
     def finished(self) -> dict[str, Any]:

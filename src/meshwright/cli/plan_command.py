@@ -118,6 +118,8 @@ class PlanCommand(Command):
         for name, file in (("html", self.html), ("save", self.save)):
             if file is not None and not file.parent.is_dir():
                 raise PlanningError(f"--{name} {file}: there is no folder {file.parent}.")
+            if file is not None and file.is_dir():
+                raise PlanningError(f"--{name} {file}: is a folder. Name a file.")
         if ":" in self.source:
             if self.batch is not None or self.seq is not None or self.set:
                 raise PlanningError(
@@ -156,7 +158,7 @@ class PlanCommand(Command):
             "speeds": self.speeds,
         }
         if ":" in self.source:
-            step, args, own = own_step(self.source, terminal.call(self.source))
+            step, args, own = own_step(self.source, terminal.call(self.source), "plan")
             self._check_own(own, options)
             with terminal.explained(f"{self.source}: its step failed"):
                 return mw.plan(step, *args, **{**options, **own})

@@ -171,7 +171,9 @@ def read_change(words: str) -> tuple[str, Any]:
     return name, tuple(read) if isinstance(read, list) else read  # settings with several values
 
 
-def own_step(source: str, returned: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def own_step(
+    source: str, returned: Any, command: str = "rehearse"
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Return the step, its arguments and options, from what a user's function returned."""
     if isinstance(returned, dict) and callable(returned.get("step")) and "args" in returned:
         rest = {name: value for name, value in returned.items() if name not in ("step", "args")}
@@ -180,7 +182,7 @@ def own_step(source: str, returned: Any) -> tuple[Any, tuple[Any, ...], dict[str
         return returned[0], returned[1:], {}
     raise RehearsalError(
         f"{source} returned {short(returned)}. Return (step, arguments...), or a dict with step, "
-        "args and more of rehearse's arguments."
+        f"args and more of {command}'s arguments."
     )
 
 

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import numbers
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
 from meshwright._checks import check_flag, check_integer
 from meshwright._compat import source_line
 from meshwright._compat_lowering import equations
 from meshwright._progress import Pulse, showing
-from meshwright.errors import PlanningError, near, short
+from meshwright.errors import MeshError, PlanningError, near, option_text, short
 from meshwright.hardware.calibration_file import Calibration
 from meshwright.hardware.topology import Topology
 from meshwright.hardware.topology import topology as read_topology
-from meshwright.meshes.build import abstract_mesh
+from meshwright.meshes.build import abstract_mesh, explain_mesh
 from meshwright.meshes.devices import target_topology
+from meshwright.placement.placement import Placement
 from meshwright.placement.placer import resolve_on
 from meshwright.planning.chosen_pipeline import PipelineChoice
 from meshwright.planning.dim_groups import find_groups
@@ -33,6 +36,7 @@ from meshwright.planning.plan_notes import idle_notes, kernel_notes, memory_note
 from meshwright.planning.plan_search import (
     MAY_BE_BETTER,
     Candidate,
+    Hardware,
     mesh_sizes,
     search_meshes,
     search_queries,
@@ -55,7 +59,7 @@ def plan(
     donate_argnums: int | Sequence[int] | None = None,
     check: int = 0,
     keep: Mapping[str, str] | None = None,
-    mesh: SpecLike | None = None,
+    mesh: SpecLike | Mesh | AbstractMesh | None = None,
     memory: float = 0.9,
     max_axes: int = 3,
     optimizer: Any = None,
@@ -81,7 +85,8 @@ def plan(
       check: rehearse the best this many plans, and return the best of them that fits. Plans that
         are context parallel are only taken so, and if the compiler keeps to them.
       keep: groups of dims by name, and the mesh axis that each must take: `{"batch": "dp"}`.
-      mesh: a mesh to plan for, `"fsdp:-1, tp:4"`: only what its axes shard is chosen.
+      mesh: a mesh to plan for, `"fsdp:-1, tp:4"`: only what its axes shard is chosen. A `Mesh` is
+        taken as it is, with its devices in their order, an `AbstractMesh` for its axes alone.
       memory: the part of a device's memory that a plan may be predicted to need.
       max_axes: the most axes of a mesh.
       optimizer: an Optax transformation; then `function` is a loss of parameters and a batch, and
@@ -107,7 +112,7 @@ def plan(
     True
     """
     began = time.perf_counter()
-    hardware, devices = _hardware(on, slices, speeds)
+    hardware, devices, placed = _hardware(mesh, on, slices, speeds)
     label = str(name or getattr(function, "__name__", "step"))
     if not callable(function):
         raise PlanningError(f"plan: {short(function)} cannot be called; pass a step function.")
@@ -123,11 +128,20 @@ def plan(
         mesh = before.spec
     with showing(progress), Pulse(f"planning {label} on {hardware.name}") as pulse:
         pulse.now("tracing")
-        fixed = None if mesh is None else resolve_on(MeshSpec.parse(mesh), hardware, None)[0]
+        fixed = None if mesh is None else resolve_on(_mesh_spec(mesh), hardware, None)[0]
         stands_in = compiler == "cpu" and hardware.chip.family != "cpu"
         limit = available(hardware.chip)
         search = _Search(
-            label, hardware, stands_in, limit * memory, fixed, max_axes, keep, before, pulse
+            label,
+            hardware,
+            placed,
+            stands_in,
+            limit * memory,
+            fixed,
+            max_axes,
+            keep,
+            before,
+            pulse,
         )
         traced = trace_source(
             function, args, optimizer, functools.partial(_trace, donate_argnums, fixed)
@@ -145,6 +159,7 @@ def plan(
             search.scatters,
             fixed,
             limit,
+            placed,
         )
         found = search.with_queries(chosen, found)
         checked = rehearsed(maker, found, check, compiler, pulse)
@@ -189,12 +204,13 @@ def plan(
 class _Search:
     """What the search for one plan goes by; `run` gives the plans that it found.
 
-    `stands_in`: the CPU's compiler is asked for other hardware. `limit`: bytes that a plan may be
-    predicted to need. `before`: a saved plan, which is taken as it is.
+    `placed`: the user's own mesh. `stands_in`: the CPU's compiler is asked for other hardware.
+    `limit`: bytes that a plan may be predicted to need. `before`: a saved plan, taken as it is.
     """
 
     label: str
     hardware: Topology
+    placed: Placement | None
     stands_in: bool
     limit: float
     fixed: MeshSpec | None
@@ -208,6 +224,11 @@ class _Search:
         """Whether the compiler scatters sums: the CPU's makes an all-reduce of that."""
         return not self.stands_in
 
+    @property
+    def where(self) -> Hardware:
+        """What meshes are placed on, or the one that is."""
+        return self.placed or self.hardware
+
     def run(self, traced: TracedSource) -> tuple[Variant, list[Candidate], RematChoice | None]:
         """Search for a step as it is, or for every policy of what its blocks keep."""
         if traced.source is None:
@@ -218,7 +239,7 @@ class _Search:
             lambda assignment: self._prepare(traced.variant(assignment)),
             self._find,
             self._refine,
-            self.hardware,
+            self.where,
             self.scatters,
             self.pulse.now,
         )
@@ -243,7 +264,7 @@ class _Search:
         meshes = [tuple(fixed.sizes)] if fixed else mesh_sizes(devices, self.max_axes)
         return search_meshes(
             variant.costs,
-            self.hardware,
+            self.where,
             meshes,
             scatters=self.scatters,
             kept=_kept(self.keep, variant, fixed),
@@ -262,9 +283,9 @@ class _Search:
             return found
         self.pulse.now("context parallel plans")
         kept = _kept(self.keep, variant, self.fixed)
-        more = search_queries(variant.costs, self.hardware, found, self.scatters, kept)
+        more = search_queries(variant.costs, self.where, found, self.scatters, kept)
         # As those of other policies of remat: what waits for the host counts, too.
-        more = recost(variant, variant, more, self.hardware, self.scatters)
+        more = recost(variant, variant, more, self.where, self.scatters)
         near = [each for each in more if each.objective < MAY_BE_BETTER * found[0].objective]
         return sorted([*found, *near], key=lambda each: each.objective)
 
@@ -279,16 +300,64 @@ class _Search:
         if self.before is not None:
             return self._find(variant)
         kept = _kept(self.keep, variant, self.fixed)
-        return refine(variant, found, self.hardware, self.scatters, kept)
+        return refine(variant, found, self.where, self.scatters, kept)
 
 
-def _hardware(on: Any, slices: int, speeds: Any) -> tuple[Topology, Any]:
-    """Return the hardware, and the devices to build a mesh on if they are here."""
+def _hardware(
+    mesh: Any, on: Any, slices: int, speeds: Any
+) -> tuple[Topology, Any, Placement | None]:
+    """Return the hardware, the devices to build a mesh on if they are here, and the user's mesh."""
+    if isinstance(mesh, Mesh):
+        try:
+            placed = explain_mesh(mesh, on=on, slices=slices, speeds=speeds)
+        except MeshError as error:
+            raise PlanningError(
+                f"mesh: {error} Leave on= out to plan for the mesh's own devices, or pass "
+                "mesh.abstract_mesh: its axes, on the hardware of on=.",
+                option="mesh",
+            ) from error
+        return placed.topology, mesh, placed
+    if isinstance(mesh, AbstractMesh) and on is None:
+        try:
+            return explain_mesh(mesh, slices=slices, speeds=speeds).topology, None, None
+        except MeshError as error:
+            raise PlanningError(
+                "mesh: an AbstractMesh does not say on what hardware: pass on='v5e:4x4', or "
+                "on=jax.devices().",
+                option="on",
+            ) from error
     if isinstance(on, (str, Topology)):
         named = read_topology(on, slices=slices, speeds=speeds)
-        return named, on if named.chip.family == "cpu" or named.devices is not None else None
+        here = named.chip.family == "cpu" or named.devices is not None
+        return named, on if here else None, None
     live = target_topology(on, None, slices)
-    return (live if speeds is None else read_topology(live, speeds=speeds)), live
+    return (live if speeds is None else read_topology(live, speeds=speeds)), live, None
+
+
+def _mesh_spec(mesh: SpecLike | Mesh | AbstractMesh) -> MeshSpec:
+    """Read the mesh to plan for; constraints can be written for axes of type Auto alone."""
+    types: Sequence[str | None]
+    if isinstance(mesh, (Mesh, AbstractMesh)):
+        types = [kind.name.lower() for kind in mesh.axis_types]
+        spec = MeshSpec.parse(list(zip(mesh.axis_names, mesh.axis_sizes, strict=True)))
+    else:
+        spec = MeshSpec.parse(mesh)
+        types = spec.types
+    for name, kind in zip(spec.names, types, strict=True):
+        if kind not in (None, "auto"):
+            raise PlanningError(
+                f"mesh: axis {name!r} is of type {kind}, and a plan's constraints are for axes of "
+                f"type auto. Pass a mesh of these, or sizes: {option_text('mesh', 'dp:-1, tp:4')}.",
+                option="mesh",
+            )
+    if any(axis.slow is not None for axis in spec.axes):
+        sizes = ", ".join(f"{axis.name}:{axis.size}" for axis in spec.axes)
+        raise PlanningError(
+            f"mesh: {spec}: a plan decides itself what crosses DCN. Leave the parts out: "
+            f"{option_text('mesh', sizes)}.",
+            option="mesh",
+        )
+    return spec
 
 
 def _check_speeds(hardware: Topology) -> None:
@@ -321,7 +390,7 @@ def _check_shard_maps(step: TracedStep, fixed: MeshSpec | None) -> None:
             text = ", ".join(f"{name}:{size}" for name, size in sizes.items())
             raise PlanningError(
                 f"{source_line(eqn)}: a shard_map over {text}. What is inside of it is sharded by "
-                f"hand, so plan for that mesh: mesh={text!r}.",
+                f"hand, so plan for that mesh: {option_text('mesh', text)}.",
                 option="mesh",
             )
 
@@ -334,7 +403,7 @@ def _check_options(check: int, memory: float, max_axes: int, progress: bool, com
     check_integer("check", check, least=0, error=PlanningError)
     check_integer("max_axes", max_axes, error=PlanningError)
     check_flag("progress", progress, error=PlanningError)
-    if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not 0 < memory <= 1:
+    if isinstance(memory, bool) or not isinstance(memory, numbers.Real) or not 0 < memory <= 1:
         raise PlanningError(
             f"memory: {short(memory)} is not a part of a device's memory, such as 0.9.",
             option="memory",
@@ -388,6 +457,12 @@ def _kept(
             option="keep",
         )
     for group, axis in (keep or {}).items():
+        if not (isinstance(group, str) and isinstance(axis, str)):
+            raise PlanningError(
+                f"keep: {short(group)}: {short(axis)} is no name of a group and name of an axis, "
+                "such as {'batch': 'dp'}.",
+                option="keep",
+            )
         if group not in names:
             listed = ", ".join(repr(each) for each in names)
             raise PlanningError(
@@ -397,7 +472,8 @@ def _kept(
             )
         if fixed is None:
             raise PlanningError(
-                f"keep: {group!r} shall take {axis!r}, so say the mesh too: mesh='{axis}:-1, ...'.",
+                f"keep: {group!r} shall take {axis!r}, so say the mesh too: "
+                f"{option_text('mesh', f'{axis}:-1, ...')}.",
                 option="keep",
             )
         if axis not in fixed.names:

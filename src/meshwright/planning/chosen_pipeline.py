@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from meshwright._show import Sheet, Shown, short_repr
 from meshwright._text import amount, duration, plural
 from meshwright.errors import PlanningError
 from meshwright.hardware.topology import Topology
@@ -18,6 +19,7 @@ from meshwright.pipelines.api import pipeline
 from meshwright.pipelines.step import PipelineStep
 from meshwright.pipelines.trace_marks import recording_regions
 from meshwright.planning.plan_costs import Lists
+from meshwright.planning.plan_text import paragraph
 from meshwright.planning.traced_program import TracedStep, trace_step
 from meshwright.schedules.timeline import Timeline
 from meshwright.spec.mesh_spec import MeshSpec
@@ -63,8 +65,8 @@ class StagedSource:
         return function
 
 
-@dataclasses.dataclass(frozen=True)
-class PipelineChoice:
+@dataclasses.dataclass(frozen=True, repr=False)
+class PipelineChoice(Shown):
     """The best pipeline for a step: its mesh, schedule, microbatches and stages, and what it costs.
 
     `seconds` are comparable to `without`, those of the plan without stages. `bubble`: the part of
@@ -89,10 +91,10 @@ class PipelineChoice:
     split: tuple[int, ...]
     ends: tuple[int, ...]
     marked: bool
-    topology: Topology = dataclasses.field(repr=False)
-    timeline: Timeline = dataclasses.field(repr=False)
-    model: Model | None = dataclasses.field(default=None, repr=False)
-    source: StagedSource | None = dataclasses.field(default=None, repr=False)
+    topology: Topology
+    timeline: Timeline
+    model: Model | None = None
+    source: StagedSource | None = None
 
     @property
     def groups(self) -> int:
@@ -185,6 +187,14 @@ class PipelineChoice:
             function, groups, schedule=self.schedule, microbatches=self.microbatches, **options
         )
         return staged, step
+
+    def __repr__(self) -> str:
+        microbatches = plural(self.microbatches, "microbatch")
+        return short_repr(self, f"{self.spec}: {self.schedule}, {microbatches}")
+
+    def _sheet(self) -> Sheet:
+        headline, *parts = map(paragraph, self.lines())
+        return Sheet(headline, parts)
 
     def to_json(self) -> dict[str, Any]:
         """Return the choice as plain data; times in seconds."""

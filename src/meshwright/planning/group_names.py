@@ -1,9 +1,9 @@
 """Names for kinds of dims, for people: from where they stand in the arguments.
 
-The rows of data are `batch`, the next dim of tokens or of vectors `seq`. What a lookup goes along
-is `vocab`, what weights of several products are stacked along `experts`, the width that most
-weights have `embed`. Others are called by a weight that has them: `mlp/up dim 2`. Where `seq` is
-in an array twice, one of the two is `queries`.
+The rows of data are `batch`, what attention goes along, or else the next dim of tokens or of
+vectors, `seq`. What a lookup goes along is `vocab`, what weights of several products are stacked
+along `experts`, the width that most bytes of weights have `embed`. Others are called by a weight
+that has them: `mlp/up dim 2`. Where `seq` is in an array twice, one of the two is `queries`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,15 @@ def name_kinds(step: TracedStep, program: TracedProgram, groups: DimGroups) -> t
             names[kind] = name
 
     data = data_values(step, program)
-    for position, name in enumerate(("batch", "seq")):
-        for value in data:
-            layout = groups.layout[value]
-            if len(layout) > position and (name == "batch" or _has_rows(program, value)):
-                give(layout[position][0], name)
+    for value in data:
+        if groups.layout[value]:
+            give(groups.layout[value][0][0], "batch")
+    attended = list(set(groups.queries.values()) - names.keys())
+    if len(attended) == 1:
+        give(attended[0], "seq")
+    for value in data:
+        if len(groups.layout[value]) > 1 and _has_rows(program, value):
+            give(groups.layout[value][1][0], "seq")
     arguments = set(program.arguments)
     for operation in program.operations:
         if operation.primitive == "gather" and operation.inputs[0] in arguments:
@@ -42,16 +46,9 @@ def name_kinds(step: TracedStep, program: TracedProgram, groups: DimGroups) -> t
                     give(groups.layout[operation.inputs[0]][dim.at[0][1]][0], "vocab")
     for kind in _experts(program, groups, data):
         give(kind, "experts")
-    widths = collections.Counter(
-        kind
-        for value in program.arguments
-        if value not in data and len(groups.layout[value]) > 1
-        for kind in {kind for kind, _ in groups.layout[value] if kind > WHOLE}
-    )
-    # Of two widths that as many weights have, the hidden one is mostly the larger.
-    ranked = sorted(widths, key=lambda kind: (-widths[kind], groups.sizes[kind], kind))
-    for kind in ranked[:1]:
-        give(kind, "embed")
+    if not groups.weights:  # else the weights have no width in common, and no other is the model's
+        for kind in _widths(program, groups, data)[:1]:
+            give(kind, "embed")
     give(groups.every, EVERY)
     places = _places(step, program, groups)
     for kind in sorted(set(range(groups.count)) - groups.queries.keys()):
@@ -71,6 +68,17 @@ def is_queries(name: str) -> bool:
     return name.split(" of ")[0] == _QUERIES
 
 
+def _widths(program: TracedProgram, groups: DimGroups, data: Sequence[int]) -> list[int]:
+    """The kinds that weights have, that of most bytes first: biases are many, and small."""
+    held: collections.Counter[int] = collections.Counter()
+    for value in program.arguments:
+        if value not in data and len(groups.layout[value]) > 1:
+            for kind in {kind for kind, _ in groups.layout[value] if kind > WHOLE}:
+                held[kind] += program.bytes[value]
+    # Of two widths that as much has, the hidden one is mostly the larger.
+    return sorted(held, key=lambda kind: (-held[kind], groups.sizes[kind], kind))
+
+
 def _experts(program: TracedProgram, groups: DimGroups, data: Sequence[int]) -> Iterator[int]:
     """Yield kinds along which products run side by side, each with weights of its own."""
     batch = {groups.layout[value][0][0] for value in data if groups.layout[value]} - {WHOLE}
@@ -85,6 +93,8 @@ def _experts(program: TracedProgram, groups: DimGroups, data: Sequence[int]) -> 
             continue
         kinds = [{kind for kind, _ in groups.layout[value]} for value in operation.inputs]
         if sum(bool(here & batch) for here in kinds) != 1:  # one operand is of weights alone
+            continue
+        if all(dim.kind != "sum" for dim in operation.dims):  # a scale is no product
             continue
         for dim in operation.dims:
             if dim.kind == "free" and {0, 1} <= {operand for operand, _ in dim.at}:

@@ -10,6 +10,7 @@ from typing import Any
 from meshwright._progress import Pulse
 from meshwright._text import duration
 from meshwright.hardware.topology import Topology
+from meshwright.placement.placement import Placement
 from meshwright.planning.dim_groups import DimGroups
 from meshwright.planning.group_names import data_values
 from meshwright.planning.plan_costs import PlanCosts
@@ -28,7 +29,7 @@ _NEARLY = 1.3  # times the best plan's objective: worth rehearsing on another me
 
 @dataclasses.dataclass(frozen=True)
 class PlanMaker:
-    """Makes a `Plan` of a candidate of the search."""
+    """Makes a `Plan` of a candidate of the search; `placed`: the user's own mesh."""
 
     name: str
     hardware: Topology
@@ -40,6 +41,7 @@ class PlanMaker:
     scatters: bool
     fixed: MeshSpec | None
     limit: float
+    placed: Placement | None = None
 
     def axis_names(self, candidate: Candidate) -> tuple[str, ...]:
         if self.fixed is not None:
@@ -65,7 +67,9 @@ class PlanMaker:
     def make(self, candidate: Candidate) -> Plan:
         names = self.axis_names(candidate)
         costs = self.costs.copy().on(
-            speeds_on(candidate.sizes, self.hardware, candidate.intensity, self.scatters)
+            speeds_on(
+                candidate.sizes, self.placed or self.hardware, candidate.intensity, self.scatters
+            )
         )
         spec = MeshSpec.parse(list(zip(names, candidate.sizes, strict=True)) or [("dp", 1)])
         return Plan(

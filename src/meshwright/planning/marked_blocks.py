@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import types
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
@@ -152,6 +153,11 @@ def _flat(function: Callable[..., Any], parts: Split) -> Callable[..., Any]:
         positional, named = parts.rebuild(arrays)
         return function(*positional, **named)
 
+    known: Any = renamed(flat, function)
+    known.__wrapped__ = function  # its line, where JAX says what is traced
+    known.__signature__ = inspect.Signature(
+        [inspect.Parameter("arrays", inspect.Parameter.VAR_POSITIONAL)]
+    )
     return flat
 
 

@@ -107,7 +107,7 @@ class PlanCosts:
         overlaps: bool = True,
     ):
         self.program, self.groups, self.limit = program, groups, limit
-        self._topology, self._overlaps = topology, overlaps
+        self.topology, self._overlaps = topology, overlaps
         self.speeds = speeds(topology.chip)
         # Products that the TPU's own compiler has scheduled reach more than those it has not.
         own = speeds(topology.chip, scheduled=True).tpu
@@ -169,7 +169,7 @@ class PlanCosts:
 
     def on(self, axes: Sequence[AxisSpeed]) -> PlanCosts:
         """Cost plans on a mesh of these axes from now on."""
-        self.exchanging = ExchangeCosts(axes, self._topology, self._overlaps)
+        self.exchanging = ExchangeCosts(axes, self.topology, self._overlaps)
         self.sizes = self.exchanging.sizes
         self._clear()
         return self

@@ -16,6 +16,7 @@ from typing import Any
 
 from meshwright.axes import axis_weights
 from meshwright.hardware.topology import Topology
+from meshwright.placement.placement import Placement
 from meshwright.placement.placer import placement_of
 from meshwright.planning.exchange_costs import AxisSpeed, axis_speed
 from meshwright.planning.plan_costs import Lists, PlanCosts, Totals
@@ -32,6 +33,9 @@ _HUGE = 512  # devices of one axis
 MAY_BE_BETTER = 1.03  # times the best plan's objective: predictions are not nearer than that
 _NO_GAIN = 1.1  # the same for plans that cut queries, after some rounds
 _HOPELESS = 1.4  # times the best plan's objective: no mesh this far behind came back in trials
+
+
+Hardware = Topology | Placement  # to place meshes on, or with the one mesh that is meant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,21 +103,24 @@ def named_intensity(
 
 def speeds_on(
     sizes: Sequence[int],
-    topology: Topology,
+    hardware: Hardware,
     intensity: Sequence[float] | None = None,
     scatters: bool = True,
 ) -> tuple[AxisSpeed, ...]:
     """Place a mesh of these sizes and return the speeds of its axes.
 
-    Before it is known what an axis carries, small axes count as the busiest ones.
+    Before it is known what an axis carries, small axes count as the busiest ones. A mesh that is
+    placed already lies as it lies.
     """
     if not sizes:
         return ()
+    if isinstance(hardware, Placement):
+        return tuple(axis_speed(axis, hardware.topology, scatters) for axis in hardware.axes)
     names = [f"axis{number}" for number in range(len(sizes))]
     weights = intensity or by_size(sizes)
     spec = MeshSpec.parse(list(zip(names, sizes, strict=True)))
-    placed = placement_of(spec, topology, intensity=dict(zip(names, weights, strict=True)))
-    return tuple(axis_speed(axis, topology, scatters) for axis in placed.axes)
+    placed = placement_of(spec, hardware, intensity=dict(zip(names, weights, strict=True)))
+    return tuple(axis_speed(axis, hardware, scatters) for axis in placed.axes)
 
 
 class _Allowed:
@@ -258,7 +265,7 @@ def _neighbours(lists: Lists, allowed: _Allowed) -> Iterator[Lists]:
 
 def search_meshes(
     costs: PlanCosts,
-    topology: Topology,
+    hardware: Hardware,
     meshes: Sequence[tuple[int, ...]],
     *,
     scatters: bool = True,
@@ -286,7 +293,7 @@ def search_meshes(
             continue
         if told is not None:
             told(sizes, number)
-        costs.on(speeds_on(sizes, topology, scatters=scatters))
+        costs.on(speeds_on(sizes, hardware, scatters=scatters))
         seeds = [
             lists
             for coarse, candidates in found.items()
@@ -301,7 +308,7 @@ def search_meshes(
         # By what the best plan carries over each axis, the mesh may lie better.
         first, carried = costs.axes, None
         moved = _carried(costs, best[0])
-        if (again := speeds_on(sizes, topology, moved, scatters)) != first:
+        if (again := speeds_on(sizes, hardware, moved, scatters)) != first:
             reached = costs.objective(best[0])
             costs.on(again)
             if costs.objective(best[0]) < reached:
@@ -325,7 +332,7 @@ def search_meshes(
 # of the best plans of each mesh is tried, and the meshes that come out best are searched.
 def search_queries(
     costs: PlanCosts,
-    topology: Topology,
+    hardware: Hardware,
     found: Sequence[Candidate],
     scatters: bool,
     kept: Mapping[int, int],
@@ -338,7 +345,7 @@ def search_queries(
     starts = []
     for sizes in dict.fromkeys(each.sizes for each in found):
         here = [each for each in found if each.sizes == sizes]
-        costs.on(speeds_on(sizes, topology, here[0].intensity, scatters))
+        costs.on(speeds_on(sizes, hardware, here[0].intensity, scatters))
         firsts = [
             lists
             for each in here[:_BEAM]
@@ -352,7 +359,7 @@ def search_queries(
     for least, sizes, carried, firsts in sorted(starts)[:_BEAM]:
         if least > _HOPELESS * best:
             break
-        costs.on(speeds_on(sizes, topology, carried, scatters))
+        costs.on(speeds_on(sizes, hardware, carried, scatters))
         seen: dict[Lists, float] = {}
         allowed = _Allowed(costs, kept, queries=True)
         _climb(costs, allowed, firsts, seen, _NO_GAIN * best)

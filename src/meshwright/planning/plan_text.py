@@ -333,7 +333,7 @@ def plan_sheet(plan: Plan, drawing: Html | None = None) -> Sheet:
     """Lay out everything that a plan says of itself."""
     others = runners_up(plan)
     parts: list[str | Table | Html] = [_verdict(plan), _axes_table(plan)]
-    parts += [_paragraph(axis_reason(plan, number)) for number in range(len(plan.axes))]
+    parts += [paragraph(axis_reason(plan, number)) for number in range(len(plan.axes))]
     if drawing is not None:
         parts.append(drawing)
     rows = exchange_rows(plan)
@@ -350,10 +350,11 @@ def plan_sheet(plan: Plan, drawing: Html | None = None) -> Sheet:
     if not checked:
         counted += " Nothing was compiled: check=3 rehearses the best three."
     headline = f"{plan.name} on {plan.topology.name}, planned: {plan.spec}"
-    return Sheet(headline, [*parts, "\n" + "\n".join([*map(_paragraph, notes), counted])])
+    return Sheet(headline, [*parts, "\n" + "\n".join([*map(paragraph, notes), counted])])
 
 
-def _paragraph(text: str) -> str:
+def paragraph(text: str) -> str:
+    """Break a line of prose into lines of a screen."""
     return textwrap.fill(text, _COLUMNS, subsequent_indent="  ", break_long_words=False)
 
 
@@ -432,14 +433,34 @@ def _lists_text(plan: Plan, each: Alternative, longest: int = 26) -> str:
     return text if len(text) <= longest else f"{text[: longest - 2]}.."
 
 
+def lists_lines(groups: Sequence[str], lists: Lists, longest: int = 28) -> list[str]:
+    """Write the lists of all axes in full, in lines; different lists never look alike.
+
+    >>> lists_lines(["batch", "embed", "layers/down dim 0"], ((0, 1), (2, 1)), 20)
+    ['batch+embed |', 'layers/down dim 0+', 'embed']
+    """
+    names = list(map(short_name, groups))
+    words: list[str] = []
+    for order in lists:
+        shown = [groups[k] if names.count(names[k]) > 1 else names[k] for k in order] or ["-"]
+        words += [*(f"{name}+" for name in shown[:-1]), f"{shown[-1]} | "]
+    lines = [""]
+    for word in [*words[:-1], *(word.removesuffix(" | ") for word in words[-1:])]:
+        if lines[-1] and len(lines[-1] + word.rstrip()) > longest:
+            lines.append("")
+        lines[-1] += word
+    return [line.rstrip() for line in lines]
+
+
 def _checked_table(plan: Plan, checked: Sequence[Alternative]) -> Table:
     rows = []
     for each in checked:
         compiled, peak = each.compiled or 0.0, each.peak or 0.0
+        first, *more = lists_lines(plan.groups, each.lists)
         rows.append(
             [
                 each.mesh,
-                _lists_text(plan, each, 24),
+                first,
                 duration(each.predicted.seconds),
                 duration(compiled),
                 amount(each.predicted.bytes),
@@ -447,6 +468,7 @@ def _checked_table(plan: Plan, checked: Sequence[Alternative]) -> Table:
                 _checked_word(each),
             ]
         )
+        rows += [["", line, "", "", "", "", ""] for line in more]
     return Table(
         ["mesh", "shards", "time", "compiled", "memory", "compiled", ""],
         rows,

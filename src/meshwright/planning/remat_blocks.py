@@ -45,7 +45,14 @@ from meshwright.planning.marked_blocks import (
     policy_of,
     renamed,
 )
-from meshwright.planning.traced_program import TracedStep, inlined_program, trace_step
+from meshwright.planning.traced_program import (
+    TracedStep,
+    by_path,
+    called_as,
+    inlined_program,
+    rebuild_all,
+    trace_step,
+)
 from meshwright.rehearsal.step_arguments import argument_names
 from meshwright.trees.split import as_shape, split_arrays
 
@@ -161,16 +168,16 @@ def loss_step(loss: Callable[..., Any], args: Sequence[Any], optimizer: Any) -> 
 
 
 def _trace_loss(loss: Callable[..., Any], args: Sequence[Any]) -> TracedLoss:
-    parts = split_arrays(tuple(args))
+    parts = [split_arrays(arg, depth=-1) for arg in args]  # numbers are a part of the loss
     returned: list[Any] = []
 
-    def flat(*arrays: Any) -> Any:
-        out = split_arrays(loss(*parts.rebuild(arrays)))
+    def flat(*operands: Any) -> Any:
+        out = split_arrays(loss(*rebuild_all(parts, operands)))
         returned.append(dataclasses.replace(out, arrays=()))
         return out.arrays
 
     with choosing(Chooser(find=True)):
-        closed = jax.make_jaxpr(flat)(*map(as_shape, parts.arrays))
+        closed = jax.make_jaxpr(called_as(flat, loss))(*by_path(parts))
     return TracedLoss(closed, returned[-1], tuple(_distinct(_blocks_in(closed.jaxpr))))
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from meshwright._compat_lowering import moves_to_host
 from meshwright._text import amount, duration, plural
-from meshwright.hardware.topology import Topology
 from meshwright.planning.dim_groups import DimGroups
 from meshwright.planning.marked_blocks import (
     OFFLOAD,
@@ -27,7 +26,7 @@ from meshwright.planning.marked_blocks import (
     Segments,
 )
 from meshwright.planning.plan_costs import Lists, PlanCosts, Totals
-from meshwright.planning.plan_search import Candidate, search_lists, speeds_on
+from meshwright.planning.plan_search import Candidate, Hardware, search_lists, speeds_on
 from meshwright.planning.remat_blocks import LossStep
 from meshwright.planning.traced_program import TracedProgram, TracedStep
 
@@ -115,7 +114,7 @@ def choose_remat(
     prepare: Prepare,
     search: Search,
     refine: Refine,
-    topology: Topology,
+    hardware: Hardware,
     scatters: bool,
     told: Callable[[str], None],
 ) -> tuple[Variant, list[Candidate], RematChoice | None]:
@@ -137,13 +136,13 @@ def choose_remat(
         if assignment not in tried:
             told(f"remat: {_words(assignment)}")
             variant = variant_of(assignment)
-            tried[assignment] = variant, recost(variant, base, found, topology, scatters)
+            tried[assignment] = variant, recost(variant, base, found, hardware, scatters)
 
     if any(block.written for block in blocks):
         cost(_all(blocks, WRITTEN))
     for name in POLICIES:
         cost(_all(blocks, name))
-    if topology.chip.bus:
+    if base.costs.topology.chip.bus:
         cost(_all(blocks, OFFLOAD))
 
     def rank(assignment: Assignment) -> tuple[bool, float]:
@@ -242,26 +241,26 @@ def recost(
     variant: Variant,
     base: Variant,
     found: Sequence[Candidate],
-    topology: Topology,
+    hardware: Hardware,
     scatters: bool,
 ) -> list[Candidate]:
     """Cost the plans that were found for one variant of a step in another, best first."""
     kinds = _same_kinds(base, variant)
     result = []
     for candidate in found:
-        variant.costs.on(speeds_on(candidate.sizes, topology, candidate.intensity, scatters))
+        variant.costs.on(speeds_on(candidate.sizes, hardware, candidate.intensity, scatters))
         lists = tuple(
             tuple(dict.fromkeys(kinds[kind] for kind in order if kind in kinds))
             for order in candidate.lists
         )
-        result.append(_costed(variant, candidate, lists, topology))
+        result.append(_costed(variant, candidate, lists))
     return sorted(result, key=lambda each: each.rank)
 
 
-def _costed(variant: Variant, like: Candidate, lists: Lists, topology: Topology) -> Candidate:
+def _costed(variant: Variant, like: Candidate, lists: Lists) -> Candidate:
     """Cost lists on the mesh of another candidate, where the variant's costs are set to be."""
     totals = variant.costs.totals(lists)
-    waited = _host_seconds(variant, lists, totals, topology.chip.bus)
+    waited = _host_seconds(variant, lists, totals, variant.costs.topology.chip.bus)
     objective = variant.costs.objective(lists) * (1 + waited / (totals.seconds or 1.0))
     if waited:
         totals = dataclasses.replace(totals, exchange=totals.exchange + waited)
@@ -271,17 +270,16 @@ def _costed(variant: Variant, like: Candidate, lists: Lists, topology: Topology)
 def refine(
     variant: Variant,
     candidates: Sequence[Candidate],
-    topology: Topology,
+    hardware: Hardware,
     scatters: bool,
     kept: Mapping[int, int],
 ) -> list[Candidate]:
     """Search on from the best plan of a variant, on its mesh; return all plans, best first."""
     best = candidates[0]
-    variant.costs.on(speeds_on(best.sizes, topology, best.intensity, scatters))
+    variant.costs.on(speeds_on(best.sizes, hardware, best.intensity, scatters))
     seeds = [each.lists for each in candidates if each.sizes == best.sizes]
     found = [
-        _costed(variant, best, lists, topology)
-        for _, lists in search_lists(variant.costs, seeds, kept)[:4]
+        _costed(variant, best, lists) for _, lists in search_lists(variant.costs, seeds, kept)[:4]
     ]
     others = [each for each in candidates if each.sizes != best.sizes]
     return sorted([*found, *others], key=lambda each: each.rank)

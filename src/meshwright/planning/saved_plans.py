@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from meshwright._checks import JsonFields
 from meshwright._text import plural, write_text
 from meshwright._version import __version__
 from meshwright.axes import axis_weights
@@ -155,11 +156,10 @@ def _first(told: list[str], what: str) -> list[str]:
 
 def write_plan(plan: Plan, path: str | os.PathLike[str]) -> Path:
     """Write a plan as JSON or as a page, by the end of the file's name."""
+    if not isinstance(path, (str, os.PathLike)) or Path(path).suffix not in (".html", ".json"):
+        told = short(str(path) if isinstance(path, os.PathLike) else path)
+        raise PlanningError(f"save: {told} ends in neither .json nor .html.", option="path")
     path = Path(path)
-    if path.suffix not in (".html", ".json"):
-        raise PlanningError(
-            f"save: {short(path.name)} ends in neither .json nor .html.", option="path"
-        )
     text = plan.page() if path.suffix == ".html" else json.dumps(saved_json(plan), indent=1) + "\n"
     try:
         write_text(path, text)
@@ -190,6 +190,10 @@ def saved_json(plan: Plan) -> dict[str, Any]:
 
 def load_plan(path: str | os.PathLike[str]) -> SavedPlan:
     """Read a file; raises `PlanningError` if it is damaged, newer, or something else."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise PlanningError(
+            f"saved: {short(path)} is no path of a file that Plan.save wrote.", option="saved"
+        )
     path = Path(path)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -203,7 +207,7 @@ def load_plan(path: str | os.PathLike[str]) -> SavedPlan:
             option="saved",
         )
     version = data.get("version")
-    if not isinstance(version, int) or version > VERSION:
+    if not isinstance(version, int) or isinstance(version, bool) or not 0 < version <= VERSION:
         raise PlanningError(
             f"saved: {path} is of version {short(version)}, and this meshwright reads up to "
             f"{VERSION}. Update meshwright, or plan again.",
@@ -211,9 +215,8 @@ def load_plan(path: str | os.PathLike[str]) -> SavedPlan:
         )
     try:
         return _read(data, path)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        missing = f"there is no {error}" if isinstance(error, KeyError) else str(error)
-        raise _damaged(path, missing) from error
+    except ValueError as error:
+        raise _damaged(path, str(error).rstrip(".")) from error
 
 
 def _damaged(path: Path, why: str) -> PlanningError:
@@ -223,23 +226,66 @@ def _damaged(path: Path, why: str) -> PlanningError:
 
 
 def _read(data: Mapping[str, Any], path: Path) -> SavedPlan:
-    spec = MeshSpec.parse(data["mesh"])
-    axes = data["axes"]
-    if [axis["name"] for axis in axes] != list(spec.names):
+    whole = JsonFields(data, "the plan")
+    spec = MeshSpec.parse(whole.text("mesh"))
+    axes = list(whole.rows("axes"))
+    if [axis.text("name") for axis in axes] != list(spec.names):
         raise ValueError(f"its axes are not those of its mesh {spec}")
-    program = data["program"]
-    for key, kind in (("fingerprint", str), ("arguments", dict), ("primitives", dict)):
-        if not isinstance(program[key], kind):
-            raise ValueError(f"program has no {key}")
+    if spec.size is None:
+        raise ValueError(f"its mesh {spec} is open")
+    _check_rest(whole)
     return SavedPlan(
         str(path),
         spec,
-        tuple(tuple(str(name) for name in axis["shards"]) for axis in axes),
-        tuple(float(axis["moved"]) for axis in axes),
-        program,
-        dict(data["hardware"]),
-        dict(data["made_by"]),
+        tuple(map(_shards, axes)),
+        tuple(axis.number("moved") for axis in axes),
+        _program(JsonFields(whole.object_of("program"), "program")),
+        _hardware(JsonFields(whole.object_of("hardware"), "hardware")),
+        _texts(JsonFields(whole.object_of("made_by"), "made_by")),
     )
+
+
+def _shards(axis: JsonFields) -> tuple[str, ...]:
+    """The groups of an axis, each of them once."""
+    shards = tuple(axis.as_text("shards", name) for name in axis.list_of("shards"))
+    if len(set(shards)) < len(shards):
+        raise axis.wrong("shards", list(shards), "a list of groups, each of them once")
+    return shards
+
+
+def _program(program: JsonFields) -> dict[str, Any]:
+    """What `describe_program` gave."""
+    counts = JsonFields(program.object_of("primitives"), "program primitives")
+    return {
+        "fingerprint": program.text("fingerprint"),
+        "arguments": _texts(JsonFields(program.object_of("arguments"), "program arguments")),
+        "primitives": {name: counts.count(name, 1) for name in counts.data},
+    }
+
+
+def _hardware(hardware: JsonFields) -> dict[str, Any]:
+    """What `describe_hardware` gave."""
+    return {
+        "name": hardware.text("name"),
+        "devices": hardware.count("devices", 1),
+        "chip": hardware.text("chip"),
+        "memory_gb": hardware.number("memory_gb"),
+        "tflops": hardware.number("tflops"),
+    }
+
+
+def _texts(fields: JsonFields) -> dict[str, str]:
+    return {name: fields.text(name) for name in fields.data}
+
+
+def _check_rest(whole: JsonFields) -> None:
+    """Refuse what no plan is made from, if it is there and is no such thing."""
+    if not isinstance(name := whole.data.get("name", ""), str):
+        raise whole.wrong("name", name, "a text")
+    if "predicted" in whole.data:
+        predicted = JsonFields(whole.object_of("predicted"), "predicted")
+        for name in predicted.data:
+            predicted.number(name)
 
 
 def saved_for(path: Any, mesh: Any, keep: Any, hardware: Topology) -> SavedPlan:

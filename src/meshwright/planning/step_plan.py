@@ -94,7 +94,8 @@ class Plan(Shown):
     Prints itself; HTML in a notebook; `to_json()`. `predicted` is by the planner's own model,
     `rehearsal` what the compiler said of it if it was asked (`check`). `alternatives` are the best
     plans of all meshes that were tried, the best first, this one among them. `intensity`: how much
-    each axis was taken to carry when the mesh was placed, as `place` and `mesh` take it.
+    each axis was taken to carry when the mesh was placed, as `place` and `mesh` take it. `devices`:
+    what its mesh is built on, or the user's own `Mesh`.
     """
 
     name: str
@@ -135,6 +136,8 @@ class Plan(Shown):
     @functools.cached_property
     def mesh(self) -> Mesh | AbstractMesh:
         """The mesh: on the devices that are here, or without devices for hardware that is not."""
+        if isinstance(self.devices, Mesh):
+            return self.devices
         if self.devices is None:
             return abstract_mesh(self.spec)
         return build_mesh(self.spec, on=self.devices, intensity=self.intensity)
@@ -222,7 +225,7 @@ class Plan(Shown):
         return rehearse(
             self.function(),
             *(part.rebuild(part.arrays) for part in self.step.arguments),
-            mesh=self.spec,
+            mesh=self.devices if isinstance(self.devices, Mesh) else self.spec,
             on=self.topology,
             intensity=self.intensity,
             in_shardings=self._specs(),

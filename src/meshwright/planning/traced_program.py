@@ -6,8 +6,12 @@ functions with derivatives of their own are read as if they were written out.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +19,7 @@ import numpy as np
 
 from meshwright._compat import Atom, Eqn, Jaxpr, Var, is_literal, scan_counts, source_line
 from meshwright._compat_lowering import is_on_host
+from meshwright.errors import PlanningError
 from meshwright.planning.carried_state import next_arguments
 from meshwright.planning.iteration_dims import IterationDim, Loops
 from meshwright.planning.kernel_rules import kernel
@@ -153,15 +158,14 @@ def trace_step(
     donate_argnums: tuple[int, ...],
 ) -> TracedStep:
     """Trace a step of these arguments; what the function raises comes through as it is."""
-    counts = [len(part.arrays) for part in parts]
     seen: list[tuple[Split, tuple[int, ...]]] = []
 
-    def flat(*values: Any) -> list[Any]:
-        rebuilt, start = [], 0
-        for part, count in zip(parts, counts, strict=True):
-            rebuilt.append(part.rebuild(values[start : start + count]))
-            start += count
-        returned = split_arrays(function(*rebuilt))
+    def flat(*operands: Any) -> list[Any]:
+        values = jax.tree.leaves(operands)
+        rebuilt = rebuild_all(parts, operands)
+        out = function(*rebuilt)
+        _check_returned(out, function)
+        returned = split_arrays(out)
         in_place: list[int] = []
         changed: list[Any] = []
         first = 0
@@ -175,7 +179,7 @@ def trace_step(
         seen.append((dataclasses.replace(returned, arrays=()), tuple(in_place)))
         return [*returned.arrays, *changed]
 
-    closed = jax.make_jaxpr(flat)(*(as_shape(array) for part in parts for array in part.arrays))
+    closed = jax.make_jaxpr(called_as(flat, function))(*by_path(parts))
     returned, in_place = seen[-1]
     shapes = [(aval.shape, aval.dtype) for aval in closed.out_avals]
     carried = next_arguments(
@@ -191,6 +195,54 @@ def trace_step(
     return TracedStep(
         function, closed, tuple(parts), returned, in_place, donate_argnums, tuple(names), carried
     )
+
+
+def _check_returned(out: Any, function: Callable[..., Any]) -> None:
+    """Refuse what has not run yet: a generator, a coroutine."""
+    late = (Iterator, Awaitable)
+    for leaf in jax.tree.leaves(out, is_leaf=lambda node: isinstance(node, late)):
+        if isinstance(leaf, late):
+            raise PlanningError(
+                f"plan: {getattr(function, '__name__', 'the step')} returns a "
+                f"{type(leaf).__name__}, which computes nothing by itself. Return arrays."
+            )
+
+
+# A function is traced over the arrays of its arguments alone. What JAX says of it names the user's
+# function and line, and its arguments with the paths in them: `state['params/w']`.
+
+
+def called_as(flat: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function of `by_path`'s arguments go by a user's function in what JAX says of it."""
+    known: Any = flat
+    known.__name__ = known.__qualname__ = getattr(function, "__name__", "step")
+    with contextlib.suppress(TypeError, ValueError):  # odd callables have no signature
+        known.__signature__ = inspect.signature(function)
+    while isinstance(function, functools.partial):
+        function = function.func
+    bare = inspect.unwrap(function)
+    known.__wrapped__ = bare if hasattr(bare, "__code__") else type(bare).__call__
+    return flat
+
+
+def by_path(parts: Sequence[Split]) -> list[Any]:
+    """The arrays of arguments as shapes: by their paths, or one that is an argument itself."""
+    operands: list[Any] = []
+    for part in parts:
+        shapes = list(map(as_shape, part.arrays))
+        if part.paths == ("",):
+            operands += shapes
+        elif len(set(part.paths)) < len(shapes):
+            operands.append(shapes)
+        else:
+            operands.append(collections.OrderedDict(zip(part.paths, shapes, strict=True)))
+    return operands
+
+
+def rebuild_all(parts: Sequence[Split], operands: Sequence[Any]) -> list[Any]:
+    """Return the arguments that a function traced with those of `by_path` stands for."""
+    pairs = zip(parts, operands, strict=True)
+    return [part.rebuild(jax.tree.leaves(operand)) for part, operand in pairs]
 
 
 def arrays_at(part: Split, tree: Any) -> list[Any]:
