@@ -10,8 +10,9 @@ groups (`dim_groups`); a plan is, per mesh axis, an ordered list of groups, and 
 for on every mesh (`plan_search`). What blocks keep for the backward pass (`remat_choice`) and
 stages (`layer_parts`, `stage_costs`, `pipeline_choice`, which makes a `chosen_pipeline`) are
 weighed beside that. The step is evaluated with the constraints written in (`apply_plan`,
-`planned_step`). `api` is the door, `made_plans` makes what it returns, a `step_plan`, which
-`plan_text` and `plan_drawing` show, `plan_rules` writes down and `saved_plans` keeps.
+`planned_step`). `api` is the door, `plan_request` reads what is asked for, `made_plans` makes what
+comes out, a `step_plan`, which `plan_text` and `plan_drawing` show, `plan_rules` writes down and
+`saved_plans` keeps.
 
 Apart from these, `run_prediction` predicts training runs that are only described
 (`described_runs`), by the same speeds.

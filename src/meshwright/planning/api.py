@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import numbers
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,16 +12,13 @@ from typing import Any, cast
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from meshwright._checks import check_flag, check_integer
 from meshwright._compat import source_line
 from meshwright._compat_lowering import equations
 from meshwright._progress import Pulse, showing
-from meshwright.errors import MeshError, PlanningError, near, option_text, short
+from meshwright.errors import PlanningError, option_text, short
 from meshwright.hardware.calibration_file import Calibration
 from meshwright.hardware.topology import Topology
-from meshwright.hardware.topology import topology as read_topology
-from meshwright.meshes.build import abstract_mesh, explain_mesh
-from meshwright.meshes.devices import target_topology
+from meshwright.meshes.build import abstract_mesh
 from meshwright.placement.placement import Placement
 from meshwright.placement.placer import resolve_on
 from meshwright.planning.chosen_pipeline import PipelineChoice
@@ -33,6 +29,13 @@ from meshwright.planning.made_plans import PlanMaker, best_plan, context_notes, 
 from meshwright.planning.pipeline_choice import choose_pipeline
 from meshwright.planning.plan_costs import PlanCosts
 from meshwright.planning.plan_notes import idle_notes, kernel_notes, memory_notes
+from meshwright.planning.plan_request import (
+    check_options,
+    check_speeds,
+    hardware_of,
+    kept_kinds,
+    requested_mesh,
+)
 from meshwright.planning.plan_search import (
     MAY_BE_BETTER,
     Candidate,
@@ -112,15 +115,14 @@ def plan(
     True
     """
     began = time.perf_counter()
-    hardware, devices, placed = _hardware(mesh, on, slices, speeds)
+    hardware, devices, placed = hardware_of(mesh, on, slices, speeds)
     label = str(name or getattr(function, "__name__", "step"))
     if not callable(function):
         raise PlanningError(f"plan: {short(function)} cannot be called; pass a step function.")
     if not args:
         raise PlanningError("plan: pass the step's arguments, or their shapes.")
-    _check_options(check, memory, max_axes, progress, compiler)
-    check_flag("pipelines", pipelines, error=PlanningError)
-    _check_speeds(hardware)
+    check_options(check, memory, max_axes, compiler, progress=progress, pipelines=pipelines)
+    check_speeds(hardware)
     if check and compiler == "vendor" and hardware.chip.family != "cpu":
         check_installed(hardware)  # told before the search, not after it
     before = None if saved is None else saved_for(saved, mesh, keep, hardware)
@@ -128,7 +130,7 @@ def plan(
         mesh = before.spec
     with showing(progress), Pulse(f"planning {label} on {hardware.name}") as pulse:
         pulse.now("tracing")
-        fixed = None if mesh is None else resolve_on(_mesh_spec(mesh), hardware, None)[0]
+        fixed = None if mesh is None else resolve_on(requested_mesh(mesh), hardware, None)[0]
         stands_in = compiler == "cpu" and hardware.chip.family != "cpu"
         limit = available(hardware.chip)
         search = _Search(
@@ -267,7 +269,7 @@ class _Search:
             self.where,
             meshes,
             scatters=self.scatters,
-            kept=_kept(self.keep, variant, fixed),
+            kept=kept_kinds(self.keep, variant, fixed),
             told=lambda sizes, number: self.pulse.now(
                 f"mesh {number + 1} of {len(meshes)}, {'x'.join(map(str, sizes))}"
             ),
@@ -282,7 +284,7 @@ class _Search:
         if self.before is not None or (fits and self.fixed is None and self._rows_for_all(variant)):
             return found
         self.pulse.now("context parallel plans")
-        kept = _kept(self.keep, variant, self.fixed)
+        kept = kept_kinds(self.keep, variant, self.fixed)
         more = search_queries(variant.costs, self.where, found, self.scatters, kept)
         # As those of other policies of remat: what waits for the host counts, too.
         more = recost(variant, variant, more, self.where, self.scatters)
@@ -299,85 +301,8 @@ class _Search:
     def _refine(self, variant: Variant, found: list[Candidate]) -> list[Candidate]:
         if self.before is not None:
             return self._find(variant)
-        kept = _kept(self.keep, variant, self.fixed)
+        kept = kept_kinds(self.keep, variant, self.fixed)
         return refine(variant, found, self.where, self.scatters, kept)
-
-
-def _hardware(
-    mesh: Any, on: Any, slices: int, speeds: Any
-) -> tuple[Topology, Any, Placement | None]:
-    """Return the hardware, the devices to build a mesh on if they are here, and the user's mesh."""
-    if isinstance(mesh, Mesh):
-        try:
-            placed = explain_mesh(mesh, on=on, slices=slices, speeds=speeds)
-        except MeshError as error:
-            raise PlanningError(
-                f"mesh: {error} Leave on= out to plan for the mesh's own devices, or pass "
-                "mesh.abstract_mesh: its axes, on the hardware of on=.",
-                option="mesh",
-            ) from error
-        return placed.topology, mesh, placed
-    if isinstance(mesh, AbstractMesh) and on is None:
-        try:
-            return explain_mesh(mesh, slices=slices, speeds=speeds).topology, None, None
-        except MeshError as error:
-            raise PlanningError(
-                "mesh: an AbstractMesh does not say on what hardware: pass on='v5e:4x4', or "
-                "on=jax.devices().",
-                option="on",
-            ) from error
-    if isinstance(on, (str, Topology)):
-        named = read_topology(on, slices=slices, speeds=speeds)
-        here = named.chip.family == "cpu" or named.devices is not None
-        return named, on if here else None, None
-    live = target_topology(on, None, slices)
-    return (live if speeds is None else read_topology(live, speeds=speeds)), live, None
-
-
-def _mesh_spec(mesh: SpecLike | Mesh | AbstractMesh) -> MeshSpec:
-    """Read the mesh to plan for; constraints can be written for axes of type Auto alone."""
-    types: Sequence[str | None]
-    if isinstance(mesh, (Mesh, AbstractMesh)):
-        types = [kind.name.lower() for kind in mesh.axis_types]
-        spec = MeshSpec.parse(list(zip(mesh.axis_names, mesh.axis_sizes, strict=True)))
-    else:
-        spec = MeshSpec.parse(mesh)
-        types = spec.types
-    for name, kind in zip(spec.names, types, strict=True):
-        if kind not in (None, "auto"):
-            raise PlanningError(
-                f"mesh: axis {name!r} is of type {kind}, and a plan's constraints are for axes of "
-                f"type auto. Pass a mesh of these, or sizes: {option_text('mesh', 'dp:-1, tp:4')}.",
-                option="mesh",
-            )
-    if any(axis.slow is not None for axis in spec.axes):
-        sizes = ", ".join(f"{axis.name}:{axis.size}" for axis in spec.axes)
-        raise PlanningError(
-            f"mesh: {spec}: a plan decides itself what crosses DCN. Leave the parts out: "
-            f"{option_text('mesh', sizes)}.",
-            option="mesh",
-        )
-    return spec
-
-
-def _check_speeds(hardware: Topology) -> None:
-    chip = hardware.chip
-    missing = [
-        name
-        for name, figure in (
-            ("tflops", chip.tflops),
-            ("memory_tbps", chip.memory_tbps),
-            ("memory_gb", chip.memory_gb),
-        )
-        if not figure
-    ]
-    if missing:
-        raise PlanningError(
-            f"on: {hardware.name} has no speeds ({', '.join(missing)}), so plans cannot be "
-            "compared. Measure them with `meshwright calibrate` and pass speeds=, or name the "
-            "hardware, on='h100:8'.",
-            option="on",
-        )
 
 
 def _check_shard_maps(step: TracedStep, fixed: MeshSpec | None) -> None:
@@ -393,21 +318,6 @@ def _check_shard_maps(step: TracedStep, fixed: MeshSpec | None) -> None:
                 f"hand, so plan for that mesh: {option_text('mesh', text)}.",
                 option="mesh",
             )
-
-
-def _check_options(check: int, memory: float, max_axes: int, progress: bool, compiler: str) -> None:
-    if compiler not in ("vendor", "cpu"):
-        raise PlanningError(
-            f"compiler: {short(compiler)} is neither 'vendor' nor 'cpu'.", option="compiler"
-        )
-    check_integer("check", check, least=0, error=PlanningError)
-    check_integer("max_axes", max_axes, error=PlanningError)
-    check_flag("progress", progress, error=PlanningError)
-    if isinstance(memory, bool) or not isinstance(memory, numbers.Real) or not 0 < memory <= 1:
-        raise PlanningError(
-            f"memory: {short(memory)} is not a part of a device's memory, such as 0.9.",
-            option="memory",
-        )
 
 
 def _trace(
@@ -443,51 +353,3 @@ def _trace(
             raise
     with jax.sharding.use_abstract_mesh(abstract_mesh(fixed)):
         return trace()
-
-
-def _kept(
-    keep: Mapping[str, str] | None, variant: Variant, fixed: MeshSpec | None
-) -> dict[int, int]:
-    """Read `keep` as kinds of dims and the numbers of their axes."""
-    names, sizes = variant.names, variant.groups.sizes
-    kept: dict[int, int] = {}
-    if keep is not None and not isinstance(keep, Mapping):
-        raise PlanningError(
-            f"keep: {short(keep)} is no mapping of groups to axes, such as {{'batch': 'dp'}}.",
-            option="keep",
-        )
-    for group, axis in (keep or {}).items():
-        if not (isinstance(group, str) and isinstance(axis, str)):
-            raise PlanningError(
-                f"keep: {short(group)}: {short(axis)} is no name of a group and name of an axis, "
-                "such as {'batch': 'dp'}.",
-                option="keep",
-            )
-        if group not in names:
-            listed = ", ".join(repr(each) for each in names)
-            raise PlanningError(
-                f"keep: the step has no group of dims {group!r}.{near(group, names)} It has "
-                f"{listed}.",
-                option="keep",
-            )
-        if fixed is None:
-            raise PlanningError(
-                f"keep: {group!r} shall take {axis!r}, so say the mesh too: "
-                f"{option_text('mesh', f'{axis}:-1, ...')}.",
-                option="keep",
-            )
-        if axis not in fixed.names:
-            raise PlanningError(
-                f"keep: the mesh {fixed} has no axis {axis!r}.{near(axis, fixed.names)}",
-                option="keep",
-            )
-        kind, length = list(names).index(group), fixed.sizes[list(fixed.names).index(axis)]
-        if not any(size % length == 0 for size in sizes[kind]):
-            raise PlanningError(
-                f"keep: {axis}:{length} divides no dim of {group!r}, which has "
-                f"{' or '.join(f'{size:,}' for size in sizes[kind])}. Take another size for "
-                f"{axis!r}, or pad {group!r}.",
-                option="keep",
-            )
-        kept[kind] = list(fixed.names).index(axis)
-    return kept

@@ -40,6 +40,7 @@ from meshwright.planning.traced_program import Operation, TracedProgram
 from meshwright.rehearsal.kernel_speeds import speeds
 
 Lists = tuple[tuple[int, ...], ...]  # per axis, kinds of dims in the order in which they take it
+Works = tuple[Work, ...]
 
 _SMALL = 4096  # bytes: arrays below are not worth an exchange, and lie where they are
 _NEGLIGIBLE = 3e-4  # part of all work below which an operation is left out
@@ -140,7 +141,7 @@ class PlanCosts:
         self._live: list[dict[frozenset[int], list[tuple[Layout, float]]]] = []
         # Of these, what a TPU may keep on the chip, and how many arrays that are.
         self._passing: list[dict[frozenset[int], list[tuple[Layout, float, float, int]]]] = []
-        self._waiting: list[dict[frozenset[int], list[tuple[Layout, float, tuple[Work, ...]]]]] = []
+        self._waiting: list[dict[frozenset[int], list[tuple[Layout, float, Works]]]] = []
         self._during: list[During] = []
         for moment in live_sets(program, groups.layout, kept, donated, family):
             self._during.append(moment.during)
@@ -155,10 +156,8 @@ class PlanCosts:
                 self._waiting[-1][_kinds([layout, *dims])].append((layout, size, works))
             for (layout, copies), (size, count) in moment.passing.items():
                 self._passing[-1][_kinds([layout])].append((layout, copies, size, count))
-        # In the order in which they are met, so that sums are the same in every process.
-        self._in_memory = dict.fromkeys(
-            itertools.chain(*self._live, *self._waiting, *self._passing)
-        )
+        held = itertools.chain(*self._live, *self._waiting, *self._passing)
+        self._in_memory = dict.fromkeys(held)  # in this order, so that sums are the same everywhere
         for kinds in self._in_memory:
             self._bundles[kinds]  # an entry, if only for its memory
         seen = {kind for value in program.arguments for kind, _ in groups.layout[value]}
@@ -448,14 +447,10 @@ class PlanCosts:
             ]
         return compute, exchange, hidden, sizes, held, on_chip
 
-    def waiting_bytes(
-        self, layout: Layout, size: float, works: Sequence[Work], lists: Lists
-    ) -> float:
+    def waiting_bytes(self, layout: Layout, size: float, works: Works, lists: Lists) -> float:
         """What one device holds of an array for products that wait; of a TPU, or of their sums."""
-        sums = sum(
-            work.values[-1][1] / self.exchanging.divided(self.way(work, lists).cuts[-1])
-            for work in works
-        )
+        made = ((work.values[-1][1], self.way(work, lists).cuts[-1]) for work in works)
+        sums = sum(size / self.exchanging.divided(cut) for size, cut in made)
         held = size * self._part(layout, lists)
         return min(held, sums) if self._tpu else held
 
