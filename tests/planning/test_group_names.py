@@ -119,3 +119,19 @@ def test_groups_of_our_models_are_called_by_their_parts():
     moe = mw.models.model("moe-tiny")
     found = mw.plan(moe.train_step, moe.shapes(), moe.batch(16), on="v5e:2x4", mesh="tp:8")
     assert {"experts", "embed"} <= set(found.groups)
+
+
+def test_what_a_step_returns_anew_is_no_data_though_it_is_not_donated():
+    def step(params, moments, x):
+        grads = jax.grad(lambda params: (jax.nn.relu(x @ params["w"]) @ params["v"]).mean())(params)
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, grads)
+        return jax.tree.map(lambda w, m: w - 0.1 * m, params, moments), moments
+
+    params = {"w": shape(WIDTH, HEADS * WIDTH), "v": shape(HEADS * WIDTH, WIDTH)}
+    x = shape(ROWS * SEQ, WIDTH)
+    options = {"on": "v5e:2x4", "mesh": "dp:8", "keep": {"batch": "dp"}}
+    p = mw.plan(step, params, params, x, **options)
+    donated = mw.plan(step, params, params, x, donate_argnums=(0, 1), **options)
+    assert p.in_specs[2][0] == "dp"
+    assert [axis.shards for axis in p.axes] == [axis.shards for axis in donated.axes]
+    assert p.groups == donated.groups

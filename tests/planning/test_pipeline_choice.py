@@ -437,3 +437,22 @@ def test_a_step_without_a_loop_over_layers_has_no_stages():
     shape = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
     plan = mw.plan(step, shape, shape, on=mw.topology(THIN, slices=4), progress=False, max_axes=1)
     assert plan.pipeline is None
+
+
+def test_runs_of_one_cell_over_time_are_no_layers():
+    def step(w, xs):
+        def loss(w):
+            def cell(h, x):
+                h = jnp.tanh(x @ w["x"] + h @ w["h"])
+                return h, h
+
+            over_time = xs.swapaxes(0, 1)
+            return (jax.lax.scan(cell, jnp.zeros_like(over_time[0]), over_time)[1] ** 2).mean()
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, w, jax.grad(loss)(w))
+
+    weights = {name: jax.ShapeDtypeStruct((4096, 4096), jnp.float32) for name in ("x", "h")}
+    xs = jax.ShapeDtypeStruct((64, 16, 4096), jnp.float32)
+    p = mw.plan(step, weights, xs, on=THIN, progress=False, max_axes=1, pipelines=False)
+    variant = stage_costs.Variant(p.step, p.costs.program, p.costs.groups, p.groups, p.costs)
+    assert layer_parts.cut_program(variant) == layer_parts.NO_LAYERS

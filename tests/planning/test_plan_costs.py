@@ -270,6 +270,67 @@ def test_few_rows_are_exchanged_rather_than_the_weights_they_meet():
     assert max(exchange.bytes for exchange, _, _ in many.exchanges()) == weight
 
 
+def accumulating(scale):
+    """A step over microbatches, whose gradients are added up in a loop."""
+
+    def step(w, xs):
+        def body(total, x):
+            def loss(w):
+                return ((jax.nn.relu(x @ w["up"] + w["bias"]) @ w["down"]) ** 2).mean()
+
+            gradient = jax.tree.map(lambda g: g.astype("float32"), jax.grad(loss)(w))
+            if scale != 1:
+                gradient = jax.tree.map(lambda g: scale * g, gradient)
+            return jax.tree.map(jnp.add, total, gradient), None
+
+        zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, "float32"), w)
+        total = jax.lax.scan(body, zeros, xs)[0]
+        return jax.tree.map(lambda w, g: (w - 0.1 * g).astype(w.dtype), w, total)
+
+    return step
+
+
+def microbatches(on, scale=1, order=("batch",)):
+    """A plan over rows of microbatches; the kind of their rows is `batch` here."""
+    w = {
+        "up": jax.ShapeDtypeStruct((512, 2048), "bfloat16"),
+        "bias": jax.ShapeDtypeStruct((2048,), "bfloat16"),
+        "down": jax.ShapeDtypeStruct((2048, 512), "bfloat16"),
+    }
+    xs = jax.ShapeDtypeStruct((4, 8192, 512), "bfloat16")
+    options = {"on": on, "mesh": "dp:8", "pipelines": False, "progress": False}
+    p = mw.plan(accumulating(scale), w, xs, donate_argnums=0, **options)
+    (rows,) = (kind for kind, sizes in enumerate(p.costs.groups.sizes) if 8192 in sizes)
+    kinds = {"batch": rows, "embed": p.groups.index("embed")}
+    p.layouts.lists = (tuple(kinds[name] for name in order),)
+    return p
+
+
+@pytest.mark.parametrize(
+    ("on", "scale", "order", "sums"),
+    [
+        ("v5e:2x4", 1, ("batch",), 1),
+        ("h100:8", 1, ("batch",), 1),
+        ("cpu:8", 1, ("batch",), 4),
+        ("v5e:2x4", 0.25, ("batch",), 4),  # scaled before it is added
+    ],
+)
+def test_sums_that_a_loop_only_adds_up_are_exchanged_after_it(on, scale, order, sums):
+    p = microbatches(on, scale, order)
+    expected = 2 * 512 * 2048 * 2 * sums
+    assert predicted(p)["all-reduce"] == pytest.approx(expected, rel=0.01)
+    if on == "cpu:8":
+        assert compiled(p)["all-reduce"] == pytest.approx(2 * expected, rel=0.01)  # in float32
+
+
+@pytest.mark.compilers
+@pytest.mark.parametrize("on", ["v5e:2x4", "h100:8"])
+@pytest.mark.parametrize(("scale", "sums"), [(1, 1), (0.25, 4)])
+def test_the_vendors_compilers_exchange_such_sums_after_the_loop(on, scale, sums):
+    made = microbatches(on, scale).rehearse(progress=False).collectives
+    assert {entry.times.count for entry in made if entry.bytes > 2**16} == {sums}
+
+
 def gated(w, x):
     gate, up = jnp.split(x @ w["up"], 2, axis=1)
     return (jax.nn.silu(gate + 1.0) * (up + gate)) @ w["down"]

@@ -240,6 +240,8 @@ class ExchangeCosts:
                     size *= _WHOLE
                 thinner *= self.sizes[axis]
                 taken = self.axes[axis].seconds(kind, size)
+                if self._hidden and axis not in lies:  # once, after the loop that adds them up
+                    taken, size = taken / work.runs, size / work.runs
             seconds += taken
             if log is not None:
                 log.append(Exchange(kind, axis, size, taken))

@@ -105,15 +105,16 @@ def _experts(program: TracedProgram, groups: DimGroups, data: Sequence[int]) -> 
 
 
 def data_values(step: TracedStep, program: TracedProgram) -> list[int]:
-    """Return the arguments that are data: neither the first nor donated, unless there is no other.
+    """Return the arguments that are data: what is no state, unless there is nothing else.
 
-    As for `rehearse`, the first argument and donated ones are state.
+    State are the first argument, donated ones, and what the step returns anew.
     """
     numbers = [n for n, part in enumerate(step.arguments) for _ in part.arrays]
+    anew = set(step.carried.values())
     data = [
         value
-        for value, number in zip(program.arguments, numbers, strict=True)
-        if number != 0 and number not in step.donate_argnums
+        for position, (value, number) in enumerate(zip(program.arguments, numbers, strict=True))
+        if number != 0 and number not in step.donate_argnums and position not in anew
     ]
     return data or list(program.arguments)
 
@@ -129,7 +130,7 @@ def _places(step: TracedStep, program: TracedProgram, groups: DimGroups) -> dict
     data = set(data_values(step, program))
     entries = sorted(
         zip(step.paths, program.arguments, strict=True),
-        key=lambda entry: (entry[1] in data, len(entry[0].split("/")), entry[0]),
+        key=lambda entry: (entry[1] in data, len(entry[0].split("/"))),
     )
     for path, value in entries:
         words = [word for word in path.split("/") if not re.fullmatch(r"\d+|value|kernel", word)]

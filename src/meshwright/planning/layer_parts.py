@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
 from meshwright.planning.dim_groups import Layout
 from meshwright.planning.group_names import data_values
@@ -89,7 +89,7 @@ def cut_program(variant: Variant) -> CutProgram | str:
     rows = min(layout[v][0][1] for v in data if layout[v] and layout[v][0][0] == batch)
     marks = _marked_blocks(program)
     spans = _layers_of(program, marks)
-    loops = None if spans else _layer_loops(program)
+    loops = None if spans else _layer_loops(program, set(data))
     if not spans and not loops:
         spans = _layers_of(program, _checkpointed_blocks(program))
     if spans:
@@ -315,7 +315,9 @@ def _loops(program: TracedProgram) -> list[Loop]:
 # In: a traced step. Out: the length of its loops over layers, and these, or `None` where there is
 # none with a backward one. AD makes one loop backward for each forward, in reverse order, so of the
 # loops of one length the first half are forward.
-def _layer_loops(program: TracedProgram) -> tuple[int, list[Loop]] | None:
+# Only loops that take weights of their own in each run: those of one over time steps are the same.
+def _layer_loops(program: TracedProgram, data: Collection[int]) -> tuple[int, list[Loop]] | None:
+    weights = _made_of_weights(program, data)
     by_length: dict[int, list[Loop]] = collections.defaultdict(list)
     weight: dict[int, float] = collections.defaultdict(float)
     for loop in _loops(program):
@@ -324,11 +326,25 @@ def _layer_loops(program: TracedProgram) -> tuple[int, list[Loop]] | None:
         if inside and stacks and stacks[0] > 1:
             by_length[stacks[0]].append(loop)
             weight[stacks[0]] += sum(each.flops * each.times for each in inside)
-    length = max(weight, key=lambda n: (weight[n], n), default=0)
+    of_layers = [
+        length
+        for length, loops in by_length.items()
+        if any((v, 0) in program.stacked and v in weights for loop in loops for v in loop[2])
+    ]
+    length = max(of_layers, key=lambda n: (weight[n], n), default=0)
     loops = by_length[length]
     if len(loops) < 2 or len(loops) % 2 or not weight[length]:
         return None
     return length, loops
+
+
+def _made_of_weights(program: TracedProgram, data: Collection[int]) -> set[int]:
+    """Return the arguments that are no data, and what is computed of them alone."""
+    others = set(data).union(*(outputs for kind, _, outputs in program.events if kind == "scan"))
+    for operation in program.operations:
+        if others.intersection(operation.inputs):
+            others.update(operation.outputs)
+    return set(range(len(program.shapes))) - others
 
 
 def _cut_at_loops(

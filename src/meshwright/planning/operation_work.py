@@ -40,6 +40,7 @@ class Work:
     `is_kernel`: a Pallas kernel, which also takes time for its `exponentials`. `copies`: how often
     its result is read or written beside, to bring it from one order in memory to another.
     `only_moves`: it takes time for exchanges alone, and is computed where its result is used.
+    `runs`: how many runs of a loop only add its result up, so that it is summed over devices once.
     """
 
     heavy: bool
@@ -59,6 +60,7 @@ class Work:
     is_kernel: bool = False
     copies: float = 0.0
     only_moves: bool = False
+    runs: int = 1
 
 
 class WorkOf:
@@ -116,6 +118,7 @@ class WorkOf:
             operation.primitive == "pallas_call",
             _COPIES if self._copied.intersection(operation.outputs) else 0.0,
             takes_apart(self._program, operation) and self._kept.isdisjoint(operation.outputs),
+            max((self._program.accumulated.get(v, 1) for v in operation.outputs), default=1),
         )
 
 

@@ -42,6 +42,8 @@ INLINED = {
 CONTROL_FLOW = frozenset({"scan", "while", "cond"})
 _LARGEST_TABLE = 2**22  # bytes of a constant that a kernel may look up its blocks in
 LOOP_SCOPE = "<loop>"
+# What a sum may go through before it is added to a running total.
+_SEEN_OTHERWISE = frozenset({"transpose", "reshape", "convert_element_type", "squeeze", "copy"})
 
 Position = tuple[int, int]  # a value and one of its dims
 
@@ -79,7 +81,8 @@ class TracedProgram:
     `shapes`, `bytes` and `dtypes` are those of the values. `ties`: dims of two values that are one
     in some operation. `stacked`: dims that a loop goes along. `events`: for the memory of a step,
     what is read and made, in order; a loop is one event before its body and one after. `carried`:
-    what a body hands to its next run. `stack_of`: what a body takes a part of in each run.
+    what a body hands to its next run. `accumulated`: what all runs of a body only add up, and how
+    many these are. `stack_of`: what a body takes a part of in each run.
     `rematted`: for what `jax.checkpoint` computes again in the backward pass, outside of loops, the
     numbers of the first operation and of the one after, and what it is computed from.
     """
@@ -95,6 +98,7 @@ class TracedProgram:
     )
     maker: dict[int, str] = dataclasses.field(default_factory=dict)
     carried: set[int] = dataclasses.field(default_factory=set)
+    accumulated: dict[int, int] = dataclasses.field(default_factory=dict)
     stack_of: dict[int, int] = dataclasses.field(default_factory=dict)
     rematted: list[tuple[int, int, tuple[int, ...]]] = dataclasses.field(default_factory=list)
     arguments: list[int] = dataclasses.field(default_factory=list)
@@ -368,11 +372,14 @@ class _Reader:
         self.scope = f"{self.scope}/{LOOP_SCOPE}"
         self.program.events.append(("scan", tuple(inputs), tuple(outputs)))
         env = self.run(body, inside, times * params["length"], params["jaxpr"].consts)
-        self.body = outer
+        first, self.body = self.body - 1, outer
         self.program.events.append(("scan", tuple(inputs), tuple(outputs)))
         results = [self.read(env, atom) for atom in body.outvars]
         self.program.carried.update(results[:carried])
         whole = constants + carried
+        given = inside[constants:whole]
+        for value in accumulated(self.program.operations[first:], given, results):
+            self.program.accumulated[value] = params["length"]
         pairs = [*zip(inputs[:whole], inside[:whole], strict=True)]
         pairs += zip(outputs[:carried], results[:carried], strict=True)
         pairs += zip(outputs[:carried], inside[constants:whole], strict=True)
@@ -432,6 +439,30 @@ class _Reader:
         program.events.append(("op", operation.inputs, operation.outputs))
         program.maker.update((out, name) for out in outputs)
         program.operations.append(operation)
+
+
+# In: the operations of a loop's body, what it takes from the run before, and what it results in.
+# Out: sums in it that only go into running totals. Compilers exchange the parts of such sums once,
+# after the loop, if nothing but order or dtype changes before they are added. Example: gradients of
+# a recurrent net's weights, or of microbatches.
+def accumulated(
+    operations: Sequence[Operation], given: Sequence[int], results: Sequence[int]
+) -> Iterator[int]:
+    """Yield the results of operations that a loop adds up, and uses for nothing else."""
+    made = {operation.outputs[0]: operation for operation in operations if operation.outputs}
+    uses = collections.Counter(value for each in operations for value in each.inputs)
+    uses.update(results)
+    for total, result in zip(given, results, strict=False):
+        adds = made.get(result)
+        if adds is None or adds.primitive not in ("add", "add_any") or total not in adds.inputs:
+            continue
+        if uses[total] > 1 or uses[result] > 1:
+            continue
+        (value,) = [each for each in adds.inputs if each != total] or [total]
+        while uses[value] == 1 and value in made and made[value].primitive in _SEEN_OTHERWISE:
+            value = made[value].inputs[0]
+        if uses[value] == 1 and value in made:
+            yield value
 
 
 def _inner_scope(outer: str, eqn: Eqn) -> str:
