@@ -138,17 +138,18 @@ class PlanCosts:
         for work, times in folded.items():
             if weight[work] > least:
                 self._bundles[_kinds(dims for dims, _ in work.values)].append((work, times))
-        self._live: list[dict[frozenset[int], list[tuple[Layout, float]]]] = []
+        # For the worst moments, arrays by the kinds of their dims: layout and bytes of all devices.
+        self.live: list[dict[frozenset[int], list[tuple[Layout, float]]]] = []
         # Of these, what a TPU may keep on the chip, and how many arrays that are.
         self._passing: list[dict[frozenset[int], list[tuple[Layout, float, float, int]]]] = []
         self._waiting: list[dict[frozenset[int], list[tuple[Layout, float, Works]]]] = []
         self._during: list[During] = []
         for moment in live_sets(program, groups.layout, kept, donated, family):
             self._during.append(moment.during)
-            self._live.append(collections.defaultdict(list))
+            self.live.append(collections.defaultdict(list))
             self._passing.append(collections.defaultdict(list))
             for layout, size in moment.live.items():
-                self._live[-1][_kinds([layout])].append((layout, size))
+                self.live[-1][_kinds([layout])].append((layout, size))
             self._waiting.append(collections.defaultdict(list))
             for layout, size, products in moment.waiting:
                 works = tuple(self.work(product) for product in products)
@@ -156,7 +157,7 @@ class PlanCosts:
                 self._waiting[-1][_kinds([layout, *dims])].append((layout, size, works))
             for (layout, copies), (size, count) in moment.passing.items():
                 self._passing[-1][_kinds([layout])].append((layout, copies, size, count))
-        held = itertools.chain(*self._live, *self._waiting, *self._passing)
+        held = itertools.chain(*self.live, *self._waiting, *self._passing)
         self._in_memory = dict.fromkeys(held)  # in this order, so that sums are the same everywhere
         for kinds in self._in_memory:
             self._bundles[kinds]  # an entry, if only for its memory
@@ -259,7 +260,7 @@ class PlanCosts:
             )
         return self._expanded[lists]
 
-    def _part(self, layout: Layout, lists: Lists) -> float:
+    def part(self, layout: Layout, lists: Lists) -> float:
         """What one device needs of an array's bytes."""
         cut = self.cut(layout, lists)
         if not self._tpu:
@@ -381,8 +382,8 @@ class PlanCosts:
         """Sum up a step under a plan."""
         compute = exchange = hidden = 0.0
         held = dict[During, float]()
-        sizes = [0.0] * len(self._live)
-        on_chip = [0.0] * len(self._live)
+        sizes = [0.0] * len(self.live)
+        on_chip = [0.0] * len(self.live)
         shortened = [self._shorten(order) for order in lists]
         for (kinds, bundle), parts, *here in zip(
             self._bundles.items(), self._parts, *shortened, strict=True
@@ -431,16 +432,16 @@ class PlanCosts:
         sizes, on_chip = list[float](), list[float]()
         if kinds in self._in_memory:
             sizes = [
-                sum(size * self._part(layout, lists) for layout, size in live.get(kinds, ()))
+                sum(size * self.part(layout, lists) for layout, size in live.get(kinds, ()))
                 + sum(self.waiting_bytes(*each, lists) for each in waiting.get(kinds, ()))
-                for live, waiting in zip(self._live, self._waiting, strict=True)
+                for live, waiting in zip(self.live, self._waiting, strict=True)
             ]
             devices = math.prod(self.sizes)
             on_chip = [
                 sum(
                     size * part
                     for layout, copies, size, count in passing.get(kinds, ())
-                    for part in [self._part(layout, lists)]
+                    for part in [self.part(layout, lists)]
                     if copies <= part * devices and size * part <= count * LARGEST_ON_CHIP
                 )
                 for passing in self._passing
@@ -451,7 +452,7 @@ class PlanCosts:
         """What one device holds of an array for products that wait; of a TPU, or of their sums."""
         made = ((work.values[-1][1], self.way(work, lists).cuts[-1]) for work in works)
         sums = sum(size / self.exchanging.divided(cut) for size, cut in made)
-        held = size * self._part(layout, lists)
+        held = size * self.part(layout, lists)
         return min(held, sums) if self._tpu else held
 
     def objective(self, lists: Lists) -> float:

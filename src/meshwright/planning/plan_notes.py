@@ -18,6 +18,7 @@ from meshwright.planning.step_plan import AxisChoice
 from meshwright.planning.traced_program import TracedProgram, TracedStep
 
 _MOMENTS = re.compile(r"(^|/)(opt|opt_state|optimizer|mu|nu|trace|momentum)(/|$)")
+_REMAT = ("checkpoint", "remat2")
 _SMALL_SAVING = 0.02  # of the limit: ways out that save less are not worth a line
 
 
@@ -131,6 +132,23 @@ def batch_ways(layouts: Layouts) -> int:
     )
 
 
+def _bytes_of_rows(layouts: Layouts) -> float:
+    """What of a device's memory goes by the number of rows, at the worst moment."""
+    costs, lists = layouts.costs, layouts.lists
+    data = [costs.groups.layout[value] for value in layouts.data]
+    rows = {dims[0][0] for dims in data if dims and dims[0][0] >= 0}
+    moments = []
+    for live in costs.live:
+        sizes = [
+            (size * costs.part(dims, lists), bool(kinds & rows))
+            for kinds, arrays in live.items()
+            for dims, size in arrays
+        ]
+        of_rows = sum(size for size, has_rows in sizes if has_rows)
+        moments.append((sum(size for size, _ in sizes), of_rows))
+    return max(moments, default=(0.0, 0.0))[1]
+
+
 # In: a plan that does not fit, its bytes a device and the bytes that there are. Out: by how much,
 # and the ways out, the cheapest first; each with its saving where that is plain arithmetic.
 def memory_notes(
@@ -146,10 +164,12 @@ def memory_notes(
         for value in costs.program.arguments
     }
     arguments = sum(local.values())
-    computed = max(0.0, held - arguments)
+    of_rows = min(_bytes_of_rows(layouts), held - arguments)
+    others = held - arguments - of_rows
     notes = [
         f"Nothing that was tried fits. This comes nearest: {amount(held)} a device of "
-        f"{amount(limit)}, {amount(held - limit)} too much; {amount(arguments)} are arguments."
+        f"{amount(limit)}, {amount(held - limit)} too much; {amount(arguments)} are arguments, "
+        f"{amount(of_rows)} computed for the rows, {amount(others)} other, as gradients."
     ]
     ways = []
     donated = step.donated
@@ -160,11 +180,12 @@ def memory_notes(
     )
     if kept > _SMALL_SAVING * limit:
         ways.append(f"donate the state (donate_argnums), {amount(kept)} less")
-    if computed > _SMALL_SAVING * limit:
-        ways.append(f"jax.checkpoint around each layer: {amount(computed)} are computed values")
+    rematted = any(eqn.primitive.name in _REMAT for eqn, *_ in equations(step.closed))
+    if of_rows > _SMALL_SAVING * limit and not rematted:
+        ways.append(f"jax.checkpoint around each layer: {amount(of_rows)} are of the rows")
     rows, cut = batch_rows(layouts), batch_ways(layouts)
-    if rows and computed and arguments < limit:
-        fewer = int(rows * (limit - arguments) / computed) // cut * cut
+    if rows and of_rows > 0 and held - of_rows < limit:
+        fewer = int(rows * (limit - held + of_rows) / of_rows) // cut * cut
         if 0 < fewer < rows:
             ways.append(f"{fewer} rows in place of {rows}")
     moments = sum(
