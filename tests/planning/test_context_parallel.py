@@ -195,3 +195,12 @@ def test_a_context_parallel_decoder_gives_the_state_of_one_device(mesh, lists):
     plan = with_lists(mw.plan(model.train_step, *args, mesh=mesh, donate_argnums=0), lists)
     assert cuts_scores(plan)
     assert_equal_to_one_device(plan, *args)
+
+
+def test_of_plans_that_cut_nothing_one_is_compiled(unchecked):
+    maker, found = maker_of(unchecked), candidates_of(unchecked)
+    none = [
+        dataclasses.replace(found[0], sizes=sizes, lists=tuple(() for _ in sizes))
+        for sizes in ((8,), (4, 2), (2, 2, 2))
+    ]
+    assert worth_checking(maker, [*none, *found], 3)[:2] == [none[0], found[0]]

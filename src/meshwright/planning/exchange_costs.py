@@ -70,12 +70,16 @@ def axis_speed(plan: AxisPlan, topology: Topology, scatters: bool = True) -> Axi
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Exchange:
-    """One collective that a plan implies: over which axis, of how many bytes, how long."""
+    """One collective that a plan implies: over which axis, of how many bytes, how long.
+
+    `runs`: for how many runs of its operation it is made once.
+    """
 
     kind: str
     axis: int
     bytes: float
     seconds: float
+    runs: int = 1
 
 
 class Beside:
@@ -219,6 +223,7 @@ class ExchangeCosts:
         local = work.values[number][1] / self.divided(made)
         scattered = math.prod([self.sizes[axis] for axis in partial if axis in lies])
         for axis in partial:
+            runs = 1
             scatters = work.scatters or self._in_pieces(work, axis, partial, lies, local, beside)
             if scatters and axis in lies and lies[axis] not in made.values():
                 kind, size = "reduce-scatter", local
@@ -241,10 +246,10 @@ class ExchangeCosts:
                 thinner *= self.sizes[axis]
                 taken = self.axes[axis].seconds(kind, size)
                 if self._hidden and axis not in lies:  # once, after the loop that adds them up
-                    taken, size = taken / work.runs, size / work.runs
-            seconds += taken
+                    runs = work.runs
+            seconds += taken / runs
             if log is not None:
-                log.append(Exchange(kind, axis, size, taken))
+                log.append(Exchange(kind, axis, size, taken, runs))
         return seconds
 
     def _in_pieces(

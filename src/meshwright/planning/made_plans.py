@@ -191,6 +191,8 @@ def _different(maker: PlanMaker, found: Sequence[Candidate]) -> list[Candidate]:
     for candidate in found:
         ends = tuple((order[:1], order[-1:]) for order in candidate.lists)
         key = (candidate.sizes, maker.cuts_queries(candidate), ends)
+        if not any(candidate.lists):  # nothing is cut, whatever the mesh
+            key = ((), False, ())
         if key not in seen and (candidate.sizes, candidate.totals) not in seen:
             seen |= {key, (candidate.sizes, candidate.totals)}
             result.append(candidate)

@@ -483,7 +483,7 @@ class PlanCosts:
             for work, times in bundle:
                 log: list[Exchange] = []
                 self.way(work, lists, log)
-                found += [(entry, work, times) for entry in log]
+                found += [(entry, work, times // entry.runs) for entry in log]
         return found
 
 
