@@ -4,6 +4,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import meshwright as mw
 from meshwright.planning.dim_groups import find_groups
@@ -135,3 +136,23 @@ def test_what_a_step_returns_anew_is_no_data_though_it_is_not_donated():
     assert p.in_specs[2][0] == "dp"
     assert [axis.shards for axis in p.axes] == [axis.shards for axis in donated.axes]
     assert p.groups == donated.groups
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["cut in the step", "cut before"])
+def test_rows_of_microbatches_are_the_batch(inside):
+    def loss(params, batch):
+        rows = batch["x"]
+        rows = rows.reshape(4, -1, SEQ, WIDTH) if inside else rows
+
+        def body(total, rows):
+            return total + (jnp.tanh(rows @ params["w"]) @ params["v"]).mean(), None
+
+        return jax.lax.scan(body, 0.0, rows)[0]
+
+    params = {"w": shape(WIDTH, HEADS * WIDTH), "v": shape(HEADS * WIDTH, WIDTH)}
+    x = shape(32, SEQ, WIDTH) if inside else shape(4, ROWS, SEQ, WIDTH)
+    dims, names = names_of(loss, params, {"x": x})
+    assert {"batch", "seq"} <= set(names)
+    assert dims["batch/x"][-2] == "seq"
+    if not inside:
+        assert dims["batch/x"][:2] == [None, "batch"]

@@ -29,15 +29,15 @@ def name_kinds(step: TracedStep, program: TracedProgram, groups: DimGroups) -> t
             names[kind] = name
 
     data = data_values(step, program)
-    for value in data:
-        if groups.layout[value]:
-            give(groups.layout[value][0][0], "batch")
+    for kind in batch_kinds(program, groups, data):
+        give(kind, "batch")
     attended = list(set(groups.queries.values()) - names.keys())
     if len(attended) == 1:
         give(attended[0], "seq")
     for value in data:
-        if len(groups.layout[value]) > 1 and _has_rows(program, value):
-            give(groups.layout[value][1][0], "seq")
+        after = 2 if (value, 0) in program.stacked else 1  # microbatches, rows, and then
+        if len(groups.layout[value]) > after and _has_rows(program, value, after):
+            give(groups.layout[value][after][0], "seq")
     arguments = set(program.arguments)
     for operation in program.operations:
         if operation.primitive == "gather" and operation.inputs[0] in arguments:
@@ -81,7 +81,7 @@ def _widths(program: TracedProgram, groups: DimGroups, data: Sequence[int]) -> l
 
 def _experts(program: TracedProgram, groups: DimGroups, data: Sequence[int]) -> Iterator[int]:
     """Yield kinds along which products run side by side, each with weights of its own."""
-    batch = {groups.layout[value][0][0] for value in data if groups.layout[value]} - {WHOLE}
+    batch = set(batch_kinds(program, groups, data))
     weights = {
         kind
         for value in program.arguments
@@ -119,9 +119,26 @@ def data_values(step: TracedStep, program: TracedProgram) -> list[int]:
     return data or list(program.arguments)
 
 
-def _has_rows(program: TracedProgram, value: int) -> bool:
-    """Whether the second dim of data goes along a row: of tokens or vectors, not features."""
-    return "int" in program.dtypes[value] or len(program.shapes[value]) > 2
+def batch_kinds(program: TracedProgram, groups: DimGroups, data: Sequence[int]) -> list[int]:
+    """The kinds of the rows of data: of their first dim or, where a loop goes along that, of the
+    one after it, as of microbatches."""
+    made = {
+        operation.inputs[0]: operation.outputs[0]
+        for operation in program.operations
+        if operation.primitive == "reshape"
+    }
+    kinds = []
+    for value in data:
+        stacks = [each for each in (value, made.get(value, value)) if (each, 0) in program.stacked]
+        dims = groups.layout[stacks[0]][1:] if stacks else groups.layout[value]
+        if dims and dims[0][0] > WHOLE:
+            kinds.append(dims[0][0])
+    return list(dict.fromkeys(kinds))
+
+
+def _has_rows(program: TracedProgram, value: int, after: int) -> bool:
+    """Whether such a dim of data goes along a row: of tokens or vectors, not features."""
+    return "int" in program.dtypes[value] or len(program.shapes[value]) > after + 1
 
 
 def _places(step: TracedStep, program: TracedProgram, groups: DimGroups) -> dict[int, str]:

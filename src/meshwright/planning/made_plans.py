@@ -12,7 +12,7 @@ from meshwright._text import duration
 from meshwright.hardware.topology import Topology
 from meshwright.placement.placement import Placement
 from meshwright.planning.dim_groups import DimGroups
-from meshwright.planning.group_names import data_values
+from meshwright.planning.group_names import batch_kinds, data_values
 from meshwright.planning.plan_costs import PlanCosts
 from meshwright.planning.plan_layouts import Layouts
 from meshwright.planning.plan_search import Candidate, axis_names, named_intensity, speeds_on
@@ -46,11 +46,8 @@ class PlanMaker:
     def axis_names(self, candidate: Candidate) -> tuple[str, ...]:
         if self.fixed is not None:
             return tuple(self.fixed.names)
-        batch = {
-            self.groups.layout[value][0][0]
-            for value in data_values(self.step, self.costs.program)
-            if self.groups.layout[value]
-        }
+        data = data_values(self.step, self.costs.program)
+        batch = frozenset(batch_kinds(self.costs.program, self.groups, data))
         experts = {n for n, name in enumerate(self.kind_names) if "expert" in name}
         # A table that is cut along its rows first does not make an axis another one.
         tables = {n for n, name in enumerate(self.kind_names) if name == "vocab"}
@@ -58,7 +55,7 @@ class PlanMaker:
             order[1:] if order and order[0] in tables and batch.intersection(order) else order
             for order in candidate.lists
         )
-        return axis_names(lists, frozenset(batch), frozenset(experts), self.groups.queries)
+        return axis_names(lists, batch, frozenset(experts), self.groups.queries)
 
     def cuts_queries(self, candidate: Candidate) -> bool:
         """Whether it is context parallel: compilers do not keep to every such plan."""
