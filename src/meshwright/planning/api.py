@@ -46,7 +46,14 @@ from meshwright.planning.plan_search import (
 )
 from meshwright.planning.remat_blocks import TracedSource, trace_source
 from meshwright.planning.remat_choice import RematChoice, Variant, choose_remat, recost, refine
-from meshwright.planning.saved_plans import SavedPlan, saved_candidate, saved_for, told_changes
+from meshwright.planning.saved_plans import (
+    SavedPlan,
+    check_devices,
+    mesh_of_saved,
+    saved_candidate,
+    saved_for,
+    told_changes,
+)
 from meshwright.planning.step_plan import Plan
 from meshwright.planning.traced_program import TracedStep, read_program, trace_step
 from meshwright.rehearsal.memory import available
@@ -101,7 +108,8 @@ def plan(
       progress: show what is being done after two seconds.
       name: what the plan is called; by default the function's name.
       saved: a file that `Plan.save` wrote: its mesh and lists are taken, and nothing is searched.
-        Where program or hardware differ, a `PlanChangedWarning` says how, and so does the plan.
+        Where program or hardware differ, a `PlanChangedWarning` says how, and so does the plan. Of
+        the options above, a `Mesh` with its axes may go with it.
 
     Raises:
       PlanningError: for a bad option, or a step with nothing to shard.
@@ -115,19 +123,21 @@ def plan(
     True
     """
     began = time.perf_counter()
-    hardware, devices, placed = hardware_of(mesh, on, slices, speeds)
     label = str(name or getattr(function, "__name__", "step"))
     if not callable(function):
         raise PlanningError(f"plan: {short(function)} cannot be called; pass a step function.")
     if not args:
         raise PlanningError("plan: pass the step's arguments, or their shapes.")
     check_options(check, memory, max_axes, compiler, progress=progress, pipelines=pipelines)
+    before = None if saved is None else saved_for(saved, mesh, keep)
+    if before is not None:
+        mesh = mesh_of_saved(before, cast(Mesh | None, mesh), on)
+    hardware, devices, placed = hardware_of(mesh, on, slices, speeds)
     check_speeds(hardware)
     if check and compiler == "vendor" and hardware.chip.family != "cpu":
         check_installed(hardware)  # told before the search, not after it
-    before = None if saved is None else saved_for(saved, mesh, keep, hardware)
     if before is not None:
-        mesh = before.spec
+        check_devices(before, hardware)
     with showing(progress), Pulse(f"planning {label} on {hardware.name}") as pulse:
         pulse.now("tracing")
         fixed = None if mesh is None else resolve_on(requested_mesh(mesh), hardware, None)[0]
@@ -197,7 +207,7 @@ def plan(
             *context_notes(maker, found, checked, best),
             *(remat.lines() if remat is not None else ()),
             *([staged] if isinstance(staged, str) else staged.lines() if staged else ()),
-            *told_changes(before, chosen, hardware),
+            *told_changes(before, chosen, hardware, on_a_mesh=placed is not None),
         ),
     )
 
@@ -260,7 +270,7 @@ class _Search:
 
     def _find(self, variant: Variant) -> list[Candidate]:
         if self.before is not None:
-            return [saved_candidate(self.before, variant, self.hardware, self.scatters)]
+            return [saved_candidate(self.before, variant, self.where, self.scatters)]
         fixed = self.fixed
         devices = self.hardware.num_devices
         meshes = [tuple(fixed.sizes)] if fixed else mesh_sizes(devices, self.max_axes)
