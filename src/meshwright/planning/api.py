@@ -28,7 +28,8 @@ from meshwright.planning.jit_options import read_arguments
 from meshwright.planning.made_plans import PlanMaker, best_plan, context_notes, rehearsed
 from meshwright.planning.pipeline_choice import choose_pipeline
 from meshwright.planning.plan_costs import PlanCosts
-from meshwright.planning.plan_notes import idle_notes, kernel_notes, memory_notes
+from meshwright.planning.plan_memory import constants_of
+from meshwright.planning.plan_notes import constant_notes, idle_notes, kernel_notes, memory_notes
 from meshwright.planning.plan_request import (
     check_options,
     check_speeds,
@@ -203,6 +204,7 @@ def plan(
         pipeline=staged if isinstance(staged, PipelineChoice) else None,
         notes=(
             *notes,
+            *constant_notes(step, limit, result.predicted.bytes),
             *kernel_notes(chosen.program, hardware.num_devices),
             *context_notes(maker, found, checked, best),
             *(remat.lines() if remat is not None else ()),
@@ -265,7 +267,10 @@ class _Search:
                 f"plan: nothing in {self.label} can be sharded: none of its products, convolutions "
                 "or lookups has a dim longer than 1 that comes from the arguments."
             )
-        costs = PlanCosts(program, groups, self.hardware, step.donated, self.limit, self.scatters)
+        constants = sum(constants_of(step.closed).values())
+        costs = PlanCosts(
+            program, groups, self.hardware, step.donated, self.limit, self.scatters, constants
+        )
         return Variant(step, program, groups, name_kinds(step, program, groups), costs)
 
     def _find(self, variant: Variant) -> list[Candidate]:

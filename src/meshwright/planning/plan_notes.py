@@ -14,10 +14,13 @@ from meshwright._compat import Eqn, source_line
 from meshwright._compat_lowering import equations, kernel_name
 from meshwright._text import amount, plural
 from meshwright.planning.plan_layouts import Layouts
+from meshwright.planning.plan_memory import constants_of
 from meshwright.planning.step_plan import AxisChoice
 from meshwright.planning.traced_program import TracedProgram, TracedStep
 
 _MOMENTS = re.compile(r"(^|/)(opt|opt_state|optimizer|mu|nu|trace|momentum)(/|$)")
+# Constants of more of the limit, or of what is predicted and of more bytes, are worth a note.
+_CONSTANTS, _SMALL_CONSTANTS = 0.01, 2**20
 _SMALL_SAVING = 0.02  # of the limit: ways out that save less are not worth a line
 
 
@@ -60,6 +63,19 @@ def idle_notes(
             "Take fewer devices, or other sizes."
         )
     return notes
+
+
+def constant_notes(step: TracedStep, limit: float, predicted: float) -> list[str]:
+    """Say what the step closes over, where that is much: no mesh cuts it."""
+    constants = constants_of(step.closed)
+    held = sum(constants.values())
+    much = held > _SMALL_CONSTANTS and held > _CONSTANTS * predicted
+    if not much and held <= _CONSTANTS * limit:
+        return []
+    return [
+        f"The step closes over arrays of {amount(held)}, {listed(constants, 3)}: constants, which "
+        "are copied whole to every device and cannot be sharded. Pass them as arguments."
+    ]
 
 
 def kernel_notes(program: TracedProgram, devices: int) -> list[str]:
@@ -146,7 +162,8 @@ def memory_notes(
         for value in costs.program.arguments
     }
     arguments = sum(local.values())
-    computed = max(0.0, held - arguments)
+    fixed = arguments + costs.constants
+    computed = max(0.0, held - fixed)
     notes = [
         f"Nothing that was tried fits. This comes nearest: {amount(held)} a device of "
         f"{amount(limit)}, {amount(held - limit)} too much; {amount(arguments)} are arguments."
@@ -163,8 +180,8 @@ def memory_notes(
     if computed > _SMALL_SAVING * limit:
         ways.append(f"jax.checkpoint around each layer: {amount(computed)} are computed values")
     rows, cut = batch_rows(layouts), batch_ways(layouts)
-    if rows and computed and arguments < limit:
-        fewer = int(rows * (limit - arguments) / computed) // cut * cut
+    if rows and computed and fixed < limit:
+        fewer = int(rows * (limit - fixed) / computed) // cut * cut
         if 0 < fewer < rows:
             ways.append(f"{fewer} rows in place of {rows}")
     moments = sum(
