@@ -29,7 +29,13 @@ from meshwright.planning.made_plans import PlanMaker, best_plan, context_notes, 
 from meshwright.planning.pipeline_choice import choose_pipeline
 from meshwright.planning.plan_costs import PlanCosts
 from meshwright.planning.plan_memory import constants_of
-from meshwright.planning.plan_notes import constant_notes, idle_notes, kernel_notes, memory_notes
+from meshwright.planning.plan_notes import (
+    constant_notes,
+    idle_notes,
+    kernel_notes,
+    memory_notes,
+    sharding_notes,
+)
 from meshwright.planning.plan_request import (
     check_options,
     check_speeds,
@@ -88,11 +94,13 @@ def plan(
 
     Args:
       function: the step, bare or with `jax.jit`. What it raises while it is traced comes through.
-      *args: its arguments, as arrays or as `jax.ShapeDtypeStruct`s.
+      *args: its arguments, as arrays or as `jax.ShapeDtypeStruct`s. Python numbers in their trees
+        are a part of the program, unless the step is jitted; so is what the step closes over.
       on: the hardware, as for `mesh`; by default the devices that are here.
       slices: how many of a named hardware are joined by DCN.
       donate_argnums: numbers of the arguments whose memory the results may take; by default those
-        that the step's own `jit` donates.
+        that the step's own `jit` donates, with `optimizer` parameters and state. Arrays passed for
+        them are gone after a call of the planned step.
       check: rehearse the best this many plans, and return the best of them that fits. Plans that
         are context parallel are only taken so, and if the compiler keeps to them.
       keep: groups of dims by name, and the mesh axis that each must take: `{"batch": "dp"}`.
@@ -205,6 +213,7 @@ def plan(
         notes=(
             *notes,
             *constant_notes(step, limit, result.predicted.bytes),
+            *sharding_notes(step),
             *kernel_notes(chosen.program, hardware.num_devices),
             *context_notes(maker, found, checked, best),
             *(remat.lines() if remat is not None else ()),

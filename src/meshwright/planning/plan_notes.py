@@ -10,6 +10,8 @@ import math
 import re
 from collections.abc import Collection, Sequence
 
+from jax.sharding import Sharding
+
 from meshwright._compat import Eqn, source_line
 from meshwright._compat_lowering import equations, kernel_name
 from meshwright._text import amount, plural
@@ -75,6 +77,21 @@ def constant_notes(step: TracedStep, limit: float, predicted: float) -> list[str
     return [
         f"The step closes over arrays of {amount(held)}, {listed(constants, 3)}: constants, which "
         "are copied whole to every device and cannot be sharded. Pass them as arguments."
+    ]
+
+
+def sharding_notes(step: TracedStep) -> list[str]:
+    """Name what the step jits with shardings of its own, which are not used."""
+    names: dict[str, None] = {}
+    for eqn, *_ in equations(step.closed):
+        given = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+        if any(isinstance(each, Sharding) for each in given):
+            names[str(eqn.params.get("name", eqn.primitive.name))] = None
+    if not names:
+        return []
+    return [
+        f"in_shardings and out_shardings of the jit of {listed(names, 5)} are not used: the plan's "
+        "take their place. To have the data cut so, pass mesh= and keep=."
     ]
 
 

@@ -99,10 +99,45 @@ class PlannedStep:
         return short_repr(self, f"{self.name} on {self.hardware.name}")
 
 
+class CheckedJit:
+    """A `jax.jit` of a planned step, which says itself what is wrong with arguments.
+
+    Of a tree of another structure JAX would say that its own `in_shardings` do not fit. What JAX
+    takes is not looked at: a call costs what one of `jax.jit` does.
+    """
+
+    def __init__(self, step: TracedStep, jitted: Any):
+        self._step, self._jitted = step, jitted
+        functools.update_wrapper(self, jitted, updated=())
+
+    def __call__(self, *args: Any) -> Any:
+        try:
+            return self._jitted(*args)
+        except (TypeError, ValueError):
+            check_arguments(self._step, args)
+            raise
+
+    def lower(self, *args: Any, **options: Any) -> Any:
+        """Lower the planned step for these arguments, arrays or shapes, as `jax.jit` does."""
+        check_arguments(self._step, args)
+        return self._jitted.lower(*args, **options)
+
+    def trace(self, *args: Any, **options: Any) -> Any:
+        """Trace the planned step for these arguments, as `jax.jit` does."""
+        check_arguments(self._step, args)
+        return self._jitted.trace(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_jitted"), name)
+
+    def __repr__(self) -> str:
+        return short_repr(self, self.__name__)
+
+
 def jit_step(
     step: TracedStep, layouts: Layouts, mesh: Mesh | AbstractMesh, hardware: Topology
 ) -> Any:
-    """Return the planned step, jitted: a plain `jax.jit` where its arguments are arrays alone."""
+    """Return the planned step, jitted: called by `jax.jit` where its arguments are arrays alone."""
     _check_own_meshes(step, mesh)
     parts = (*step.arguments, step.returned)
     if (
@@ -111,12 +146,13 @@ def jit_step(
         or variables_of([part.rebuild(part.arrays) for part in step.arguments])
     ):
         return PlannedStep(step, layouts, mesh, hardware)
-    return jax.jit(
+    jitted = jax.jit(
         planned_function(step, layouts, mesh),
         in_shardings=tuple(on_mesh(specs, mesh) for specs in specs_of_arguments(step, layouts)),
         out_shardings=on_mesh(specs_of_results(step, layouts), mesh),
         donate_argnums=step.donate_argnums,
     )
+    return CheckedJit(step, jitted)
 
 
 def _check_own_meshes(step: TracedStep, mesh: Mesh | AbstractMesh) -> None:

@@ -95,7 +95,8 @@ class Plan(Shown):
     `rehearsal` what the compiler said of it if it was asked (`check`). `alternatives` are the best
     plans of all meshes that were tried, the best first, this one among them. `intensity`: how much
     each axis was taken to carry when the mesh was placed, as `place` and `mesh` take it. `devices`:
-    what its mesh is built on, or the user's own `Mesh`.
+    what its mesh is built on, or the user's own `Mesh`. `seconds`: how long planning took; a step
+    is predicted to take `predicted.seconds`.
     """
 
     name: str
@@ -175,8 +176,9 @@ class Plan(Shown):
     def jit(self, mesh: Mesh | None = None) -> Any:
         """Return the step with the plan applied: call it, lower it, rehearse it.
 
-        A `jax.jit`; where arguments have leaves that are no arrays, or are modules of NNX, which
-        are updated in place, a `PlannedStep` that is called as one.
+        It is called, lowered and traced as a `jax.jit` is; modules of NNX are updated in place.
+        Arguments of another structure, or with other leaves that are no arrays, are refused.
+        Donated arguments (`donate_argnums`, or what `optimizer` made) are gone after a call.
 
         `mesh`: another mesh with these axes, e.g. the one of the machine that was planned for.
         """
@@ -276,13 +278,18 @@ class Plan(Shown):
         return plan_sheet(self, plan_drawing(self))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as plain data; times in seconds."""
+        """Return the plan as plain data; times in seconds.
+
+        `seconds` is what a step is predicted to take, as `predicted_seconds` is, and
+        `planning_seconds` what planning took.
+        """
         return {
             "name": self.name,
             "topology": self.topology.name,
             "mesh": str(self.spec),
             "fits": self.fits,
             "seconds": self.predicted.seconds,
+            "predicted_seconds": self.predicted.seconds,
             "compute": self.predicted.compute,
             "exchange": self.predicted.exchange,
             "bytes": self.predicted.bytes,
