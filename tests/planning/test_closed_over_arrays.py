@@ -84,3 +84,15 @@ def test_a_step_that_does_not_fit_for_its_constants_says_so(closed):
     plan = mw.plan(closed, ADAPTER, X, on="v5e:2x4", memory=limit / 4)
     assert plan.notes[0].startswith("Nothing that was tried fits")
     assert "rows in place of" not in plan.notes[1]
+
+
+@pytest.mark.compilers
+@pytest.mark.parametrize(
+    ("on", "options"), [("v5e:2x4", {"codegen": False}), ("v5e:2x4", {}), ("h100:8", {})]
+)
+def test_compilers_count_what_the_step_closes_over_once(on, options):
+    base, x = jnp.asarray(BASE, "bfloat16"), jax.ShapeDtypeStruct(X.shape, "bfloat16")
+    adapter = {k: jax.ShapeDtypeStruct(w.shape, "bfloat16") for k, w in ADAPTER.items()}
+    plan = mw.plan(lambda a, x: adapted(a, base, x), adapter, x, on=on, mesh="dp:8")
+    peak = plan.rehearse(progress=False, **options).memory.peak
+    assert base.nbytes < peak < 2 * base.nbytes
