@@ -94,3 +94,12 @@ def test_explicit_axes_are_refused(mesh):
     told = r"axis 'data' is of type explicit, and a plan's constraints are for axes of type auto"
     with pytest.raises(PlanningError, match=told):
         plan(mesh=mesh, on="v5e:2x4")
+
+
+def test_a_mesh_with_explicit_axes_is_told_how_to_make_one_without():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    told = r"make_mesh.* axis_types=\(jax\.sharding\.AxisType\.Auto,\) \* 2"
+    with pytest.raises(PlanningError, match=told):
+        plan(mesh=mesh)
+    auto = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    assert plan(mesh=auto).mesh is auto

@@ -178,6 +178,46 @@ def test_keys_numbers_flags_functions_and_nothing_among_the_arguments():
     assert plan.verify(*args).ok
 
 
+def test_shardings_of_the_steps_own_jit_are_told_not_to_be_used():
+    by_rows = jax.sharding.NamedSharding(mw.mesh("dp:8"), jax.sharding.PartitionSpec("dp"))
+    inner = jax.jit(predict, out_shardings=by_rows)
+    for step, names in (
+        (jax.jit(predict, in_shardings=(None, by_rows)), "predict"),
+        (lambda params, x: inner(params, x) * 2, "predict"),
+        (predict, ""),
+        (jax.jit(predict), ""),
+    ):
+        plan = mw.plan(step, weights(), X, on="v5e:2x4", mesh="dp:8")
+        notes = [note for note in plan.notes if "are not used" in note]
+        assert len(notes) == bool(names)
+        assert all(f"of the jit of {names} are not used" in note for note in notes)
+
+
+def test_what_the_plan_of_a_loss_donates_is_gone_after_a_call():
+    params, opt = weights(), TX.init(weights())
+    plan = mw.plan(loss, params, X, optimizer=TX, mesh=MESH, pipelines=False)
+    assert plan.step.donate_argnums == (0, 1)
+    placed = jax.device_put((params, opt, X), plan.in_shardings)
+    plan.jit()(*placed)
+    assert all(each.is_deleted() for each in jax.tree.leaves(placed[0]))
+
+
+def test_a_count_that_is_a_python_number_stays_as_it_was():
+    def counted(state, x):
+        return {**update(state, x)[0], "count": state["count"] + 1}
+
+    plan = mw.plan(counted, {**state(), "count": 0}, X, mesh=MESH)
+    first = plan.jit()({**state(), "count": 0}, X)
+    with pytest.raises(PlanningError, match=r"state/count: .* here, 0 when it was planned"):
+        plan.jit()(first, X)
+
+
+def test_plain_data_say_which_seconds_are_whose(plan):
+    data = plan.to_json()
+    assert data["seconds"] == data["predicted_seconds"] == plan.predicted.seconds
+    assert data["planning_seconds"] == plan.seconds
+
+
 def test_other_shapes_than_were_planned_for_are_named(plan):
     with pytest.raises(
         PlanningError, match=r"x: float32\[16,256\] here, float32\[32,256\] planned"

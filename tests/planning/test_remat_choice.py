@@ -173,6 +173,37 @@ def test_marked_blocks_of_a_whole_step_are_chosen_for(jitted):
     assert_close(plan.jit()(*marked_arguments()), expected)
 
 
+def test_marked_blocks_of_a_loss_name_the_users_line():
+    params, x = marked_arguments()
+    source = loss_step(marked_loss, (params, x), optax.sgd(0.1))
+    line = layer.__wrapped__.__code__.co_firstlineno
+    assert [each.name for each in source.blocks] == [f"{__file__}:{line} (layer)"] * 4
+    plan = mw.plan(marked_loss, params, x, on="v5e:2x4", optimizer=optax.sgd(0.1), pipelines=False)
+    assert f"of 4 blocks ({__file__}:{line} (layer))." in plan.remat.lines()[0]
+
+
+class Module:
+    def __call__(self, x, w):
+        return jnp.tanh(x @ w)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (functools.partial(Module.__call__, None), "Module.__call__"),
+        (Module(), "Module"),
+        (jax.jit(lambda x, w: x @ w), "<lambda>"),
+    ],
+)
+def test_marked_callables_of_other_kinds_name_a_line_too(function, name):
+    def loss(params, x):
+        return jnp.mean(mw.block(function)(x, params[0]) ** 2)
+
+    (each,) = loss_step(loss, marked_arguments(), optax.sgd(0.1)).blocks
+    assert each.name.startswith(__file__)
+    assert each.name.endswith(f"({name})")
+
+
 ALIKE: list[float] = []  # what was traced of the layer below
 
 

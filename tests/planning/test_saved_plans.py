@@ -6,8 +6,11 @@ import sys
 import warnings
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 from shown_steps import arguments, planned, train
 
 import meshwright as mw
@@ -76,9 +79,74 @@ def test_changed_hardware_names_both(saved):
         load(saved, on="v6e:2x4")
 
 
-def test_other_number_of_devices_is_refused(saved):
-    with pytest.raises(PlanningError, match=r"a plan for 8 devices, dp:2, tp:4 on v5e:2x4.*has 16"):
-        load(saved, on="v5e:4x4")
+def test_plan_for_more_devices_than_there_are_is_refused(saved):
+    with pytest.raises(PlanningError, match=r"a plan for 8 devices, dp:2, tp:4 on v5e:2x4.*has 4"):
+        load(saved, on="v5e:2x2")
+
+
+def test_plan_for_fewer_devices_than_there_are_says_that_others_stay_idle(saved):
+    with pytest.warns(PlanChangedWarning, match=r"devices was 8 and is 16"):
+        after = load(saved, on="v5e:4x4")
+    assert "The mesh has 8 devices of 16: 8 stay idle." in after.notes
+
+
+@pytest.mark.parametrize("mesh", ["a:2, b:2", "dp:3"])
+def test_plan_that_leaves_devices_idle_loads_by_the_same_call(tmp_path, mesh):
+    path = planned(mesh=mesh).save(tmp_path / "plan.json")
+    after = load(path)
+    assert after.in_specs == planned(mesh=mesh).in_specs
+    assert after.notes[-1].endswith("plan.json, for the same program and hardware.")
+
+
+def small(w, x):
+    return w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+
+
+SMALL = jax.ShapeDtypeStruct((512, 512), "float32"), jax.ShapeDtypeStruct((64, 512), "float32")
+
+
+@pytest.fixture(params=[[3, 1, 0, 2, 7, 6, 5, 4], [6, 1, 3, 2]], ids=["all", "four"])
+def own_mesh(request):
+    """A mesh of all devices, or of four of them, in an order of its own."""
+    devices = np.array(jax.devices())[request.param]
+    return Mesh(devices.reshape(-1, 2), ("data", "model"))
+
+
+def test_devices_of_an_own_mesh_keep_their_order(tmp_path, own_mesh):
+    before = mw.plan(small, *SMALL, mesh=own_mesh)
+    path = before.save(tmp_path / "plan.json")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        after = mw.plan(small, *SMALL, saved=path)
+    assert after.mesh == own_mesh
+    assert after.predicted.seconds == pytest.approx(before.predicted.seconds)
+    assert after.lists == before.lists
+
+
+def test_own_mesh_that_is_not_here_is_told(tmp_path, own_mesh):
+    path = mw.plan(small, *SMALL, mesh=own_mesh).save(tmp_path / "plan.json")
+    with pytest.warns(PlanChangedWarning, match=r"an order of their own, is not here.*mesh=mesh"):
+        mw.plan(small, *SMALL, on="v5e:2x4", saved=path)
+    data = json.loads(path.read_text())
+    data["devices"][0] = 99
+    path.write_text(json.dumps(data))
+    with pytest.warns(PlanChangedWarning, match=r"laid out anew.*p\.jit\(mesh\)"):
+        after = mw.plan(small, *SMALL, saved=path)
+    assert after.spec == mw.MeshSpec.parse(list(own_mesh.shape.items()))
+
+
+def test_mesh_with_the_axes_of_a_saved_plan_is_taken(tmp_path, own_mesh):
+    spec = ", ".join(f"{name}:{size}" for name, size in own_mesh.shape.items())
+    path = mw.plan(small, *SMALL, mesh=spec).save(tmp_path / "plan.json")
+    hardware = mw.topology(list(own_mesh.devices.flat)).name
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        after = mw.plan(small, *SMALL, mesh=own_mesh, saved=path)
+    assert after.mesh is own_mesh
+    assert bool(seen) == (hardware != "cpu:8")  # four of them are other hardware
+    other = Mesh(own_mesh.devices, ("data", "tensor"))
+    with pytest.raises(PlanningError, match=r"is a plan for data:., model:2, not for Mesh"):
+        mw.plan(small, *SMALL, mesh=other, saved=path)
 
 
 def test_group_that_is_gone_is_refused(saved):
@@ -139,6 +207,9 @@ def test_every_missing_key_is_damage_that_is_named(saved):
         (("axes", 0, "shards"), ["batch"] * 2, "axes 0: shards is .*not a list of groups, each"),
         (("axes", 1, "moved"), None, "axes 1: moved is None, not a number from 0"),
         (("axes", 1, "moved"), float("nan"), "axes 1: moved is nan, not a number from 0"),
+        (("devices",), 8, "the plan: devices is 8, not a list"),
+        (("devices",), ["a"], "the plan: devices is 'a', not a number from 0"),
+        (("devices",), [0, 0], "its devices are not 8 different ones"),
         (("predicted",), [], r"the plan: predicted is \[\], not an object"),
         (("predicted", "bytes"), "many", "predicted: bytes is 'many', not a number"),
         (("program", "fingerprint"), 1, "program: fingerprint is 1, not a text"),

@@ -28,7 +28,14 @@ from meshwright.planning.jit_options import read_arguments
 from meshwright.planning.made_plans import PlanMaker, best_plan, context_notes, rehearsed
 from meshwright.planning.pipeline_choice import choose_pipeline
 from meshwright.planning.plan_costs import PlanCosts
-from meshwright.planning.plan_notes import idle_notes, kernel_notes, memory_notes
+from meshwright.planning.plan_memory import constants_of
+from meshwright.planning.plan_notes import (
+    constant_notes,
+    idle_notes,
+    kernel_notes,
+    memory_notes,
+    sharding_notes,
+)
 from meshwright.planning.plan_request import (
     check_options,
     check_speeds,
@@ -46,7 +53,14 @@ from meshwright.planning.plan_search import (
 )
 from meshwright.planning.remat_blocks import TracedSource, trace_source
 from meshwright.planning.remat_choice import RematChoice, Variant, choose_remat, recost, refine
-from meshwright.planning.saved_plans import SavedPlan, saved_candidate, saved_for, told_changes
+from meshwright.planning.saved_plans import (
+    SavedPlan,
+    check_devices,
+    mesh_of_saved,
+    saved_candidate,
+    saved_for,
+    told_changes,
+)
 from meshwright.planning.step_plan import Plan
 from meshwright.planning.traced_program import TracedStep, read_program, trace_step
 from meshwright.rehearsal.memory import available
@@ -80,11 +94,13 @@ def plan(
 
     Args:
       function: the step, bare or with `jax.jit`. What it raises while it is traced comes through.
-      *args: its arguments, as arrays or as `jax.ShapeDtypeStruct`s.
+      *args: its arguments, as arrays or as `jax.ShapeDtypeStruct`s. Python numbers in their trees
+        are a part of the program, unless the step is jitted; so is what the step closes over.
       on: the hardware, as for `mesh`; by default the devices that are here.
       slices: how many of a named hardware are joined by DCN.
       donate_argnums: numbers of the arguments whose memory the results may take; by default those
-        that the step's own `jit` donates.
+        that the step's own `jit` donates, with `optimizer` parameters and state. Arrays passed for
+        them are gone after a call of the planned step.
       check: rehearse the best this many plans, and return the best of them that fits. Plans that
         are context parallel are only taken so, and if the compiler keeps to them.
       keep: groups of dims by name, and the mesh axis that each must take: `{"batch": "dp"}`.
@@ -101,7 +117,8 @@ def plan(
       progress: show what is being done after two seconds.
       name: what the plan is called; by default the function's name.
       saved: a file that `Plan.save` wrote: its mesh and lists are taken, and nothing is searched.
-        Where program or hardware differ, a `PlanChangedWarning` says how, and so does the plan.
+        Where program or hardware differ, a `PlanChangedWarning` says how, and so does the plan. Of
+        the options above, a `Mesh` with its axes may go with it.
 
     Raises:
       PlanningError: for a bad option, or a step with nothing to shard.
@@ -115,19 +132,21 @@ def plan(
     True
     """
     began = time.perf_counter()
-    hardware, devices, placed = hardware_of(mesh, on, slices, speeds)
     label = str(name or getattr(function, "__name__", "step"))
     if not callable(function):
         raise PlanningError(f"plan: {short(function)} cannot be called; pass a step function.")
     if not args:
         raise PlanningError("plan: pass the step's arguments, or their shapes.")
     check_options(check, memory, max_axes, compiler, progress=progress, pipelines=pipelines)
+    before = None if saved is None else saved_for(saved, mesh, keep)
+    if before is not None:
+        mesh = mesh_of_saved(before, cast(Mesh | None, mesh), on)
+    hardware, devices, placed = hardware_of(mesh, on, slices, speeds)
     check_speeds(hardware)
     if check and compiler == "vendor" and hardware.chip.family != "cpu":
         check_installed(hardware)  # told before the search, not after it
-    before = None if saved is None else saved_for(saved, mesh, keep, hardware)
     if before is not None:
-        mesh = before.spec
+        check_devices(before, hardware)
     with showing(progress), Pulse(f"planning {label} on {hardware.name}") as pulse:
         pulse.now("tracing")
         fixed = None if mesh is None else resolve_on(requested_mesh(mesh), hardware, None)[0]
@@ -193,11 +212,13 @@ def plan(
         pipeline=staged if isinstance(staged, PipelineChoice) else None,
         notes=(
             *notes,
+            *constant_notes(step, limit, result.predicted.bytes),
+            *sharding_notes(step),
             *kernel_notes(chosen.program, hardware.num_devices),
             *context_notes(maker, found, checked, best),
             *(remat.lines() if remat is not None else ()),
             *([staged] if isinstance(staged, str) else staged.lines() if staged else ()),
-            *told_changes(before, chosen, hardware),
+            *told_changes(before, chosen, hardware, on_a_mesh=placed is not None),
         ),
     )
 
@@ -255,12 +276,15 @@ class _Search:
                 f"plan: nothing in {self.label} can be sharded: none of its products, convolutions "
                 "or lookups has a dim longer than 1 that comes from the arguments."
             )
-        costs = PlanCosts(program, groups, self.hardware, step.donated, self.limit, self.scatters)
+        constants = sum(constants_of(step.closed).values())
+        costs = PlanCosts(
+            program, groups, self.hardware, step.donated, self.limit, self.scatters, constants
+        )
         return Variant(step, program, groups, name_kinds(step, program, groups), costs)
 
     def _find(self, variant: Variant) -> list[Candidate]:
         if self.before is not None:
-            return [saved_candidate(self.before, variant, self.hardware, self.scatters)]
+            return [saved_candidate(self.before, variant, self.where, self.scatters)]
         fixed = self.fixed
         devices = self.hardware.num_devices
         meshes = [tuple(fixed.sizes)] if fixed else mesh_sizes(devices, self.max_axes)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from meshwright._checks import argument_numbers
-from meshwright.errors import PlanningError, RehearsalError
+from meshwright.errors import PlanningError, RehearsalError, listing
 from meshwright.rehearsal.step_arguments import is_filter_jit, traces_itself, unbound
 from meshwright.trees.split import Split, is_number, split_arrays
 from meshwright.trees.walk import problem_lines, shown_path, tie_problems, walk
@@ -111,7 +111,7 @@ def wrong_arguments(parts: Sequence[Split], args: Sequence[Any], names: Sequence
     for part, arg, name in zip(parts, args, names, strict=True):
         leaves, treedef = jax.tree.flatten(arg)
         if treedef != part.treedef:
-            problems.append(f"{name}: another structure than was planned for.")
+            problems.append(f"{name}: another structure than was planned for{_moved(part, arg)}.")
             continue
         arrays = set(part.positions)
         paths: list[Any] = []
@@ -123,6 +123,21 @@ def wrong_arguments(parts: Sequence[Split], args: Sequence[Any], names: Sequence
             where = shown_path("/".join(filter(None, (name, place))))
             problems.append(f"{where}: {leaf!r} here, {planned!r} when it was planned.")
     return problems
+
+
+def _moved(part: Split, arg: Any) -> str:
+    """Say which leaves are gone, and which are new where all that was planned for were arrays."""
+    here = [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, _ in jax.tree_util.tree_flatten_with_path(arg)[0]
+    ]
+    gone = [shown_path(path) for path in part.paths if path and path not in here]
+    all_arrays = len(part.positions) == len(part.static)
+    new = [shown_path(p) for p in here if all_arrays and p and p not in part.paths]
+    told = [
+        f"{listing(names, 3)} {word}" for names, word in ((gone, "gone"), (new, "new")) if names
+    ]
+    return f" ({', '.join(told)})" if told else ""
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -77,9 +77,27 @@ def block(function: Function) -> Function:
     return marked  # type: ignore[return-value]
 
 
-def marks_itself(*_: Any, **__: Any) -> bool:
-    """The policy of blocks in the trace of a loss, where they are found by it."""
-    return True
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """The policy of a block in the trace of a loss, where it is found by it.
+
+    `line`: that of its function; JAX knows that of the call alone, which is in this file.
+    """
+
+    line: str
+
+    def __call__(self, *_: Any, **__: Any) -> bool:
+        return True
+
+
+def _line_of(function: Callable[..., Any]) -> str:
+    """The file, line and name of a function, of a partial that of what it calls."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    bare = inspect.unwrap(function)
+    name = getattr(bare, "__qualname__", type(bare).__qualname__).rpartition("<locals>.")[2]
+    code = getattr(bare if hasattr(bare, "__code__") else type(bare).__call__, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno} ({name})" if code is not None else name
 
 
 class Chooser:
@@ -103,7 +121,9 @@ class Chooser:
         self.blocks.append(Block(getattr(function, "__name__", "block"), 1))
         if self.find:
             parts = split_arrays((args, kwargs))
-            return jax.checkpoint(_flat(function, parts), policy=marks_itself)(*parts.arrays)
+            return jax.checkpoint(_flat(function, parts), policy=Mark(_line_of(function)))(
+                *parts.arrays
+            )
         with block_scope(number):
             out = self._run(number, function, args, kwargs)
         # A function may be traced a second time, with all of its blocks.

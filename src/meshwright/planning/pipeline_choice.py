@@ -402,5 +402,7 @@ def _stage_bytes(
         events=[each for each in program.events if not absent.issuperset(each[2])],
     )
     limit, donated = variant.costs.limit, variant.step.donated
-    costs = PlanCosts(program, groups, topology, donated, limit).on(best.speeds)
+    costs = PlanCosts(
+        program, groups, topology, donated, limit, constants=variant.costs.constants
+    ).on(best.speeds)
     return costs.totals(best.inside.lists).bytes

@@ -106,9 +106,11 @@ class PlanCosts:
         donated: Sequence[bool],
         limit: float,
         overlaps: bool = True,
+        constants: float = 0.0,
     ):
         self.program, self.groups, self.limit = program, groups, limit
         self.topology, self._overlaps = topology, overlaps
+        self.constants = constants  # bytes of what the step closes over, whole on every device
         self.speeds = speeds(topology.chip)
         # Products that the TPU's own compiler has scheduled reach more than those it has not.
         own = speeds(topology.chip, scheduled=True).tpu
@@ -404,7 +406,7 @@ class PlanCosts:
             size - min(passing, ON_CHIP) + held.get(during, 0.0)
             for size, passing, during in zip(sizes, on_chip, self._during, strict=True)
         )
-        return Totals(compute, exchange, hidden, most)
+        return Totals(compute, exchange, hidden, most + self.constants)
 
     def _shorten(self, order: tuple[int, ...]) -> list[tuple[int, ...]]:
         """For every bundle, an axis's list with the kinds alone that the bundle has."""

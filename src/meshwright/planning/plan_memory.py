@@ -13,10 +13,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
+import jax
+
+from meshwright._compat_lowering import equations, is_on_host
 from meshwright.planning.dim_groups import BYTES, FLOPS, HEAVY, REDUCING, VIEWS, Layout
 from meshwright.planning.traced_program import Operation, TracedProgram
+from meshwright.trees.walk import bits
 
 _MOMENTS = 8  # parts of a step of which each has a worst moment
 _KEPT_MOMENTS = 4  # of them, the worst
@@ -59,6 +63,25 @@ class Moment:
     during: During
     waiting: list[tuple[Layout, float, tuple[Operation, ...]]]
     passing: dict[tuple[Layout, float], tuple[float, int]]
+
+
+def constants_of(closed: Any) -> dict[str, int]:
+    """Return what a step closes over: types of the arrays and their bytes, the largest first.
+
+    Compilers write them into the program, and no sharding goes through it: each device has all.
+    """
+    held = list(closed.consts)
+    for eqn, *_ in equations(closed):
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple) else (value,):
+                held += getattr(inner, "consts", ())
+    sizes = collections.Counter[str]()
+    for const in {id(const): const for const in held}.values():
+        aval: Any = jax.typeof(const)
+        if hasattr(aval, "dtype") and not is_on_host(aval):
+            size = math.prod(aval.shape) * bits(aval.dtype) // 8
+            sizes[f"{aval.dtype}{list(aval.shape)}"] += size
+    return dict(sizes.most_common())
 
 
 def kept_values(program: TracedProgram, family: str = "") -> set[int]:

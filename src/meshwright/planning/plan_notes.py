@@ -10,15 +10,20 @@ import math
 import re
 from collections.abc import Collection, Sequence
 
+from jax.sharding import Sharding
+
 from meshwright._compat import Eqn, source_line
 from meshwright._compat_lowering import equations, kernel_name
 from meshwright._text import amount, plural
 from meshwright.planning.plan_layouts import Layouts
+from meshwright.planning.plan_memory import constants_of
 from meshwright.planning.step_plan import AxisChoice
 from meshwright.planning.traced_program import TracedProgram, TracedStep
 
 _MOMENTS = re.compile(r"(^|/)(opt|opt_state|optimizer|mu|nu|trace|momentum)(/|$)")
 _REMAT = ("checkpoint", "remat2")
+# Constants of more of the limit, or of what is predicted and of more bytes, are worth a note.
+_CONSTANTS, _SMALL_CONSTANTS = 0.01, 2**20
 _SMALL_SAVING = 0.02  # of the limit: ways out that save less are not worth a line
 
 
@@ -61,6 +66,34 @@ def idle_notes(
             "Take fewer devices, or other sizes."
         )
     return notes
+
+
+def constant_notes(step: TracedStep, limit: float, predicted: float) -> list[str]:
+    """Say what the step closes over, where that is much: no mesh cuts it."""
+    constants = constants_of(step.closed)
+    held = sum(constants.values())
+    much = held > _SMALL_CONSTANTS and held > _CONSTANTS * predicted
+    if not much and held <= _CONSTANTS * limit:
+        return []
+    return [
+        f"The step closes over arrays of {amount(held)}, {listed(constants, 3)}: constants, which "
+        "are copied whole to every device and cannot be sharded. Pass them as arguments."
+    ]
+
+
+def sharding_notes(step: TracedStep) -> list[str]:
+    """Name what the step jits with shardings of its own, which are not used."""
+    names: dict[str, None] = {}
+    for eqn, *_ in equations(step.closed):
+        given = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+        if any(isinstance(each, Sharding) for each in given):
+            names[str(eqn.params.get("name", eqn.primitive.name))] = None
+    if not names:
+        return []
+    return [
+        f"in_shardings and out_shardings of the jit of {listed(names, 5)} are not used: the plan's "
+        "take their place. To have the data cut so, pass mesh= and keep=."
+    ]
 
 
 def kernel_notes(program: TracedProgram, devices: int) -> list[str]:
@@ -165,7 +198,7 @@ def memory_notes(
     }
     arguments = sum(local.values())
     of_rows = min(_bytes_of_rows(layouts), held - arguments)
-    others = held - arguments - of_rows
+    others = held - arguments - of_rows - costs.constants
     notes = [
         f"Nothing that was tried fits. This comes nearest: {amount(held)} a device of "
         f"{amount(limit)}, {amount(held - limit)} too much; {amount(arguments)} are arguments, "

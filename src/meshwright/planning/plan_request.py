@@ -61,9 +61,14 @@ def requested_mesh(mesh: SpecLike | Mesh | AbstractMesh) -> MeshSpec:
         types = spec.types
     for name, kind in zip(spec.names, types, strict=True):
         if kind not in (None, "auto"):
+            made_so = ""
+            if isinstance(mesh, (Mesh, AbstractMesh)):
+                auto = f"axis_types=(jax.sharding.AxisType.Auto,) * {len(types)}"
+                made_so = f", jax.make_mesh(..., {auto})"
             raise PlanningError(
                 f"mesh: axis {name!r} is of type {kind}, and a plan's constraints are for axes of "
-                f"type auto. Pass a mesh of these, or sizes: {option_text('mesh', 'dp:-1, tp:4')}.",
+                f"type auto. Pass a mesh of these{made_so}, or sizes: "
+                f"{option_text('mesh', 'dp:-1, tp:4')}.",
                 option="mesh",
             )
     if any(axis.slow is not None for axis in spec.axes):

@@ -36,12 +36,12 @@ from meshwright.planning.marked_blocks import (
     Assignment,
     Block,
     Chooser,
+    Mark,
     MarkedStep,
     Segments,
     block_scope,
     choosing,
     end_stage,
-    marks_itself,
     policy_of,
     renamed,
 )
@@ -199,10 +199,12 @@ def _blocks_in(jaxpr: Jaxpr, times: int = 1, marked: bool = False) -> Iterator[t
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in _CHECKPOINTS:
-            mark = eqn.params.get("policy") is marks_itself
+            policy = eqn.params.get("policy")
+            mark = isinstance(policy, Mark)
             if mark or not marked:
                 names = tuple(sorted(_value_names(eqn.params["jaxpr"])))
-                yield eqn, Block(source_line(eqn), times, False, names, written=not mark)
+                line = policy.line if mark else source_line(eqn)
+                yield eqn, Block(line, times, False, names, written=not mark)
         elif name == "scan":
             body, length = eqn.params["jaxpr"].jaxpr, eqn.params["length"]
             inside = list(_blocks_in(body, times * length, marked=True))

@@ -70,7 +70,8 @@ class RematChoice:
     def lines(self) -> list[str]:
         """Say it in lines: what was chosen, and the others."""
         runs = sum(block.runs for block in self.blocks)
-        where = self.blocks[0].name + (" and others" if len(self.blocks) > 1 else "")
+        alike = len({block.name for block in self.blocks}) == 1
+        where = self.blocks[0].name + ("" if alike else " and others")
         told = [f"Remat: {self.policy}, of {plural(runs, 'block')} ({where})."]
         others = [
             f"{each.policy} {duration(each.seconds)}, {amount(each.bytes)}"

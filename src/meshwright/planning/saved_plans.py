@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
 from meshwright._checks import JsonFields
 from meshwright._text import plural, write_text
@@ -24,8 +26,9 @@ from meshwright._version import __version__
 from meshwright.axes import axis_weights
 from meshwright.errors import PlanChangedWarning, PlanningError, listing, near, short, warn
 from meshwright.hardware.topology import Topology
+from meshwright.hardware.topology import topology as read_topology
 from meshwright.planning.plan_costs import Lists
-from meshwright.planning.plan_search import Candidate, speeds_on
+from meshwright.planning.plan_search import Candidate, Hardware, speeds_on
 from meshwright.planning.remat_choice import Variant
 from meshwright.planning.traced_program import TracedProgram, TracedStep
 from meshwright.spec.mesh_spec import MeshSpec
@@ -41,7 +44,8 @@ _MOST_DIFFERENCES = 6
 class SavedPlan:
     """What a file says: the mesh, per axis the names of groups, and what it was made for.
 
-    `program` and `hardware` are as `describe_program` and `describe_hardware` give them.
+    `program` and `hardware` are as `describe_program` and `describe_hardware` give them. `devices`:
+    of a plan for the user's own `Mesh`, the ids of its devices in their order.
     """
 
     path: str
@@ -51,6 +55,7 @@ class SavedPlan:
     program: Mapping[str, Any]
     hardware: Mapping[str, Any]
     versions: Mapping[str, str]
+    devices: tuple[int, ...] = ()
 
     def lists(self, names: Sequence[str]) -> Lists:
         """The lists by the numbers that groups have now; a group that is gone is an error."""
@@ -172,6 +177,7 @@ def saved_json(plan: Plan) -> dict[str, Any]:
     """What the file of a plan holds."""
     names, sizes = plan.spec.names, plan.spec.sizes
     carried = dict(zip(names, axis_weights(names, sizes, plan.intensity), strict=True))
+    own = plan.devices if isinstance(plan.devices, Mesh) else None
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -182,6 +188,7 @@ def saved_json(plan: Plan) -> dict[str, Any]:
             {"name": axis.name, "shards": list(axis.shards), "moved": carried[axis.name]}
             for axis in plan.axes
         ],
+        **({"devices": [device.id for device in own.devices.flat]} if own is not None else {}),
         "predicted": dataclasses.asdict(plan.predicted),
         "hardware": describe_hardware(plan.topology),
         "program": describe_program(plan.step, plan.costs.program),
@@ -242,6 +249,7 @@ def _read(data: Mapping[str, Any], path: Path) -> SavedPlan:
         _program(JsonFields(whole.object_of("program"), "program")),
         _hardware(JsonFields(whole.object_of("hardware"), "hardware")),
         _texts(JsonFields(whole.object_of("made_by"), "made_by")),
+        _devices(whole, spec),
     )
 
 
@@ -251,6 +259,16 @@ def _shards(axis: JsonFields) -> tuple[str, ...]:
     if len(set(shards)) < len(shards):
         raise axis.wrong("shards", list(shards), "a list of groups, each of them once")
     return shards
+
+
+def _devices(whole: JsonFields, spec: MeshSpec) -> tuple[int, ...]:
+    """The ids of the devices of a mesh of the user's own, in their order; none of other plans."""
+    if "devices" not in whole.data:
+        return ()
+    ids = tuple(int(whole.as_number("devices", each)) for each in whole.list_of("devices"))
+    if len(set(ids)) < len(ids) or len(ids) != spec.size:
+        raise ValueError(f"its devices are not {spec.size} different ones, as its mesh {spec} has")
+    return ids
 
 
 def _program(program: JsonFields) -> dict[str, Any]:
@@ -288,28 +306,55 @@ def _check_rest(whole: JsonFields) -> None:
             predicted.number(name)
 
 
-def saved_for(path: Any, mesh: Any, keep: Any, hardware: Topology) -> SavedPlan:
-    """Read a saved plan for this hardware."""
-    for option, value in (("mesh", mesh), ("keep", keep)):
+def saved_for(path: Any, mesh: Any, keep: Any) -> SavedPlan:
+    """Read a saved plan; a `Mesh` with its axes may go with it."""
+    for option, value in (("mesh", None if isinstance(mesh, Mesh) else mesh), ("keep", keep)):
         if value is not None:
             raise PlanningError(
                 f"{option}: a saved plan has its own mesh and lists; pass saved or {option}.",
                 option=option,
             )
     read = load_plan(path)
-    devices = math.prod(read.spec.sizes)
-    if devices != hardware.num_devices:
+    sizes = dict(zip(read.spec.names, read.spec.sizes, strict=True))
+    if mesh is not None and dict(mesh.shape) != sizes:
         raise PlanningError(
-            f"saved: {read.path} is a plan for {plural(devices, 'device')}, {read.spec} on "
-            f"{read.hardware.get('name')}, and {hardware.name} has {hardware.num_devices:,}. Plan "
-            "again without saved=.",
-            option="saved",
+            f"mesh: {read.path} is a plan for {read.spec}, not for {short(mesh)}. Pass a mesh with "
+            "these axes, or leave mesh= out.",
+            option="mesh",
         )
     return read
 
 
+def mesh_of_saved(saved: SavedPlan, mesh: Mesh | None, on: Any) -> Mesh | MeshSpec:
+    """Return the mesh that a saved plan is applied to: the user's, the one it was made for, or new.
+
+    The one it was made for needs its devices, by their ids, on the same hardware.
+    """
+    if mesh is not None:
+        return mesh
+    here = {device.id: device for device in jax.devices()} if saved.devices and on is None else {}
+    if not saved.devices or not here.keys() >= set(saved.devices):
+        return saved.spec
+    devices = np.array([here[number] for number in saved.devices])
+    if read_topology(list(devices)).name != saved.hardware["name"]:
+        return saved.spec
+    return Mesh(devices.reshape(tuple(saved.spec.sizes)), tuple(saved.spec.names))
+
+
+def check_devices(saved: SavedPlan, hardware: Topology) -> None:
+    """Refuse a plan for more devices than there are."""
+    devices = math.prod(saved.spec.sizes)
+    if devices > hardware.num_devices:
+        raise PlanningError(
+            f"saved: {saved.path} is a plan for {plural(devices, 'device')}, {saved.spec} on "
+            f"{saved.hardware.get('name')}, and {hardware.name} has {hardware.num_devices:,}. Plan "
+            "again without saved=.",
+            option="saved",
+        )
+
+
 def saved_candidate(
-    saved: SavedPlan, variant: Variant, hardware: Topology, scatters: bool
+    saved: SavedPlan, variant: Variant, hardware: Hardware, scatters: bool
 ) -> Candidate:
     """Cost a saved plan for the program that there is now."""
     sizes = tuple(saved.spec.sizes)
@@ -318,12 +363,22 @@ def saved_candidate(
     return Candidate(sizes, lists, costs.objective(lists), costs.totals(lists), saved.moved)
 
 
-def told_changes(saved: SavedPlan | None, variant: Variant, hardware: Topology) -> tuple[str, ...]:
-    """Warn of what has changed since a plan was saved; returns the same as a note."""
+def told_changes(
+    saved: SavedPlan | None, variant: Variant, hardware: Topology, *, on_a_mesh: bool
+) -> tuple[str, ...]:
+    """Warn of what has changed since a plan was saved; returns the same as a note.
+
+    `on_a_mesh`: whether it is applied to a mesh that is there, the user's or its own.
+    """
     if saved is None:
         return ()
     now = describe_program(variant.step, variant.program)
     changed = saved.differences(now, describe_hardware(hardware))
+    if saved.devices and not on_a_mesh:
+        changed.append(
+            "the mesh that it was for, whose devices had an order of their own, is not here, and "
+            "it is laid out anew: pass that mesh with it, mesh=mesh, or to the step, p.jit(mesh)"
+        )
     if not changed:
         return (f"From {saved.path}, for the same program and hardware.",)
     said = f"Since {saved.path} was saved, {'; '.join(changed)}. Planning again may be better."

@@ -95,7 +95,8 @@ class Plan(Shown):
     `rehearsal` what the compiler said of it if it was asked (`check`). `alternatives` are the best
     plans of all meshes that were tried, the best first, this one among them. `intensity`: how much
     each axis was taken to carry when the mesh was placed, as `place` and `mesh` take it. `devices`:
-    what its mesh is built on, or the user's own `Mesh`.
+    what its mesh is built on, or the user's own `Mesh`. `seconds`: how long planning took; a step
+    is predicted to take `predicted.seconds`.
     """
 
     name: str
@@ -176,7 +177,8 @@ class Plan(Shown):
         """Return the step with the plan applied: call it, lower it, rehearse it.
 
         A `jax.jit`; where arguments have leaves that are no arrays, or are modules of NNX, which
-        are updated in place, a `PlannedStep` that is called as one.
+        are updated in place, a `PlannedStep` that is called as one. Donated arguments
+        (`donate_argnums`, or parameters and state with `optimizer`) are gone after a call.
 
         `mesh`: another mesh with these axes, e.g. the one of the machine that was planned for.
         """
@@ -222,7 +224,7 @@ class Plan(Shown):
 
     def rehearse(self, **options: Any) -> Rehearsal:
         """Compile the planned step for the hardware; options are those of `rehearse`."""
-        return rehearse(
+        rehearsal = rehearse(
             self.function(),
             *(part.rebuild(part.arrays) for part in self.step.arguments),
             mesh=self.devices if isinstance(self.devices, Mesh) else self.spec,
@@ -234,6 +236,7 @@ class Plan(Shown):
             name=f"{self.name}, planned",
             **options,
         )
+        return _with_constants(rehearsal) if self.costs.constants else rehearsal
 
     def rules(self, argument: int = 0) -> PlanRules:
         """Write the plan as rules for an argument and constraints, to be used without it.
@@ -275,13 +278,18 @@ class Plan(Shown):
         return plan_sheet(self, plan_drawing(self))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as plain data; times in seconds."""
+        """Return the plan as plain data; times in seconds.
+
+        `seconds` is what a step is predicted to take, as `predicted_seconds` is, and
+        `planning_seconds` what planning took.
+        """
         return {
             "name": self.name,
             "topology": self.topology.name,
             "mesh": str(self.spec),
             "fits": self.fits,
             "seconds": self.predicted.seconds,
+            "predicted_seconds": self.predicted.seconds,
             "compute": self.predicted.compute,
             "exchange": self.predicted.exchange,
             "bytes": self.predicted.bytes,
@@ -314,6 +322,23 @@ class Plan(Shown):
             "tried": self.tried,
             "planning_seconds": self.seconds,
         }
+
+
+# Compilers of CPUs and GPUs leave the constants of a program out when they say what it needs;
+# those of TPUs count them (jax 0.10.2: as temporaries before code is generated, as code after it).
+def _with_constants(rehearsal: Rehearsal) -> Rehearsal:
+    """Count the constants of a compiled program as a part of its code."""
+    counted = rehearsal.placement.topology.chip.family == "tpu" and not rehearsal.stand_in
+    if counted or rehearsal.program is None:
+        return rehearsal
+    held = sum(
+        each.shape.bytes
+        for computation in rehearsal.program.computations.values()
+        for each in computation.instructions
+        if each.opcode == "constant"
+    )
+    memory = dataclasses.replace(rehearsal.memory, code=rehearsal.memory.code + held)
+    return dataclasses.replace(rehearsal, memory=memory)
 
 
 def choices(
