@@ -15,7 +15,7 @@ from meshwright.planning.plan_search import speeds_on
 
 W = jax.ShapeDtypeStruct((512, 512), "float32")
 X = jax.ShapeDtypeStruct((64, 512), "float32")
-ABSTRACT = AbstractMesh((4, 2), ("data", "model"))
+ABSTRACT = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
 def step(w, x):
