@@ -96,3 +96,9 @@ def test_compilers_count_what_the_step_closes_over_once(on, options):
     plan = mw.plan(lambda a, x: adapted(a, base, x), adapter, x, on=on, mesh="dp:8")
     peak = plan.rehearse(progress=False, **options).memory.peak
     assert base.nbytes < peak < 2 * base.nbytes
+
+
+def test_what_a_step_closes_over_is_a_part_of_what_does_not_fit(closed):
+    p = mw.plan(closed, ADAPTER, X, on="v5e:2x4", mesh="dp:8", memory=1e-6)
+    assert p.predicted.bytes > p.costs.limit
+    assert " are arguments, 4 MiB closed over, " in " ".join(p.notes)

@@ -197,12 +197,14 @@ def memory_notes(
         for value in costs.program.arguments
     }
     arguments = sum(local.values())
-    of_rows = min(_bytes_of_rows(layouts), held - arguments)
-    others = held - arguments - of_rows - costs.constants
+    computed = max(0.0, held - arguments - costs.constants)
+    of_rows = min(_bytes_of_rows(layouts), computed)
+    closed_over = f"{amount(costs.constants)} closed over, " if costs.constants else ""
     notes = [
         f"Nothing that was tried fits. This comes nearest: {amount(held)} a device of "
         f"{amount(limit)}, {amount(held - limit)} too much; {amount(arguments)} are arguments, "
-        f"{amount(of_rows)} computed for the rows, {amount(others)} other, as gradients."
+        f"{closed_over}{amount(of_rows)} computed for the rows, "
+        f"{amount(computed - of_rows)} other, as gradients."
     ]
     ways = []
     donated = step.donated
