@@ -461,3 +461,25 @@ def test_all_weights_as_one_entry_cuts_each_and_computes_the_same():
     assert forced.in_specs[1] == jax.P("fsdp")
     assert_equal_to_one_device(forced, weights, batch)
     assert "all weights" in str(forced)
+
+
+def test_small_labels_do_not_decide_how_logits_lie():
+    """The rows' lengths are odd once shifted: labels that came cut had the logits sent for them."""
+    vocab, width, shape = 512, 32, (64, 256)
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.normal(size=(vocab, width)), "float32") / width
+    tokens = jnp.asarray(rng.integers(vocab, size=shape), "int32")  # 64 KiB: cut as an argument
+
+    def language_loss(table, tokens):
+        logits = (jnp.tanh(table[tokens]) @ table.T)[:, :-1]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    def train(table, tokens):
+        value, gradient = jax.value_and_grad(language_loss)(table, tokens)
+        return table - gradient, value
+
+    plan = mw.plan(train, table, tokens, mesh="fsdp:4, tp:2")
+    plan = with_lists(plan, [["batch"], ["vocab", "seq"]], smallest=64 * 1024)
+    assert_equal_to_one_device(plan, table, tokens)
+    sent = [each for each in plan.rehearse().collectives if "permute" in each.kind]
+    assert all(each.bytes < tokens.nbytes // 16 for each in sent), sent

@@ -36,6 +36,7 @@ from meshwright.pipelines.tracing import run_equation
 from meshwright.planning.jit_options import wrong_arguments
 from meshwright.planning.kernel_rules import run_on_parts
 from meshwright.planning.plan_layouts import Layouts, axes_of, local_shape
+from meshwright.planning.plan_memory import looks_up
 from meshwright.planning.traced_program import (
     Operation,
     TracedStep,
@@ -43,6 +44,8 @@ from meshwright.planning.traced_program import (
     inlined_program,
 )
 from meshwright.trees.walk import flatten, is_variable, problem_lines, shown_path
+
+_INDICES = 1  # the number of the operand of a lookup that says which rows
 
 
 # In: a traced step and the layouts of a plan. Out: a function of the flat arguments that computes
@@ -139,8 +142,15 @@ class PlannedEvaluation:
     def _as_needed(
         self, operand: Any, operation: Operation, at: int, spec: PartitionSpec, in_full: bool
     ) -> Any:
+        # Small indices are said, too, if what they look through is not: the partitioner would else
+        # cut it as it happens to find them cut, and send all of it for that.
+        large = max(self.program.bytes[value] for value in operation.values)
+        indices = at == _INDICES and bool(looks_up(operation)) and large >= self.layouts.smallest
         for each in self.layouts.of_operand(operation, at, spec, in_full):
-            operand = self.constrain(operand, each, operation.inputs[at])
+            number = operation.inputs[at]
+            operand = (
+                self.place(operand, each) if indices else self.constrain(operand, each, number)
+            )
         return operand
 
     # In: the equation of a Pallas kernel, and how its operands are needed and its results made.

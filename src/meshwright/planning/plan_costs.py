@@ -51,10 +51,6 @@ _PER_ENTRY = 0.01  # part of the time by which a list must be better to be longe
 # (queries to a key, halves of a head): partitioners then exchange in more and larger pieces than
 # needed, a tenth of a step's time and more.
 _PER_DOUBLE = 0.03
-# Where rows are looked up along a dim that one axis cuts, and another axis cuts the rows, libtpu
-# keeps masked copies of them meanwhile: so many times their bytes, of up to 200 MB a device (users'
-# models of text). With the one axis alone it does not.
-_MASKED, _MOST_MASKED = 3.0, 2e8
 _OVER = 10.0  # how much a plan costs for being over the limit, times the part it is over
 
 
@@ -369,10 +365,6 @@ class PlanCosts:
                     work, number, partial, lies, cuts[number], log, beside
                 )
             seconds += self.exchanging.move(size, cuts[number], lies, log)
-        # Of a gather of rows that one axis cuts, and another cuts what it looks through.
-        if work.looks_up == "rows" and work.inputs == 2 and 0 < len(partial) < len(cuts[0]):
-            rows = work.values[0][1] / divided(cuts[0])
-            held += _MASKED * rows if rows < _MOST_MASKED else 0.0
         compute = max(product, 0.0 if work.only_moves else moved / self.speeds.bytes)
         hidden = 0.0
         if work.multiplies or (self._tpu and not work.scatters):
