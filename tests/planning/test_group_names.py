@@ -10,7 +10,8 @@ import meshwright as mw
 from meshwright.planning.dim_groups import find_groups
 from meshwright.planning.group_names import data_values, name_kinds
 from meshwright.planning.jit_options import read_arguments
-from meshwright.planning.traced_program import read_program, trace_step
+from meshwright.planning.traced_program import read_program
+from meshwright.planning.traced_step import trace_step
 
 ROWS, SEQ, WIDTH, HEADS, DEPTH, VOCAB = 8, 64, 256, 4, 32, 512
 

@@ -62,7 +62,8 @@ from meshwright.planning.saved_plans import (
     told_changes,
 )
 from meshwright.planning.step_plan import Plan
-from meshwright.planning.traced_program import TracedStep, read_program, trace_step
+from meshwright.planning.traced_program import read_program
+from meshwright.planning.traced_step import TracedStep, trace_step
 from meshwright.rehearsal.memory import available
 from meshwright.rehearsal.request import check_installed
 from meshwright.spec.mesh_spec import MeshSpec, SpecLike

@@ -37,12 +37,8 @@ from meshwright.planning.jit_options import wrong_arguments
 from meshwright.planning.kernel_rules import run_on_parts
 from meshwright.planning.plan_layouts import Layouts, axes_of, local_shape
 from meshwright.planning.plan_memory import looks_up
-from meshwright.planning.traced_program import (
-    Operation,
-    TracedStep,
-    arrays_at,
-    inlined_program,
-)
+from meshwright.planning.traced_program import Operation, inlined_program
+from meshwright.planning.traced_step import TracedStep, arrays_at
 from meshwright.trees.walk import flatten, is_variable, problem_lines, shown_path
 
 _INDICES = 1  # the number of the operand of a lookup that says which rows
@@ -134,9 +130,9 @@ class PlannedEvaluation:
                 if implied and lies == spec:
                     kept.append(result)
                     continue
-                if in_full or axes_of(lies) <= axes_of(spec):
-                    result = self.constrain(result, spec, value)
-                kept.append(self.constrain(result, lies, value))
+                for each in self.layouts.of_made(value, spec, in_full):
+                    result = self.constrain(result, each, value)
+                kept.append(result)
             return kept
 
     def _as_needed(

@@ -20,7 +20,7 @@ from meshwright.pipelines.step import PipelineStep
 from meshwright.pipelines.trace_marks import recording_regions
 from meshwright.planning.plan_costs import Lists
 from meshwright.planning.plan_text import paragraph
-from meshwright.planning.traced_program import TracedStep, trace_step
+from meshwright.planning.traced_step import TracedStep, trace_step
 from meshwright.schedules.timeline import Timeline
 from meshwright.spec.mesh_spec import MeshSpec
 

@@ -13,7 +13,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 from meshwright.planning.dim_groups import WHOLE, DimGroups
-from meshwright.planning.traced_program import TracedProgram, TracedStep
+from meshwright.planning.traced_program import TracedProgram
+from meshwright.planning.traced_step import TracedStep
 
 EVERY = "all weights"  # the name of the dims of all weights together
 _WORDS = 2  # of a path, from its end

@@ -17,7 +17,7 @@ from meshwright.planning.plan_costs import PlanCosts
 from meshwright.planning.plan_layouts import Layouts
 from meshwright.planning.plan_search import Candidate, axis_names, named_intensity, speeds_on
 from meshwright.planning.step_plan import UNASKED, Alternative, Plan, choices, mesh_text
-from meshwright.planning.traced_program import TracedStep
+from meshwright.planning.traced_step import TracedStep
 from meshwright.rehearsal.collectives.types import IMPLICIT_RESHARDING
 from meshwright.rehearsal.result import Rehearsal
 from meshwright.spec.mesh_spec import MeshSpec

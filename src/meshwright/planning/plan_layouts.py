@@ -13,7 +13,8 @@ from meshwright.planning.dim_groups import PINNED
 from meshwright.planning.exchange_costs import Cut
 from meshwright.planning.plan_costs import Lists, PlanCosts
 from meshwright.planning.plan_memory import looks_up
-from meshwright.planning.traced_program import Operation, TracedStep
+from meshwright.planning.traced_program import Operation
+from meshwright.planning.traced_step import TracedStep
 
 SMALLEST = 2**16  # bytes, by default
 
@@ -51,6 +52,13 @@ def _with_axes_of(lies: PartitionSpec, spec: PartitionSpec) -> PartitionSpec:
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)  # type: ignore[no-untyped-call]
+
+
+def _splits_further(lies: PartitionSpec, made: PartitionSpec) -> bool:
+    """Whether a dim that is cut in one spec is cut by more axes in the other."""
+    return any(
+        set() < {*_entry(one)} < {*_entry(other)} for one, other in zip(made, lies, strict=False)
+    )
 
 
 def _entry(entry: Any) -> tuple[str, ...]:
@@ -119,11 +127,39 @@ class Layouts:
         if in_full:
             return (needed,)
         lies = self.of_value(operation.inputs[at])
+        if operation.primitive == "dot_general" and self._sums_part(operation, at, lies, needed):
+            return (lies, needed)
         wanted = _with_axes_of(lies, needed)
         last = (needed,) if wanted != needed and looks_up(operation) == "rows" else ()
         if wanted == lies:
             return (lies,) if lies == needed else last
         return (lies, wanted, *last) if axes_of(lies) else (wanted, *last)
+
+    def _sums_part(
+        self, operation: Operation, at: int, lies: PartitionSpec, needed: PartitionSpec
+    ) -> bool:
+        """Whether a product sums over a dim of an operand that lies cut by more axes than it is
+        needed cut by, and not by none: the partitioner would gather all of both operands."""
+        entries = [*needed, *[None] * (len(lies) - len(needed))]
+        summed = {d for dim in operation.dims if dim.kind == "sum" for w, d in dim.at if w == at}
+        return any(
+            dim in summed and set() < {*_entry(entries[dim])} < {*_entry(entry)}
+            for dim, entry in enumerate(lies)
+        )
+
+    def of_made(
+        self, value: int, made: PartitionSpec, in_full: bool
+    ) -> tuple[PartitionSpec, ...]:
+        """What is written of a result that is made so: one spec after the other.
+
+        Partial sums are scattered to where they lie as they are added up; how it lies with them,
+        before other axes move, is said: the partitioner would else gather the operands for that.
+        """
+        lies = self.of_value(value)
+        in_full = in_full or _splits_further(lies, made)
+        if not in_full and not axes_of(lies) <= axes_of(made):
+            made = _with_axes_of(lies, made)
+        return (lies,) if made == lies and not in_full else (made, lies)
 
     def of_result(self, step: TracedStep, number: int) -> PartitionSpec:
         """How a result lies: as the argument of the next step that it is, or by its own dims."""

@@ -18,7 +18,8 @@ from meshwright._text import amount, plural
 from meshwright.planning.plan_layouts import Layouts
 from meshwright.planning.plan_memory import constants_of
 from meshwright.planning.step_plan import AxisChoice
-from meshwright.planning.traced_program import TracedProgram, TracedStep
+from meshwright.planning.traced_program import TracedProgram
+from meshwright.planning.traced_step import TracedStep
 
 _MOMENTS = re.compile(r"(^|/)(opt|opt_state|optimizer|mu|nu|trace|momentum)(/|$)")
 _REMAT = ("checkpoint", "remat2")

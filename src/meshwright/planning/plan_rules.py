@@ -17,7 +17,7 @@ from meshwright.errors import PlanningError, short
 from meshwright.planning.dim_groups import WHOLE
 from meshwright.planning.plan_layouts import SMALLEST, Layouts
 from meshwright.planning.plan_text import short_name
-from meshwright.planning.traced_program import TracedStep
+from meshwright.planning.traced_step import TracedStep
 from meshwright.rehearsal.callbacks import source_of
 
 _MOST_SHOWN = 40

@@ -25,7 +25,7 @@ from meshwright.planning.apply_plan import (
     update_in_place,
 )
 from meshwright.planning.plan_layouts import Layouts
-from meshwright.planning.traced_program import TracedStep, arrays_at
+from meshwright.planning.traced_step import TracedStep, arrays_at
 from meshwright.trees.split import Split, as_shape
 from meshwright.trees.walk import variables_of
 

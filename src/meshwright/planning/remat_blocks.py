@@ -45,14 +45,8 @@ from meshwright.planning.marked_blocks import (
     policy_of,
     renamed,
 )
-from meshwright.planning.traced_program import (
-    TracedStep,
-    by_path,
-    called_as,
-    inlined_program,
-    rebuild_all,
-    trace_step,
-)
+from meshwright.planning.traced_program import inlined_program
+from meshwright.planning.traced_step import TracedStep, by_path, called_as, rebuild_all, trace_step
 from meshwright.rehearsal.step_arguments import argument_names
 from meshwright.trees.split import as_shape, split_arrays
 

@@ -28,7 +28,8 @@ from meshwright.planning.marked_blocks import (
 from meshwright.planning.plan_costs import Lists, PlanCosts, Totals
 from meshwright.planning.plan_search import Candidate, Hardware, search_lists, speeds_on
 from meshwright.planning.remat_blocks import LossStep
-from meshwright.planning.traced_program import TracedProgram, TracedStep
+from meshwright.planning.traced_program import TracedProgram
+from meshwright.planning.traced_step import TracedStep
 
 _WORDS = {
     "everything": "everything saved",

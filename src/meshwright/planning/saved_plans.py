@@ -30,7 +30,8 @@ from meshwright.hardware.topology import topology as read_topology
 from meshwright.planning.plan_costs import Lists
 from meshwright.planning.plan_search import Candidate, Hardware, speeds_on
 from meshwright.planning.remat_choice import Variant
-from meshwright.planning.traced_program import TracedProgram, TracedStep
+from meshwright.planning.traced_program import TracedProgram
+from meshwright.planning.traced_step import TracedStep
 from meshwright.spec.mesh_spec import MeshSpec
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from meshwright.planning.planned_step import (
 )
 from meshwright.planning.remat_choice import RematChoice
 from meshwright.planning.saved_plans import write_plan
-from meshwright.planning.traced_program import TracedStep
+from meshwright.planning.traced_step import TracedStep
 from meshwright.rehearsal.api import rehearse
 from meshwright.rehearsal.result import Rehearsal
 from meshwright.rehearsal.verification import Verification
