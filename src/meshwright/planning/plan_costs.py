@@ -72,6 +72,7 @@ class Way:
     hidden: float
     cuts: tuple[Cut, ...]
     gathered: float = 0.0
+    summed: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +152,10 @@ class PlanCosts:
             self._waiting.append(collections.defaultdict(list))
             for layout, size, products in moment.waiting:
                 works = tuple(self.work(product) for product in products)
+                dims = (dims for work in works for dims, _ in work.values)
+                self._waiting[-1][_kinds([layout, *dims])].append((layout, size, works))
+            for layout, size, lookup in moment.looked_up:
+                works = (self.work(lookup),)
                 dims = (dims for work in works for dims, _ in work.values)
                 self._waiting[-1][_kinds([layout, *dims])].append((layout, size, works))
             for (layout, copies), (size, count) in moment.passing.items():
@@ -334,6 +339,7 @@ class PlanCosts:
         beside = Beside(frozenset(taken.values()), product, work.multiplies, by_queries)
         divided = self.exchanging.divided
         read = 1.0 if work.heavy else _FUSED
+        narrow = 0.5 if self._tpu and work.dtype == "f32" else 1.0
         for number, (layout, size) in enumerate(work.values):
             is_input = number < work.inputs
             local = size / divided(cuts[number])
@@ -350,7 +356,7 @@ class PlanCosts:
                 beside.sides = work.sides[number] if work.sides else {}
                 need = self.exchanging.move(size, lies, cuts[number], entries, beside)
                 if need:
-                    held += local
+                    held += local * narrow
                 seconds += need / shared
                 if log is not None:
                     log += [
@@ -370,7 +376,9 @@ class PlanCosts:
         if work.multiplies or (self._tpu and not work.scatters):
             hidden = min(beside.seconds, compute)
             compute += beside.pieces * PIECE_KERNELS * self.speeds.start
-        return Way(compute, seconds - hidden, hidden, tuple(cuts), held)
+        return Way(
+            compute, seconds - hidden, hidden, tuple(cuts), held, math.prod([self.sizes[a] for a in partial])
+        )
 
     def totals(self, lists: Lists) -> Totals:
         """Sum up a step under a plan."""
@@ -444,6 +452,11 @@ class PlanCosts:
 
     def waiting_bytes(self, layout: Layout, size: float, works: Works, lists: Lists) -> float:
         """What one device holds of an array for products that wait; of a TPU, or of their sums."""
+        if works[0].looks_up:
+            whole = math.prod(self.sizes)
+            way = self.way(works[0], lists)
+            held = size * self.part(layout, lists)
+            return max(held, size / self.exchanging.divided(way.cuts[-1])) if way.summed == whole else held
         made = ((work.values[-1][1], self.way(work, lists).cuts[-1]) for work in works)
         sums = sum(size / self.exchanging.divided(cut) for size, cut in made)
         held = size * self.part(layout, lists)

@@ -25,6 +25,7 @@ from meshwright.trees.walk import bits
 _MOMENTS = 8  # parts of a step of which each has a worst moment
 _KEPT_MOMENTS = 4  # of them, the worst
 _LOOKUP = -1  # the number of the moment of a lookup
+_NEARLY_ALL = 0.9  # of a product's result
 _SMALL = 5e-4  # of all bytes: layouts with less are summed up
 _MUCH, _MOST_SOURCES = 4, 3  # a source is at least a fourth of what is computed from it
 # How many times its bytes what is temporary takes: compilers leave gaps between arrays (1 to 24 %
@@ -37,8 +38,8 @@ _ELEMENTWISE = _EXPENSIVE | {"mul", "sub", "add", "integer_pow", "square", "max"
 _FAR = 0.05  # part of a step's events between a forward pass and its backward pass
 # How many times the time to fetch an array may pass between two of its uses, if a TPU's compiler
 # is to keep it on the chip; what of these it keeps there at once, and the largest of them.
-_FETCHES = 38.0
-ON_CHIP, LARGEST_ON_CHIP = 80 * 2**20, 64 * 2**20
+_FETCHES = 60.0
+ON_CHIP, LARGEST_ON_CHIP = 60 * 2**20, 64 * 2**20
 _NOT_AGAIN = HEAVY | REDUCING | {None}  # not computed again where it is used
 
 LiveSet = dict[Layout, float]  # bytes by layout, before they are cut
@@ -55,6 +56,7 @@ class Moment:
     a lookup in rows, as of the words that are right.
     `waiting`: arrays that are there for products that wait, or the sums of these in their place:
     layout, bytes and the products.
+    `looked_up`: what a lookup in a table has made: layout, bytes and the lookup.
     `passing`: of that, temporary arrays that a TPU may keep on the chip, where so many devices, a
     power of two, have a copy of them: by layout and that number, bytes of all, and how many arrays.
     """
@@ -62,6 +64,7 @@ class Moment:
     live: LiveSet
     during: During
     waiting: list[tuple[Layout, float, tuple[Operation, ...]]]
+    looked_up: list[tuple[Layout, float, Operation]]
     passing: dict[tuple[Layout, float], tuple[float, int]]
 
 
@@ -93,8 +96,14 @@ def kept_values(program: TracedProgram, family: str = "") -> set[int]:
     tpu = family == "tpu"
     kept = {*program.arguments, *program.results}
 
+    views = _product_slices(program)
+
     def written(values: Iterable[int]) -> Iterator[int]:
-        return (value for value in values if program.maker.get(value) not in _NOT_WRITTEN)
+        return (
+            value
+            for value in values
+            if program.maker.get(value) not in _NOT_WRITTEN and value not in views
+        )
 
     for kind, inputs, outputs in program.events:
         if kind == "scan":  # a constant mask that a loop takes is made inside of it
@@ -108,6 +117,17 @@ def kept_values(program: TracedProgram, family: str = "") -> set[int]:
     return kept | _written_images(program) if tpu else kept
 
 
+def _product_slices(program: TracedProgram) -> set[int]:
+    """Slices of nearly all that a product makes: it is made so."""
+    return {
+        operation.outputs[0]
+        for operation in program.operations
+        if operation.primitive == "slice"
+        and program.maker.get(operation.inputs[0]) == "dot_general"
+        and program.bytes[operation.outputs[0]] > _NEARLY_ALL * program.bytes[operation.inputs[0]]
+    }
+
+
 # In: a program. Out: elementwise results of images that a TPU writes once, and reads in the
 # backward pass, where it would compute others again: those seen in groups of channels (GroupNorm),
 # which lie otherwise than what convolutions read, and what is expensive to compute.
@@ -119,6 +139,11 @@ def _written_images(program: TracedProgram) -> set[int]:
         for value in (operation.inputs[0], operation.outputs[0])
     }
     counts = {math.prod(shape) for shape in shapes}
+    dtypes = {
+        program.dtypes[operation.outputs[0]]
+        for operation in program.operations
+        if operation.primitive == "conv_general_dilated"
+    }
     uses: collections.Counter[int] = collections.Counter()
     last: dict[int, int] = {}
     for time, (_, inputs, _) in enumerate(program.events if shapes else ()):
@@ -131,7 +156,7 @@ def _written_images(program: TracedProgram) -> set[int]:
         for value in outputs
         if kind == "op" and uses[value] > 1 and last[value] - time > far
         if program.maker[value] in (_EXPENSIVE if program.shapes[value] in shapes else _ELEMENTWISE)
-        if math.prod(program.shapes[value]) in counts and "float" in program.dtypes[value]
+        if math.prod(program.shapes[value]) in counts and program.dtypes[value] in dtypes
     }
 
 
@@ -195,6 +220,11 @@ def live_sets(
         for source in sources.of(value):
             last[source] = max(last.get(source, 0), time)
             waits[source].append(product)
+    late: set[int] = set()
+    for value, time in _late_lookups(program):
+        for source in (value, *sources.behind(value)):
+            last[source] = max(last.get(source, 0), time)
+            late.add(source)
     stored = _stored_bytes(program, kept, family)
     arguments, results = set(program.arguments), set(program.results)
     starts: dict[int, list[int]] = collections.defaultdict(list)
@@ -211,7 +241,7 @@ def live_sets(
         spans = [(born[value], last[value])]
         made_from = sources.behind(value)
         stays = all(last[each] >= last[value] and each not in again for each in made_from)
-        if uses[value] and made_from and stays:
+        if uses[value] and made_from and stays and value not in late:
             # What it is computed from is there anyway: it need not wait for its later uses.
             again.add(value)
             first, *later = uses[value]
@@ -253,10 +283,16 @@ def live_sets(
         for stack, size in _converted_stacks(program).items():
             taken[stack] += size
     clock = _Clock(program) if tpu else None
+    tables = {
+        operation.outputs[0]: operation
+        for operation in program.operations
+        if tpu and operation.primitive == "gather" and looks_up(operation) == "table"
+    }
     result = []
     for _, time, values, during in moments or [(0, 0, frozenset[int](), "step")]:
         waiting = sorted(value for value in values if value in waits and time > used.get(value, 0))
-        present = sorted(values.difference(waiting))
+        looked_up = sorted(value for value in values.difference(waiting) if value in tables)
+        present = sorted(values.difference(waiting, looked_up))
         passing: dict[tuple[Layout, float], tuple[float, int]] = {}
         if clock is not None:
             for value in present:
@@ -265,7 +301,8 @@ def live_sets(
                 passing[layout[value], copies] = total_here + taken[value], count + 1
         live = _by_layout(taken, layout, [*present, *always])
         products = [(layout[v], taken[v], tuple(waits[v])) for v in waiting]
-        result.append(Moment(live, during, products, passing))
+        rows = [(layout[v], taken[v], tables[v]) for v in looked_up]
+        result.append(Moment(live, during, products, rows, passing))
     return result
 
 
@@ -353,6 +390,36 @@ def _delayed(program: TracedProgram) -> list[tuple[Operation, int, int]]:
     return delayed
 
 
+# In: a program. Out: what is looked up for the loss alone, and until when it stays. Nothing waits
+# for such a lookup, the logits of the right words, so it comes after the gradient of what it looks
+# up in. Example: logits divided by a temperature, which are written for that alone.
+def _late_lookups(program: TracedProgram) -> Iterator[tuple[int, int]]:
+    lookups = {
+        operation.outputs[0]: operation
+        for operation in program.operations
+        if operation.primitive == "gather" and looks_up(operation) == "rows"
+    }
+    if not lookups:
+        return
+    products = {
+        operation.outputs[0]
+        for operation in program.operations
+        if operation.primitive in ("dot_general", "conv_general_dilated")
+    }
+    made_by = program.maker
+    awaited = set(program.carried)
+    following = len(program.events) - 1
+    for time in range(len(program.events) - 1, -1, -1):
+        kind, inputs, outputs = program.events[time]
+        is_product = kind == "op" and not products.isdisjoint(outputs)
+        if is_product:
+            following = time
+        if kind == "scan" or is_product or not awaited.isdisjoint(outputs):
+            awaited.update(inputs)
+        elif outputs and outputs[0] in lookups and made_by.get(inputs[0]) == "slice":
+            yield inputs[0], following - 1
+
+
 def _replaced(
     program: TracedProgram,
     kept: set[int],
@@ -373,7 +440,7 @@ def _replaced(
         for source in sources.behind(value):
             same = program.shapes[source] == program.shapes[value] or len(uses[source]) == 1
             here = last[source] == time > born.get(source, time)
-            if here and same and stored[source] >= stored[value] and source not in replaced:
+            if here and same and stored[source] == stored[value] and source not in replaced:
                 replaced[source] = time
                 break
     return replaced
@@ -444,6 +511,7 @@ def _converted_stacks(program: TracedProgram) -> dict[int, int]:
 
 
 LANES, _ROWS = 128, 8  # a TPU's tile
+_GROUPED = 5  # dims of images whose channels are seen in groups
 
 
 @functools.lru_cache(maxsize=65536)
@@ -464,11 +532,13 @@ def tile_padding(dims: tuple[int, ...]) -> float:
     def padded(dim: int, tile: int) -> float:
         return -(-dim // tile) * tile / dim
 
+    # Groups of channels, beside the channels of each, are never the lanes.
+    groups = len(large) - 2 if len(large) >= _GROUPED else -1
     return min(
         padded(last, LANES) * padded(second, _ROWS)
         for n, last in enumerate(large)
         for m, second in enumerate(large)
-        if n != m
+        if n not in (m, groups)
     )
 
 
