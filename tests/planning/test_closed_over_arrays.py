@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import meshwright as mw
-from meshwright.planning.plan_memory import constants_of
+from meshwright.planning.stored_values import constants_of
 
 WIDE = 1024
 BASE = np.random.default_rng(0).normal(size=(WIDE, WIDE)).astype("float32")

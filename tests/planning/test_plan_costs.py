@@ -52,6 +52,15 @@ def compiled(p):
     return by_kind((entry.kind, entry.total_bytes) for entry in r.collectives if entry.bytes > 4096)
 
 
+@pytest.mark.parametrize(("on", "narrower"), [("v5e:2x4", 2), ("h100:8", 1)])
+def test_a_tpu_gathers_what_it_multiplies_as_bf16(on, narrower):
+    p = mw.plan(step, *shapes(), on=on, mesh="fsdp:8", donate_argnums=0, progress=False)
+    lists = (tuple(p.groups.index(name) for name in ("batch", "embed")),)
+    works = [p.costs.work(each) for each in p.costs.program.operations]
+    most = max(p.costs.way(work, lists).gathered for work in works if work.multiplies)
+    assert most == WIDTH * HIDDEN * 4 / narrower
+
+
 def test_data_parallelism_sums_every_gradient_once():
     p = planned([["batch"]])
     weights = 2 * WIDTH * HIDDEN * 4

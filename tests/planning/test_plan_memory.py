@@ -2,11 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import meshwright as mw
 from meshwright.planning.dim_groups import find_groups
-from meshwright.planning.plan_memory import kept_values, live_sets
+from meshwright.planning.moment_bytes import LookedUp, Waiting
+from meshwright.planning.plan_memory import live_sets
+from meshwright.planning.stored_values import kept_values
 from meshwright.planning.traced_program import read_program
 
 
@@ -110,6 +113,19 @@ def test_what_is_computed_elementwise_takes_the_place_of_what_it_is_computed_fro
     assert peak(later, *args) >= peak(also, *args)
 
 
+def test_what_is_smaller_takes_no_others_place():
+    def step(x, w):
+        hidden = x @ w
+        y = hidden @ w
+        return y, hidden.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+
+    args = shape(8192, 256), shape(256, 256)
+    array = 4 * 8192 * 256
+    # What is given, both results, the product, and what is made of it.
+    expected = (1 + 1.5 + 1 + 0.5) * array + 4 * 256 * 256
+    assert peak(step, *args) == pytest.approx(expected, rel=0.05)
+
+
 def test_what_a_weights_gradient_is_computed_from_waits_for_the_end_of_the_loop():
     def body(g, given, *, gradient):
         h, up, down = given
@@ -162,9 +178,9 @@ def test_a_tpu_holds_the_sums_of_a_product_that_waits_where_they_are_smaller(row
     kept = kept_values(program, "tpu")
     moments = live_sets(program, layout, kept, [False] * 3, "tpu")
     ((dims, size, products),) = next(m.waiting for m in moments if m.during == "loop")
-    works = [p.costs.work(product) for product in products]
+    waiting = Waiting(dims, size, tuple(map(p.costs.work, products)))
     expected = 4 * 64 * 2048 if sums else size / 8
-    assert p.costs.waiting_bytes(dims, size, works, lists) == pytest.approx(expected)
+    assert waiting.bytes(p.costs, lists) == pytest.approx(expected)
 
 
 def test_a_tpu_computes_in_its_products_what_is_there_otherwise():
@@ -243,3 +259,79 @@ def test_a_tpu_writes_images_that_are_seen_in_groups_of_channels():
 
     assert set(written(4)) == {(8, 32, 32, 4, 8)}
     assert written(0) == []
+
+
+def test_images_computed_in_another_dtype_than_that_of_the_convolutions_are_not_written():
+    def net(w, x):
+        for each in w:
+            dims = ("NHWC", "HWIO", "NHWC")
+            x = jax.lax.conv_general_dilated(x, each, (1, 1), "SAME", dimension_numbers=dims)
+            image = x.astype(jnp.float32).reshape(*x.shape[:-1], 4, -1)
+            centered = image - image.mean((1, 2), keepdims=True)
+            image = centered * jax.lax.rsqrt((centered**2).mean((1, 2), keepdims=True))
+            x = jax.nn.relu(image.reshape(x.shape).astype(x.dtype))
+        return x.astype(jnp.float32).sum()
+
+    w, x = [shape(3, 3, 32, 32, dtype=jnp.bfloat16)] * 4, shape(8, 32, 32, 32, dtype=jnp.bfloat16)
+    program = read_program(jax.make_jaxpr(jax.grad(net))(w, x))
+    more = kept_values(program, "tpu") - kept_values(program)
+    assert {program.dtypes[value] for value in more} <= {"bfloat16"}
+
+
+def language_loss(w, x, labels, temperature=None):
+    """Logits of all words but the last row's; scaled, if asked for."""
+    logits = x @ w
+    if temperature:
+        logits = logits / temperature
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], labels)
+    return losses.mean()
+
+
+LANGUAGE = shape(64, 8192), shape(16, 128, 64), shape(16, 127, dtype=jnp.int32)
+LOGITS = 4 * 16 * 128 * 8192
+
+
+def test_nearly_all_of_a_product_is_made_as_that():
+    program = read_program(jax.make_jaxpr(jax.grad(language_loss))(*LANGUAGE))
+    slices = {value for value, maker in program.maker.items() if maker == "slice"}
+    assert slices
+    assert slices.isdisjoint(kept_values(program, "tpu"))
+    half = read_program(
+        jax.make_jaxpr(lambda x, w: jnp.exp((x @ w)[:4]) @ w)(shape(8, 8), shape(8, 8))
+    )
+    (value,) = (value for value, maker in half.maker.items() if maker == "slice")
+    assert value not in kept_values(half, "tpu")  # it is computed where it is used
+
+
+def test_what_the_loss_alone_looks_up_in_waits_for_the_gradient_of_it():
+    gradient = jax.grad(language_loss, argnums=(0, 1))
+
+    def scaled(w, x, labels):
+        return jax.grad(lambda *args: language_loss(*args, 8.0), argnums=(0, 1))(w, x, labels)
+
+    plain = peak(gradient, *LANGUAGE, family="tpu")
+    late = peak(scaled, *LANGUAGE, family="tpu")
+    assert late - plain == pytest.approx(LOGITS, rel=0.1)  # written for the lookup alone
+
+
+@pytest.mark.parametrize(("mesh", "whole"), [("a:8", True), ("a:4, b:2", False)])
+def test_a_tpu_adds_up_everywhere_what_it_looks_up_in_a_table_cut_over_the_whole_mesh(mesh, whole):
+    def step(table, w, ids):
+        rows = table[ids]
+        x = rows
+        for _ in range(2):
+            x = jax.nn.relu(x @ w)
+        return (x * rows).sum()
+
+    args = shape(2**18, 64), shape(64, 64), shape(256, 128, dtype=jnp.int32)
+    p = mw.plan(jax.grad(step), *args, on="v5e:2x4", mesh=mesh, pipelines=False)
+    costs = p.costs
+    sizes = costs.groups.sizes
+    table = next(n for n, size in enumerate(sizes) if 2**18 in size)
+    rows = next(n for n, size in enumerate(sizes) if 256 in size)
+    lists = ((table, rows),) if whole else ((table, rows), (rows,))
+    program, layout = costs.program, costs.groups.layout
+    moments = live_sets(program, layout, kept_values(program, "tpu"), [False] * 3, "tpu")
+    (dims, size, lookup), *_ = next(each.looked_up for each in moments if each.looked_up)
+    held = LookedUp(dims, size, costs.work(lookup)).bytes(costs, lists)
+    assert held == pytest.approx(size if whole else size / 8)

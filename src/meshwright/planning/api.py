@@ -28,7 +28,6 @@ from meshwright.planning.jit_options import read_arguments
 from meshwright.planning.made_plans import PlanMaker, best_plan, context_notes, rehearsed
 from meshwright.planning.pipeline_choice import choose_pipeline
 from meshwright.planning.plan_costs import PlanCosts
-from meshwright.planning.plan_memory import constants_of
 from meshwright.planning.plan_notes import (
     constant_notes,
     idle_notes,
@@ -62,6 +61,7 @@ from meshwright.planning.saved_plans import (
     told_changes,
 )
 from meshwright.planning.step_plan import Plan
+from meshwright.planning.stored_values import constants_of
 from meshwright.planning.traced_program import read_program
 from meshwright.planning.traced_step import TracedStep, trace_step
 from meshwright.rehearsal.memory import available

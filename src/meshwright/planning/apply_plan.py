@@ -36,7 +36,7 @@ from meshwright.pipelines.tracing import run_equation
 from meshwright.planning.jit_options import wrong_arguments
 from meshwright.planning.kernel_rules import run_on_parts
 from meshwright.planning.plan_layouts import Layouts, axes_of, local_shape
-from meshwright.planning.plan_memory import looks_up
+from meshwright.planning.stored_values import looks_up
 from meshwright.planning.traced_program import Operation, inlined_program
 from meshwright.planning.traced_step import TracedStep, arrays_at
 from meshwright.trees.walk import flatten, is_variable, problem_lines, shown_path

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from meshwright.hardware.topology import Topology
 from meshwright.placement.placement import AxisPlan
 from meshwright.planning.operation_work import Work
-from meshwright.planning.plan_memory import LANES
+from meshwright.planning.stored_values import LANES
 from meshwright.rehearsal.collectives.costs import group_cost
 
 Cut = dict[int, int]  # axis -> dim of a value

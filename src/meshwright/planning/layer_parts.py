@@ -17,8 +17,8 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from meshwright.planning.dim_groups import Layout
 from meshwright.planning.group_names import data_values
 from meshwright.planning.marked_blocks import BLOCK_SCOPE
-from meshwright.planning.plan_memory import kept_values, values_behind
 from meshwright.planning.remat_choice import Variant
+from meshwright.planning.stored_values import kept_values, values_behind
 from meshwright.planning.traced_program import LOOP_SCOPE, Operation, TracedProgram
 
 _MARK = re.compile(rf"{BLOCK_SCOPE}(\d+)")

@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Sequence
 
 from meshwright.planning.dim_groups import HEAVY, DimGroups, Layout
-from meshwright.planning.plan_memory import looks_up
+from meshwright.planning.stored_values import looks_up
 from meshwright.planning.traced_program import Operation, TracedProgram
 
 # A product with a value so many times larger than all others is cut where that one lies cut, if

@@ -15,10 +15,10 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from meshwright.hardware.topology import Topology
-from meshwright.planning.dim_groups import HEAVY, VIEWS, WHOLE, DimGroups, Layout
+from meshwright.planning.dim_groups import HEAVY, VIEWS, DimGroups, Layout
 from meshwright.planning.exchange_costs import (
     PIECE_KERNELS,
     AxisSpeed,
@@ -27,20 +27,14 @@ from meshwright.planning.exchange_costs import (
     Exchange,
     ExchangeCosts,
 )
+from meshwright.planning.moment_bytes import MomentBytes, kinds_in
 from meshwright.planning.operation_work import Work, WorkOf, takes_apart
-from meshwright.planning.plan_memory import (
-    LARGEST_ON_CHIP,
-    ON_CHIP,
-    During,
-    kept_values,
-    live_sets,
-    tile_padding,
-)
+from meshwright.planning.plan_memory import ON_CHIP, During, live_sets
+from meshwright.planning.stored_values import kept_values, tile_padding
 from meshwright.planning.traced_program import Operation, TracedProgram
 from meshwright.rehearsal.kernel_speeds import speeds
 
 Lists = tuple[tuple[int, ...], ...]  # per axis, kinds of dims in the order in which they take it
-Works = tuple[Work, ...]
 
 _SMALL = 4096  # bytes: arrays below are not worth an exchange, and lie where they are
 _NEGLIGIBLE = 3e-4  # part of all work below which an operation is left out
@@ -64,7 +58,8 @@ class Way:
     """How an operation is computed under a plan: the cut of every value as it is used or made.
 
     `exchange` are the seconds that it waits for exchanges, `hidden` those beside its computing.
-    `gathered`: bytes of its operands as they are needed, where they lie in smaller pieces.
+    `gathered`: bytes of its operands as they are needed, where they lie in smaller pieces; a TPU
+    gathers what it multiplies as bf16. `summed`: over how many devices its result is added up.
     """
 
     compute: float
@@ -116,10 +111,10 @@ class PlanCosts:
         self.exchanging = ExchangeCosts((), topology, overlaps)
         self.sizes = self.exchanging.sizes
         self.tried = 0
-        self._tpu = topology.chip.family == "tpu" and overlaps
+        self.tpu = topology.chip.family == "tpu" and overlaps
         family = topology.chip.family if overlaps else ""
         kept = kept_values(program, family)
-        self._work_of = WorkOf(program, groups, kept, self._tpu)
+        self._work_of = WorkOf(program, groups, kept, self.tpu)
         folded: dict[Work, int] = collections.defaultdict(int)
         for operation in program.operations:
             if operation.primitive in VIEWS:
@@ -136,33 +131,10 @@ class PlanCosts:
         self._bundles: dict[frozenset[int], list[tuple[Work, int]]] = collections.defaultdict(list)
         for work, times in folded.items():
             if weight[work] > least:
-                self._bundles[_kinds(dims for dims, _ in work.values)].append((work, times))
-        # For the worst moments, arrays by the kinds of their dims: layout and bytes of all devices.
-        self.live: list[dict[frozenset[int], list[tuple[Layout, float]]]] = []
-        # Of these, what a TPU may keep on the chip, and how many arrays that are.
-        self._passing: list[dict[frozenset[int], list[tuple[Layout, float, float, int]]]] = []
-        self._waiting: list[dict[frozenset[int], list[tuple[Layout, float, Works]]]] = []
-        self._during: list[During] = []
-        for moment in live_sets(program, groups.layout, kept, donated, family):
-            self._during.append(moment.during)
-            self.live.append(collections.defaultdict(list))
-            self._passing.append(collections.defaultdict(list))
-            for layout, size in moment.live.items():
-                self.live[-1][_kinds([layout])].append((layout, size))
-            self._waiting.append(collections.defaultdict(list))
-            for layout, size, products in moment.waiting:
-                works = tuple(self.work(product) for product in products)
-                dims = (dims for work in works for dims, _ in work.values)
-                self._waiting[-1][_kinds([layout, *dims])].append((layout, size, works))
-            for layout, size, lookup in moment.looked_up:
-                works = (self.work(lookup),)
-                dims = (dims for work in works for dims, _ in work.values)
-                self._waiting[-1][_kinds([layout, *dims])].append((layout, size, works))
-            for (layout, copies), (size, count) in moment.passing.items():
-                self._passing[-1][_kinds([layout])].append((layout, copies, size, count))
-        held = itertools.chain(*self.live, *self._waiting, *self._passing)
-        self._in_memory = dict.fromkeys(held)  # in this order, so that sums are the same everywhere
-        for kinds in self._in_memory:
+                self._bundles[kinds_in(dims for dims, _ in work.values)].append((work, times))
+        moments = live_sets(program, groups.layout, kept, donated, family)
+        self.moments = MomentBytes(moments, self.work)
+        for kinds in self.moments.kinds:
             self._bundles[kinds]  # an entry, if only for its memory
         seen = {kind for value in program.arguments for kind, _ in groups.layout[value]}
         others = {groups.every, *groups.queries}
@@ -266,7 +238,7 @@ class PlanCosts:
     def part(self, layout: Layout, lists: Lists) -> float:
         """What one device needs of an array's bytes."""
         cut = self.cut(layout, lists)
-        if not self._tpu:
+        if not self.tpu:
             return 1 / self.exchanging.divided(cut)
         dims = [length for _, length in layout]
         for axis, dim in cut.items():
@@ -339,7 +311,7 @@ class PlanCosts:
         beside = Beside(frozenset(taken.values()), product, work.multiplies, by_queries)
         divided = self.exchanging.divided
         read = 1.0 if work.heavy else _FUSED
-        narrow = 0.5 if self._tpu and work.dtype == "f32" else 1.0
+        narrow = 0.5 if self.tpu and work.dtype == "f32" else 1.0
         for number, (layout, size) in enumerate(work.values):
             is_input = number < work.inputs
             local = size / divided(cuts[number])
@@ -373,19 +345,24 @@ class PlanCosts:
             seconds += self.exchanging.move(size, cuts[number], lies, log)
         compute = max(product, 0.0 if work.only_moves else moved / self.speeds.bytes)
         hidden = 0.0
-        if work.multiplies or (self._tpu and not work.scatters):
+        if work.multiplies or (self.tpu and not work.scatters):
             hidden = min(beside.seconds, compute)
             compute += beside.pieces * PIECE_KERNELS * self.speeds.start
         return Way(
-            compute, seconds - hidden, hidden, tuple(cuts), held, math.prod([self.sizes[a] for a in partial])
+            compute,
+            seconds - hidden,
+            hidden,
+            tuple(cuts),
+            held,
+            math.prod([self.sizes[a] for a in partial]),
         )
 
     def totals(self, lists: Lists) -> Totals:
         """Sum up a step under a plan."""
         compute = exchange = hidden = 0.0
         held = dict[During, float]()
-        sizes = [0.0] * len(self.live)
-        on_chip = [0.0] * len(self.live)
+        sizes = [0.0] * len(self.moments.during)
+        on_chip = [0.0] * len(self.moments.during)
         shortened = [self._shorten(order) for order in lists]
         for (kinds, bundle), parts, *here in zip(
             self._bundles.items(), self._parts, *shortened, strict=True
@@ -404,7 +381,7 @@ class PlanCosts:
                 held[during] = max(held.get(during, 0.0), more)
         most = max(
             size - min(passing, ON_CHIP) + held.get(during, 0.0)
-            for size, passing, during in zip(sizes, on_chip, self._during, strict=True)
+            for size, passing, during in zip(sizes, on_chip, self.moments.during, strict=True)
         )
         return Totals(compute, exchange, hidden, most + self.constants)
 
@@ -431,36 +408,8 @@ class PlanCosts:
                 during: During = "loop" if work.looped else "step"
                 during = "lookup" if work.looks_up == "rows" else during
                 held[during] = max(held.get(during, 0.0), way.gathered)
-        sizes, on_chip = list[float](), list[float]()
-        if kinds in self._in_memory:
-            sizes = [
-                sum(size * self.part(layout, lists) for layout, size in live.get(kinds, ()))
-                + sum(self.waiting_bytes(*each, lists) for each in waiting.get(kinds, ()))
-                for live, waiting in zip(self.live, self._waiting, strict=True)
-            ]
-            devices = math.prod(self.sizes)
-            on_chip = [
-                sum(
-                    size * part
-                    for layout, copies, size, count in passing.get(kinds, ())
-                    for part in [self.part(layout, lists)]
-                    if copies <= part * devices and size * part <= count * LARGEST_ON_CHIP
-                )
-                for passing in self._passing
-            ]
+        sizes, on_chip = self.moments.of(kinds, self, lists)
         return compute, exchange, hidden, sizes, held, on_chip
-
-    def waiting_bytes(self, layout: Layout, size: float, works: Works, lists: Lists) -> float:
-        """What one device holds of an array for products that wait; of a TPU, or of their sums."""
-        if works[0].looks_up:
-            whole = math.prod(self.sizes)
-            way = self.way(works[0], lists)
-            held = size * self.part(layout, lists)
-            return max(held, size / self.exchanging.divided(way.cuts[-1])) if way.summed == whole else held
-        made = ((work.values[-1][1], self.way(work, lists).cuts[-1]) for work in works)
-        sums = sum(size / self.exchanging.divided(cut) for size, cut in made)
-        held = size * self.part(layout, lists)
-        return min(held, sums) if self._tpu else held
 
     def objective(self, lists: Lists) -> float:
         """What the search makes small: seconds, more if it does not fit or is complicated."""
@@ -492,11 +441,6 @@ class PlanCosts:
                 self.way(work, lists, log)
                 found += [(entry, work, times // entry.runs) for entry in log]
         return found
-
-
-def _kinds(layouts: Iterable[Layout]) -> frozenset[int]:
-    """The kinds of dims that some arrays have."""
-    return frozenset(kind for layout in layouts for kind, _ in layout if kind != WHOLE)
 
 
 def _exchanges_heaviest(work: Work, takers: Sequence[int | None]) -> bool:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from meshwright.planning.dim_groups import PINNED
 from meshwright.planning.exchange_costs import Cut
 from meshwright.planning.plan_costs import Lists, PlanCosts
-from meshwright.planning.plan_memory import looks_up
+from meshwright.planning.stored_values import looks_up
 from meshwright.planning.traced_program import Operation
 from meshwright.planning.traced_step import TracedStep
 
@@ -147,9 +147,7 @@ class Layouts:
             for dim, entry in enumerate(lies)
         )
 
-    def of_made(
-        self, value: int, made: PartitionSpec, in_full: bool
-    ) -> tuple[PartitionSpec, ...]:
+    def of_made(self, value: int, made: PartitionSpec, in_full: bool) -> tuple[PartitionSpec, ...]:
         """What is written of a result that is made so: one spec after the other.
 
         Partial sums are scattered to where they lie as they are added up; how it lies with them,

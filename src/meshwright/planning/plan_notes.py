@@ -16,8 +16,8 @@ from meshwright._compat import Eqn, source_line
 from meshwright._compat_lowering import equations, kernel_name
 from meshwright._text import amount, plural
 from meshwright.planning.plan_layouts import Layouts
-from meshwright.planning.plan_memory import constants_of
 from meshwright.planning.step_plan import AxisChoice
+from meshwright.planning.stored_values import constants_of
 from meshwright.planning.traced_program import TracedProgram
 from meshwright.planning.traced_step import TracedStep
 
@@ -172,11 +172,11 @@ def _bytes_of_rows(layouts: Layouts) -> float:
     data = [costs.groups.layout[value] for value in layouts.data]
     rows = {dims[0][0] for dims in data if dims and dims[0][0] >= 0}
     moments = []
-    for live in costs.live:
+    for held in costs.moments.held:
         sizes = [
-            (size * costs.part(dims, lists), bool(kinds & rows))
-            for kinds, arrays in live.items()
-            for dims, size in arrays
+            (each.bytes(costs, lists), bool(kinds & rows))
+            for kinds, arrays in held.items()
+            for each in arrays
         ]
         of_rows = sum(size for size, has_rows in sizes if has_rows)
         moments.append((sum(size for size, _ in sizes), of_rows))

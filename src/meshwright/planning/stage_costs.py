@@ -14,8 +14,8 @@ from meshwright.planning.dim_groups import HEAVY, VIEWS, DimGroups, Layout, kind
 from meshwright.planning.layer_parts import CutProgram
 from meshwright.planning.operation_work import Work
 from meshwright.planning.plan_costs import Lists
-from meshwright.planning.plan_memory import kept_values
 from meshwright.planning.remat_choice import Variant
+from meshwright.planning.stored_values import kept_values
 from meshwright.planning.traced_program import Operation, TracedProgram
 from meshwright.schedules.types import Costs
 

@@ -1,0 +1,56 @@
+"""What is said of products that sum over dims which lie cut by more axes."""
+
+import jax
+import pytest
+from forced_plans import with_lists
+
+import meshwright as mw
+
+ROWS, SEQ, VOCAB, WIDTH = 16, 64, 1024, 128
+LOGITS = ROWS * SEQ * VOCAB * 4
+
+
+@pytest.fixture(scope="module")
+def plan():
+    model = mw.models.model("tiny", vocab=VOCAB, embed=WIDTH)
+    args = model.shapes(), model.batch(ROWS, seq=SEQ)
+    options = {"on": "cpu:8", "compiler": "cpu", "progress": False, "pipelines": False}
+    return mw.plan(model.train_step, *args, mesh="a:4, b:2", donate_argnums=0, **options)
+
+
+HEAD = "params/head dim 1"
+
+
+def moved(plan, lists):
+    rehearsal = with_lists(plan, lists).rehearse(cache=False, progress=False)
+    return [(each.kind, each.bytes, each.total_bytes) for each in rehearsal.collectives]
+
+
+def test_sums_over_part_of_a_mesh_gather_no_activations(plan):
+    # The gradient of the head: words on b, sums over the rows on a, and its width lies on a.
+    found = moved(plan, [["batch", "embed"], [HEAD, "batch", "embed"]])
+    assert found
+    assert max(size for kind, size, _ in found if kind == "all-gather") < LOGITS / 4
+
+
+def test_what_a_product_sums_over_in_parts_is_pinned_where_it_lies(plan):
+    # Weights lie cut by both axes along the width, of which a product sums over one.
+    found = moved(plan, [["batch", "embed"], ["mlp/down dim 1", "embed"]])
+    assert sum(total for *_, total in found) < 10 * 2**20  # 11.3 without
+
+
+def test_how_sums_lie_is_said_before_other_axes_move(plan):
+    layouts = with_lists(plan, [["batch", "embed"], [HEAD, "batch", "embed"]]).layouts
+    program = plan.costs.program
+    head = next(v for v in program.arguments if program.shapes[v] == (WIDTH, VOCAB))
+    assert layouts.of_value(head) == jax.P("a", "b")
+    # Made with sums over a, beside the words on b: that both lie so is said at once.
+    assert layouts.of_made(head, jax.P(None, "b"), False) == (jax.P("a", "b"),)
+    # Made with other axes: first the sums are scattered beside these, then those move.
+    assert layouts.of_made(head, jax.P("b"), False) == (jax.P(("b", "a")), jax.P("a", "b"))
+    # A dim that is cut further: how it is made is said, too.
+    table = next(v for v in program.arguments if program.shapes[v] == (VOCAB, WIDTH))
+    lies = layouts.of_value(table)
+    assert lies == jax.P(None, ("a", "b"))
+    made = jax.P(None, "b")
+    assert layouts.of_made(table, made, False) == (made, lies)
