@@ -7,7 +7,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.planning.dim_groups import find_groups
-from meshwright.planning.moment_bytes import LookedUp, Waiting
+from meshwright.planning.moment_bytes import Gathered, LookedUp, Waiting
 from meshwright.planning.plan_memory import live_sets
 from meshwright.planning.stored_values import kept_values
 from meshwright.planning.traced_program import read_program
@@ -181,6 +181,33 @@ def test_a_tpu_holds_the_sums_of_a_product_that_waits_where_they_are_smaller(row
     waiting = Waiting(dims, size, tuple(map(p.costs.work, products)))
     expected = 4 * 64 * 2048 if sums else size / 8
     assert waiting.bytes(p.costs, lists) == pytest.approx(expected)
+
+
+def test_what_is_gathered_for_the_forward_pass_is_there_for_the_backward_pass():
+    def step(w, x):
+        def loss(w):
+            hidden = x
+            for each in w:
+                hidden = jax.nn.relu(hidden @ each)
+            return (hidden**2).mean()
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, w, jax.grad(loss)(w))
+
+    wide, layers = 512, 4
+    args = [shape(wide, wide)] * layers, shape(64, wide)
+    p = mw.plan(step, *args, on="v5e:2x4", mesh="fsdp:8", pipelines=False)
+    rows, *widths = (p.groups.index(name) for name in ("batch", *set(p.groups) - {"batch"}))
+    found = [each.bytes(p.costs, ((rows, *widths),)) for each in gathered_by(p)]
+    in_bf16 = 2 * wide * wide
+    assert set(found) <= {0.0, in_bf16}
+    assert in_bf16 in found
+    assert not gathered_by(mw.plan(step, *args, on="h100:8", mesh="fsdp:8", pipelines=False))
+
+
+def gathered_by(plan):
+    moments = plan.costs.moments.held
+    arrays = (each for moment in moments for arrays in moment.values() for each in arrays)
+    return [each for each in arrays if isinstance(each, Gathered)]
 
 
 def test_a_tpu_computes_in_its_products_what_is_there_otherwise():

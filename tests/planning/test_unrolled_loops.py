@@ -32,7 +32,7 @@ def layers(w, x, *, unroll, reverse=False, wrap=lambda f: f):
         x = jnp.tanh(x @ w) * (number + 1)
         return x, x.sum()
 
-    given = jnp.arange(LAYERS), w
+    given = jnp.arange(len(w)), w
     return jax.lax.scan(body, x, given, unroll=unroll, reverse=reverse)
 
 
@@ -83,6 +83,11 @@ def test_a_written_out_loop_computes_the_same_and_so_does_its_gradient(reverse, 
 def test_other_loops_stay(unroll):
     closed = jax.make_jaxpr(functools.partial(layers, unroll=unroll))(stack(), data())
     assert write_out_loops(closed) is closed
+
+
+def test_a_loop_of_one_run_is_written_out_as_compilers_do():
+    closed = jax.make_jaxpr(functools.partial(layers, unroll=1))(stack()[:1], data())
+    assert "scan" not in primitives(write_out_loops(closed).jaxpr)
 
 
 def test_a_stack_that_only_loops_take_is_never_made():

@@ -82,7 +82,20 @@ class _Passing(Lying):
         return 0.0 if few or self.size * part > self.count * LARGEST_ON_CHIP else self.size * part
 
 
-_ByKinds = dict[frozenset[int], list[Lying]]
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gathered:
+    """An operand of several products, gathered once for all; by these and its number in each."""
+
+    uses: tuple[tuple[Work, int], ...]
+
+    def layouts(self) -> Iterable[Layout]:
+        return [dims for work, _ in self.uses for dims, _ in work.values]
+
+    def bytes(self, costs: PlanCosts, lists: Lists) -> float:
+        return max(costs.way(work, lists).gathered[number] for work, number in self.uses)
+
+
+_ByKinds = dict[frozenset[int], list[Lying | Gathered]]
 
 
 class MomentBytes:
@@ -107,6 +120,10 @@ class MomentBytes:
                         *(
                             LookedUp(layout, size, work_of(lookup))
                             for layout, size, lookup in moment.looked_up
+                        ),
+                        *(
+                            Gathered(tuple((work_of(each), number) for each, number in uses))
+                            for uses in moment.gathered
                         ),
                     ]
                 )
@@ -133,7 +150,7 @@ class MomentBytes:
         return held, on_chip
 
 
-def _by_kinds(arrays: Iterable[Lying]) -> _ByKinds:
+def _by_kinds(arrays: Iterable[Lying | Gathered]) -> _ByKinds:
     found: _ByKinds = collections.defaultdict(list)
     for each in arrays:
         found[kinds_in(each.layouts())].append(each)

@@ -58,7 +58,7 @@ class Way:
     """How an operation is computed under a plan: the cut of every value as it is used or made.
 
     `exchange` are the seconds that it waits for exchanges, `hidden` those beside its computing.
-    `gathered`: bytes of its operands as they are needed, where they lie in smaller pieces; a TPU
+    `gathered`: bytes of each operand as it is needed, where it lies in smaller pieces; a TPU
     gathers what it multiplies as bf16. `summed`: over how many devices its result is added up.
     """
 
@@ -66,7 +66,7 @@ class Way:
     exchange: float
     hidden: float
     cuts: tuple[Cut, ...]
-    gathered: float = 0.0
+    gathered: tuple[float, ...] = ()
     summed: int = 1
 
 
@@ -304,7 +304,8 @@ class PlanCosts:
                 partial.append(axis)
             for value, dim in at:
                 cuts[value][axis] = dim
-        seconds = moved = held = 0.0
+        seconds = moved = 0.0
+        gathered = [0.0] * work.inputs
         product = self._multiplying(work, ways)
         # Where queries are cut, keys and values are gathered before, and written down as such.
         by_queries = any(work.dims[number][1] >= self._first_query for number in taken)
@@ -328,7 +329,7 @@ class PlanCosts:
                 beside.sides = work.sides[number] if work.sides else {}
                 need = self.exchanging.move(size, lies, cuts[number], entries, beside)
                 if need:
-                    held += local * narrow
+                    gathered[number] = local * narrow
                 seconds += need / shared
                 if log is not None:
                     log += [
@@ -348,14 +349,8 @@ class PlanCosts:
         if work.multiplies or (self.tpu and not work.scatters):
             hidden = min(beside.seconds, compute)
             compute += beside.pieces * PIECE_KERNELS * self.speeds.start
-        return Way(
-            compute,
-            seconds - hidden,
-            hidden,
-            tuple(cuts),
-            held,
-            math.prod([self.sizes[a] for a in partial]),
-        )
+        summed = math.prod([self.sizes[axis] for axis in partial])
+        return Way(compute, seconds - hidden, hidden, tuple(cuts), tuple(gathered), summed)
 
     def totals(self, lists: Lists) -> Totals:
         """Sum up a step under a plan."""
@@ -404,10 +399,10 @@ class PlanCosts:
             compute += times * way.compute
             exchange += times * way.exchange
             hidden += times * way.hidden
-            if way.gathered:
+            if any(way.gathered):
                 during: During = "loop" if work.looped else "step"
                 during = "lookup" if work.looks_up == "rows" else during
-                held[during] = max(held.get(during, 0.0), way.gathered)
+                held[during] = max(held.get(during, 0.0), sum(way.gathered))
         sizes, on_chip = self.moments.of(kinds, self, lists)
         return compute, exchange, hidden, sizes, held, on_chip
 

@@ -29,14 +29,14 @@ _LOOKUP = -1  # the number of the moment of a lookup
 _SMALL = 5e-4  # of all bytes: layouts with less are summed up
 # How many times its bytes what is temporary takes: compilers leave gaps between arrays (1 to 24 %
 # of 14 steps for TPUs), and that of GPUs copies some of them into another order.
-_GAPS = {"tpu": 1.04, "gpu": 1.12}
+_GAPS = {"tpu": 1.02, "gpu": 1.12}
 # How many times the time to fetch an array may pass between two of its uses, if a TPU's compiler
 # is to keep it on the chip; what of these it keeps there at once, and the largest of them.
 _FETCHES = 60.0
 ON_CHIP, LARGEST_ON_CHIP = 60 * 2**20, 64 * 2**20
 
 LiveSet = dict[Layout, float]  # bytes by layout, before they are cut
-
+Use = tuple[Operation, int]  # an operation, and the number of its operand
 
 During = Literal["step", "loop", "lookup"]
 
@@ -50,6 +50,7 @@ class Moment:
     `waiting`: arrays that are there for products that wait, or the sums of these in their place:
     layout, bytes and the products.
     `looked_up`: what a lookup in a table has made: layout, bytes and the lookup.
+    `gathered`: operands that a TPU gathers once for several products, before and after: these uses.
     `passing`: of that, temporary arrays that a TPU may keep on the chip, where so many devices, a
     power of two, have a copy of them: by layout and that number, bytes of all, and how many arrays.
     """
@@ -58,6 +59,7 @@ class Moment:
     during: During
     waiting: list[tuple[Layout, float, tuple[Operation, ...]]]
     looked_up: list[tuple[Layout, float, Operation]]
+    gathered: list[list[Use]]
     passing: dict[tuple[Layout, float], tuple[float, int]]
 
 
@@ -92,6 +94,7 @@ def live_sets(
         if tpu and operation.primitive == "gather" and looks_up(operation) == "table"
     }
     result = []
+    shared = list(_shared_operands(program)) if tpu else []
     for time, values, during in _worst_moments(program, lives, stored):
         waiting = sorted(value for value in values if lives.waits(value, time))
         looked_up = sorted(value for value in values.difference(waiting) if value in tables)
@@ -106,7 +109,8 @@ def live_sets(
         live = _by_layout(taken, layout, [*present, *always])
         products = [(layout[v], taken[v], tuple(lives.products[v])) for v in waiting]
         rows = [(layout[v], taken[v], tables[v]) for v in looked_up]
-        result.append(Moment(live, during, products, rows, passing))
+        gathered = [uses for first, last, uses in shared if first <= time <= last]
+        result.append(Moment(live, during, products, rows, gathered, passing))
     return result
 
 
@@ -255,6 +259,27 @@ class _Clock:
         if waits <= longest:
             return 1.0
         return 2.0 ** math.ceil(math.log2(waits / longest)) if longest else math.inf
+
+
+# In: a program. Out: operands that several products of a body read, with the first and the last of
+# their events, and each product with the operand's number. What is gathered for the first is kept
+# for the others: weights from a forward pass to its backward pass. Gradients of weights, which come
+# last, are not counted: their operands are there as they lie.
+def _shared_operands(program: TracedProgram) -> Iterator[tuple[int, int, list[Use]]]:
+    delayed = {id(product) for product, _, _ in _delayed(program)}
+    uses: dict[tuple[int, int], list[tuple[int, Use]]] = collections.defaultdict(list)
+    operations = iter(program.operations)
+    for time, (kind, _, _) in enumerate(program.events):
+        if kind != "op":
+            continue
+        operation = next(operations)
+        if operation.primitive == "dot_general" and id(operation) not in delayed:
+            for number, value in enumerate(operation.inputs):
+                uses[value, operation.body].append((time, (operation, number)))
+    for found in uses.values():
+        if len(found) > 1:
+            times, read = zip(*found, strict=True)
+            yield times[0], times[-1], list(read)
 
 
 def _products(program: TracedProgram) -> dict[int, Operation]:

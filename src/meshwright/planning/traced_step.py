@@ -1,6 +1,6 @@
 """`TracedStep`: a step, traced once: its jaxpr over the arrays among its arguments.
 
-Loops that JAX writes out run after run are written out in the jaxpr, too.
+Loops that JAX or its compilers write out run after run are written out in the jaxpr, too.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def arrays_at(part: Split, tree: Any) -> list[Any]:
 
 
 # In: a closed jaxpr. Out: the same, where every loop that JAX unrolls in full is written out, as it
-# is lowered; programs without one come back as they are. Its stacks are made for others alone: what
+# is lowered, and those of one run, as compilers do; programs without one come back as they are. Its stacks are made for others alone: what
 # another written-out loop takes of them, run by run, it takes from the run that made it, as
 # compilers do. Example: scan(body, c, x, unroll=2) of length 2 becomes body(body(c, x[0]), x[1]).
 def write_out_loops(closed: Any) -> Any:
@@ -186,7 +186,7 @@ def _is_unrolled(eqn: Eqn) -> bool:
     if eqn.primitive.name != "scan":
         return False
     unroll, length = eqn.params["unroll"], eqn.params["length"]
-    return unroll != 1 and 1 < length and (not unroll or unroll >= length)
+    return length == 1 or (unroll != 1 and (not unroll or unroll >= length))
 
 
 def _holds_unrolled(jaxpr: Jaxpr) -> bool:
