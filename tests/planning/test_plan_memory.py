@@ -183,6 +183,29 @@ def test_a_tpu_holds_the_sums_of_a_product_that_waits_where_they_are_smaller(row
     assert waiting.bytes(p.costs, lists) == pytest.approx(expected)
 
 
+def test_in_a_loop_a_tpu_holds_what_the_product_needs_even_where_its_sums_are_smaller():
+    def step(g, w):
+        def body(g, w):
+            wide = g @ w
+            gradient = wide.T @ g  # no other product of the body waits for it
+            for _ in range(3):
+                g = jnp.tanh(g @ w) @ w.T
+            return g, gradient
+
+        return jax.lax.scan(body, g, w)
+
+    rows, thin, wide = 8192, 64, 512
+    p = mw.plan(step, shape(rows, thin), shape(4, thin, wide), on="v5e:2x4", mesh="dp:8")
+    lists = ((next(n for n, sizes in enumerate(p.costs.groups.sizes) if rows in sizes),),)
+    arrays = (each for moment in p.costs.moments.held for held in moment.values() for each in held)
+    waiting = [each for each in arrays if isinstance(each, Waiting)]
+    assert waiting
+    for each in waiting:
+        assert each.bytes(p.costs, lists) == each.size / 8
+        sums = sum(work.values[-1][1] for work in each.products)
+        assert sums < each.size / 8
+
+
 def test_what_is_gathered_for_the_forward_pass_is_there_for_the_backward_pass():
     def step(w, x):
         def loss(w):

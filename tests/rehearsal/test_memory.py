@@ -40,6 +40,9 @@ def test_temporaries_of_a_tpu_are_what_is_alive_beside_its_arguments():
     assert memory.peak == sizes["live"] + sizes["generated_code"]
     assert memory.fits
     assert as_compiled({**sizes, "live": 0}, CHIPS["v5p"], ()).temporaries == sizes["temp"]
+    # With the gaps between arrays, where the compiler says what it assigned.
+    assigned = as_compiled({**sizes, "assigned": 94 * 10**9}, CHIPS["v5p"], ())
+    assert assigned.peak == 94 * 10**9 + sizes["generated_code"]
     assert as_compiled(sizes, CHIPS["h200"], ()).temporaries == sizes["temp"]
 
 

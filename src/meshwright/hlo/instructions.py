@@ -124,10 +124,12 @@ class Computation:
 # Reading shapes.
 # Input: a shape as a compiler writes it, `(bf16[64,256]{1,0:T(8,128)}, /*index=1*/s4[3]{0})`.
 # Output: its arrays in order, `bf16[64,256]` and `s4[3]`; nested tuples become one flat list.
-# Invariant: layouts and tilings in braces are dropped, so sizes are those without padding.
+# Invariant: layouts and tilings in braces are dropped, so sizes are those without padding; what is
+# stored with it is `Shape.stored`.
 
 _LEAF = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\]")
 _SPACE = re.compile(r"[a-z][a-z0-9]*\[[^\]]*\](?:\{[^{}]*?(?:S\((\d+)\))?\})?")
+_TILED = re.compile(r"[a-z][a-z0-9]*\[[^\]]*\](?:\{([\d,]*)(?::T\(([\d,]+)\))?[^{}]*\})?")
 _DIGITS = re.compile(r"\d+")
 # Types without their number of bits in their name. XLA stores a `pred` in a whole byte.
 _BITS_BY_NAME = {"pred": 8, "token": 0, "opaque": 0}
@@ -182,6 +184,17 @@ class Shape:
         """
         return tuple(int(space or 0) for space in _SPACE.findall(self.text))
 
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Bytes of each leaf in memory: a TPU's tiles, `T(8,128)`, fill up the last of its dims.
+
+        >>> Shape("(bf16[4,60,100]{2,1,0:T(8,128)(2,1)}, f32[60,100]{0,1:T(8,128)})").stored
+        (65536, 53248)
+        >>> Shape("(f32[3]{0:T(128)}, f32[3]{0})").stored
+        (512, 12)
+        """
+        return _stored(self.text)
+
     def element(self, index: int) -> Shape:
         """Return one of the shapes of a tuple.
 
@@ -206,6 +219,24 @@ def _leaves(text: str) -> tuple[Leaf, ...]:
         Leaf(dtype, tuple(int(size) for size in _DIGITS.findall(dims)))
         for dtype, dims in _LEAF.findall(text)
     )
+
+
+# In: `bf16[4,60,100]{2,1,0:T(8,128)}`: the order of dims in memory, the last first, and the tile,
+# whose last side is along the last dim. Out: the bytes with each of these dims filled up.
+@functools.lru_cache(maxsize=4096)
+def _stored(text: str) -> tuple[int, ...]:
+    sizes = []
+    for leaf, (order, tile) in zip(_leaves(text), _TILED.findall(text), strict=True):
+        if not tile:
+            sizes.append(leaf.bytes)
+            continue
+        dims = [leaf.dims[int(number)] for number in _DIGITS.findall(order)]
+        sides = [int(side) for side in reversed(_DIGITS.findall(tile))]
+        dims += [1] * (len(sides) - len(dims))
+        filled = [-(-size // side) * side for size, side in zip(dims, sides, strict=False)]
+        elements = math.prod([*filled, *dims[len(sides) :]])
+        sizes.append(-(-elements * bits(leaf.dtype) // 8))
+    return tuple(sizes)
 
 
 @functools.cache

@@ -33,7 +33,10 @@ class Lying:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Waiting(Lying):
-    """An array that is there for products that wait. On a TPU their sums may wait in its place."""
+    """An array that is there for products that wait.
+
+    On a TPU the sums of those that wait for a loop to end are there in its place, if smaller.
+    """
 
     products: tuple[Work, ...]
 
@@ -42,7 +45,7 @@ class Waiting(Lying):
 
     def bytes(self, costs: PlanCosts, lists: Lists) -> float:
         held = Lying.bytes(self, costs, lists)
-        if not costs.tpu:
+        if not costs.tpu or all(work.looped for work in self.products):
             return held
         made = ((work.values[-1][1], costs.way(work, lists).cuts[-1]) for work in self.products)
         return min(held, sum(size / costs.exchanging.divided(cut) for size, cut in made))

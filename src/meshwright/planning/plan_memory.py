@@ -261,25 +261,26 @@ class _Clock:
         return 2.0 ** math.ceil(math.log2(waits / longest)) if longest else math.inf
 
 
-# In: a program. Out: operands that several products of a body read, with the first and the last of
-# their events, and each product with the operand's number. What is gathered for the first is kept
-# for the others: weights from a forward pass to its backward pass. Gradients of weights, which come
-# last, are not counted: their operands are there as they lie.
+# In: a program. Out: operands that several products of a body read, when the first and the last of
+# them run, and each product with the operand's number. What is gathered for the first is kept for
+# the others: weights from a forward pass to its backward pass, rows for the gradients that wait for
+# the end of a loop's body. Of a step that is no loop, these have their operands as they lie.
 def _shared_operands(program: TracedProgram) -> Iterator[tuple[int, int, list[Use]]]:
-    delayed = {id(product) for product, _, _ in _delayed(program)}
+    delayed = {id(product): until for product, _, until in _delayed(program)}
     uses: dict[tuple[int, int], list[tuple[int, Use]]] = collections.defaultdict(list)
     operations = iter(program.operations)
     for time, (kind, _, _) in enumerate(program.events):
         if kind != "op":
             continue
         operation = next(operations)
-        if operation.primitive == "dot_general" and id(operation) not in delayed:
+        until = delayed.get(id(operation), time)
+        if operation.primitive == "dot_general" and (until == time or operation.body):
             for number, value in enumerate(operation.inputs):
-                uses[value, operation.body].append((time, (operation, number)))
+                uses[value, operation.body].append((until, (operation, number)))
     for found in uses.values():
         if len(found) > 1:
             times, read = zip(*found, strict=True)
-            yield times[0], times[-1], list(read)
+            yield min(times), max(times), list(read)
 
 
 def _products(program: TracedProgram) -> dict[int, Operation]:

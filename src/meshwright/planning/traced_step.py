@@ -168,9 +168,10 @@ def arrays_at(part: Split, tree: Any) -> list[Any]:
 
 
 # In: a closed jaxpr. Out: the same, where every loop that JAX unrolls in full is written out, as it
-# is lowered, and those of one run, as compilers do; programs without one come back as they are. Its stacks are made for others alone: what
-# another written-out loop takes of them, run by run, it takes from the run that made it, as
-# compilers do. Example: scan(body, c, x, unroll=2) of length 2 becomes body(body(c, x[0]), x[1]).
+# is lowered, and every loop of one run, as compilers do; programs without one come back as they
+# are. Its stacks are made for others alone: what another written-out loop takes of them, run by
+# run, it takes from the run that made it, as compilers do. Example: scan(body, c, x, unroll=2) of
+# length 2 becomes body(body(c, x[0]), x[1]).
 def write_out_loops(closed: Any) -> Any:
     """Write out the loops of a jaxpr that are unrolled in full."""
     if not _holds_unrolled(closed.jaxpr):

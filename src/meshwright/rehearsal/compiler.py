@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 # and variables that reach the compiler.
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda13-plugin")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-_FORMAT = 6  # of cache entries: raise it when `Outcome` or the worker changes
+_FORMAT = 7  # of cache entries: raise it when `Outcome` or the worker changes
 
 Platform = Literal["tpu", "cuda", "cpu"]
 PLATFORMS: Mapping[str, Platform] = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}  # by chip family
@@ -129,7 +129,7 @@ class Outcome:
     @property
     def scheduled(self) -> bool:
         """Whether the compiler was ended when it had scheduled the program, before it had code."""
-        return "assigned" in self.memory
+        return "assigned" in self.memory and "temp" not in self.memory
 
     @functools.cached_property
     def program(self) -> Program | None:
@@ -262,7 +262,7 @@ class Compiler:
                 stdin=subprocess.PIPE,
                 stdout=notes,
                 stderr=subprocess.STDOUT,
-                env=environment(None if codegen else self._path / SCHEDULED),
+                env=environment(_dump(self._path / SCHEDULED, site.platform, codegen)),
                 start_new_session=True,  # so that Ctrl-C reaches it through us alone
             )
 
@@ -286,22 +286,28 @@ class Compiler:
         self._folder.cleanup()
 
 
-def environment(dump: Path | None = None) -> dict[str, str]:
+def _dump(folder: Path, platform: Platform, codegen: bool) -> list[str]:
+    """Flags with which a TPU's compiler writes down the memory that it assigns.
+
+    Without code, the program, too. A user who has that written elsewhere keeps it.
+    """
+    if platform != "tpu" or (codegen and "xla_dump" in os.environ.get("XLA_FLAGS", "")):
+        return []
+    program = [] if codegen else ["--xla_dump_hlo_as_proto"]
+    return [f"--xla_dump_to={folder}", "--xla_dump_hlo_as_text", *program]
+
+
+def environment(flags: Sequence[str] = ()) -> dict[str, str]:
     """The variables of the compiling process: ours, with the CPU as JAX's only live platform.
 
-    With `dump` the compiler writes its programs into that folder as it makes them.
+    `flags`: more for the compiler than the user's own.
     """
     variables = dict(os.environ)
     variables["JAX_PLATFORMS"] = "cpu"  # the accelerators of this machine, if any, stay ours
-    flags = variables.get("XLA_FLAGS", "").split()
+    given = variables.get("XLA_FLAGS", "").split()
     # How many CPU devices there are is the job's to say; the other flags reach the compiler.
-    variables["XLA_FLAGS"] = " ".join(
-        flag for flag in flags if "xla_force_host_platform_device_count" not in flag
-    )
-    if dump is not None:
-        variables["XLA_FLAGS"] += (
-            f" --xla_dump_to={dump} --xla_dump_hlo_as_text --xla_dump_hlo_as_proto"
-        )
+    kept = [flag for flag in given if "xla_force_host_platform_device_count" not in flag]
+    variables["XLA_FLAGS"] = " ".join([*kept, *flags])
     package = str(Path(__file__).parents[2])
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, (package, variables.get("PYTHONPATH"))))
     for name in ("JAX_NUM_CPU_DEVICES", "JAX_COORDINATOR_ADDRESS"):

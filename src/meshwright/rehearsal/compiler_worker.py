@@ -7,6 +7,7 @@ that asked. What it imports delays every rehearsal, so it is little.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
@@ -43,7 +44,10 @@ def main(folder: str) -> None:
     _compat.use_shardy(job.shardy)
     if not job.codegen:
         threading.Thread(target=_answer_when_scheduled, args=(path, job), daemon=True).start()
-    _answer(path, compile_job(job, devices))
+    outcome = compile_job(job, devices)
+    if outcome.memory and job.site.platform == "tpu":
+        outcome = dataclasses.replace(outcome, memory={**outcome.memory, **_assigned(path)})
+    _answer(path, outcome)
 
 
 _answering = threading.Lock()
@@ -71,10 +75,16 @@ _LOOK = 0.1  # seconds
 _ASSIGNED = re.compile(r"\(color=(\d+)\)\nTotal bytes: (\d+)")
 
 
-def _assigned(file: Path) -> dict[str, int]:
-    """Bytes that the compiler assigned of the device's main memory and of the host's."""
-    [report] = file.parent.glob("*.after_optimizations-memory-usage-report.txt")
-    by_space = dict(_ASSIGNED.findall(report.read_text(encoding="utf-8")))
+def _assigned(path: Path) -> dict[str, int]:
+    """Bytes that the compiler assigned of the device's main memory and of the host's.
+
+    Nothing where it reported none: the user has the compiler's programs written elsewhere.
+    """
+    reports = path.joinpath(SCHEDULED).glob("*.after_optimizations-memory-usage-report.txt")
+    texts = [report.read_text(encoding="utf-8") for report in reports]
+    if len(texts) != 1:
+        return {}
+    by_space = dict(_ASSIGNED.findall(texts[0]))
     return {
         "assigned": int(by_space.get("0", 0)),
         "host_assigned": int(by_space.get(str(HOST_SPACE), 0)),
@@ -94,7 +104,7 @@ def _answer_when_scheduled(path: Path, job: Job) -> None:
                 outcome = Outcome(
                     "compiled",
                     text=text,
-                    memory=_assigned(file),
+                    memory=_assigned(path),
                     seconds=time.monotonic() - began,
                     compiler=f"{_compiler(job)}, without code",
                     constants=_constants(text, module),

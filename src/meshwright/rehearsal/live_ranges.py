@@ -207,7 +207,8 @@ def _new_leaves(computation: Computation, instruction: Instruction) -> Iterable[
 def bytes_in(instruction: Instruction, number: int, space: int = 0) -> int:
     """Bytes that a result takes of a memory space: by default, of the device's main memory.
 
-    Other spaces are the host's memory (`HOST_SPACE`) and a TPU's own scratch memory.
+    With what a TPU's tiles add. Other spaces are the host's memory (`HOST_SPACE`) and a TPU's own
+    scratch memory.
     """
     at, size = _place(instruction, number)
     return size if at == space else 0
@@ -218,7 +219,7 @@ def _place(instruction: Instruction, number: int) -> tuple[int, int]:
     shape = instruction.shape
     if number >= len(shape.leaves):
         return 0, 0
-    return shape.spaces[number], shape.leaves[number].bytes
+    return shape.spaces[number], shape.stored[number]
 
 
 # Which results of an instruction the text says are written over its operands. Fusions and custom

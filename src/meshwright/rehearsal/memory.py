@@ -238,15 +238,19 @@ def as_compiled(sizes: Mapping[str, int], chip: Chip, buffers: tuple[Buffer, ...
 
 # libtpu (0.0.42) reports more temporaries than it allocates: MaxText-32B on 64 v5p, 93.5 GiB where
 # its own buffer assignment has 81.5 GiB in main memory, of 95.7 GiB that the chip grants; it counts
-# the right size when it decides whether a program fits. What it counts as alive at once, arguments
-# included, is within 0.8 % of that assignment (0.6 GiB there are lost between buffers).
+# the right size when it decides whether a program fits. That assignment counts, with the gaps that
+# it leaves between arrays: up to a fourth of what is alive at once.
 def _temporaries(sizes: Mapping[str, int], chip: Chip) -> int:
-    """Bytes of temporaries: as reported, or on a TPU what is alive at once beside the arguments."""
-    live = sizes.get("live", 0)
-    if chip.family != "tpu" or not live:
-        return sizes["temp"]
-    beside = live - (sizes["argument"] + sizes["output"] - sizes["alias"])
-    return min(sizes["temp"], max(0, beside))
+    """Bytes of temporaries: as reported, or on a TPU what is assigned beside the arguments.
+
+    Where the assignment is not known, what is alive at once beside them.
+    """
+    beside = sizes["argument"] + sizes["output"] - sizes["alias"]
+    if chip.family == "tpu" and sizes.get("assigned"):
+        return max(0, sizes["assigned"] - beside)
+    if chip.family == "tpu" and sizes.get("live"):
+        return min(sizes["temp"], max(0, sizes["live"] - beside))
+    return sizes["temp"]
 
 
 def as_refused(reason: str, rows: Sequence[LeafRow], chip: Chip) -> Memory:

@@ -44,8 +44,7 @@ def live_buffers(program: Program, chip: Chip | None = None, space: int = 0) -> 
     held = []
     for computation, (name, number) in peak.buffers:
         maker = program.computations[computation].by_name[name]
-        leaf = maker.shape.leaves[number]
-        held.append((maker, str(leaf), leaf.bytes))
+        held.append((maker, str(maker.shape.leaves[number]), maker.shape.stored[number]))
     for computation, name, size in peak.scratch:
         held.append((program.computations[computation].by_name[name], f"u8[{size}]", size))
     buffers = []
