@@ -36,7 +36,12 @@ from meshwright.rehearsal.compiler import (
 from meshwright.rehearsal.host_memory import HostMemory, host_memory
 from meshwright.rehearsal.lowering import lower
 from meshwright.rehearsal.memory import Buffer, Memory, as_compiled, as_refused
-from meshwright.rehearsal.peak import live_buffers, scheduled_sizes, workspace_at_peak
+from meshwright.rehearsal.peak import (
+    constant_bytes,
+    live_buffers,
+    scheduled_sizes,
+    workspace_at_peak,
+)
 from meshwright.rehearsal.peak_estimates import PeakEstimate
 from meshwright.rehearsal.request import (
     TIMEOUT,
@@ -303,6 +308,8 @@ def _judge(
     if program is None:
         return as_refused(outcome.reason, arguments, chip), None
     sizes = scheduled_sizes(program, outcome.memory) if outcome.scheduled else outcome.memory
+    if sizes.get("assigned"):
+        sizes = {**sizes, "assigned": sizes["assigned"] - constant_bytes(program)}
     memory = as_compiled(sizes, chip, live_buffers(program, chip))
     workspace = workspace_at_peak(program, chip, memory.peak)
     return (

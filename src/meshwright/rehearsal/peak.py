@@ -101,6 +101,18 @@ def scheduled_sizes(program: Program, assigned: Mapping[str, int]) -> dict[str, 
     return sizes
 
 
+# In: a program that a TPU's compiler has made code of. Out: bytes of its constants. They are a part
+# of the code, and of the memory that the compiler reports as assigned as well.
+def constant_bytes(program: Program) -> int:
+    """Bytes of the constants that lie in a device's memory."""
+    return sum(
+        bytes_in(instruction, 0)
+        for name in program.runs
+        for instruction in program.computations[name].instructions
+        if instruction.opcode == "constant"
+    )
+
+
 class Peaks:
     """The peaks of a program's computations, each worked out once.
 
