@@ -87,15 +87,21 @@ class _Passing(Lying):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gathered:
-    """An operand of several products, gathered once for all; by these and its number in each."""
+    """Operands that are gathered once for several products each; `first` is the first of these.
 
-    uses: tuple[tuple[Work, int], ...]
+    `number` is that of the operand in it. `count`: how many operands there are so, as those of all
+    layers.
+    """
+
+    first: Work
+    number: int
+    count: int
 
     def layouts(self) -> Iterable[Layout]:
-        return [dims for work, _ in self.uses for dims, _ in work.values]
+        return [dims for dims, _ in self.first.values]
 
     def bytes(self, costs: PlanCosts, lists: Lists) -> float:
-        return max(costs.way(work, lists).gathered[number] for work, number in self.uses)
+        return self.count * costs.way(self.first, lists).gathered[self.number]
 
 
 _ByKinds = dict[frozenset[int], list[Lying | Gathered]]
@@ -112,6 +118,7 @@ class MomentBytes:
         self.held: list[_ByKinds] = []
         self._passing: list[_ByKinds] = []
         for moment in moments:
+            gathered = collections.Counter((work_of(use), n) for use, n in moment.gathered)
             self.held.append(
                 _by_kinds(
                     [
@@ -124,10 +131,7 @@ class MomentBytes:
                             LookedUp(layout, size, work_of(lookup))
                             for layout, size, lookup in moment.looked_up
                         ),
-                        *(
-                            Gathered(tuple((work_of(each), number) for each, number in uses))
-                            for uses in moment.gathered
-                        ),
+                        *(Gathered(*use, count) for use, count in gathered.items()),
                     ]
                 )
             )

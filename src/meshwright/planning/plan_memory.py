@@ -50,7 +50,7 @@ class Moment:
     `waiting`: arrays that are there for products that wait, or the sums of these in their place:
     layout, bytes and the products.
     `looked_up`: what a lookup in a table has made: layout, bytes and the lookup.
-    `gathered`: operands that a TPU gathers once for several products, before and after: these uses.
+    `gathered`: operands that a TPU gathers once for several products, by the first of these.
     `passing`: of that, temporary arrays that a TPU may keep on the chip, where so many devices, a
     power of two, have a copy of them: by layout and that number, bytes of all, and how many arrays.
     """
@@ -59,7 +59,7 @@ class Moment:
     during: During
     waiting: list[tuple[Layout, float, tuple[Operation, ...]]]
     looked_up: list[tuple[Layout, float, Operation]]
-    gathered: list[list[Use]]
+    gathered: list[Use]
     passing: dict[tuple[Layout, float], tuple[float, int]]
 
 
@@ -109,7 +109,7 @@ def live_sets(
         live = _by_layout(taken, layout, [*present, *always])
         products = [(layout[v], taken[v], tuple(lives.products[v])) for v in waiting]
         rows = [(layout[v], taken[v], tables[v]) for v in looked_up]
-        gathered = [uses for first, last, uses in shared if first <= time <= last]
+        gathered = [use for first, last, use in shared if first <= time <= last]
         result.append(Moment(live, during, products, rows, gathered, passing))
     return result
 
@@ -261,11 +261,11 @@ class _Clock:
         return 2.0 ** math.ceil(math.log2(waits / longest)) if longest else math.inf
 
 
-# In: a program. Out: operands that several products of a body read, when the first and the last of
-# them run, and each product with the operand's number. What is gathered for the first is kept for
+# In: a program. Out: operands that several products of a body read: when the first and the last of
+# them run, the first, and the operand's number in it. What is gathered for the first is kept for
 # the others: weights from a forward pass to its backward pass, rows for the gradients that wait for
 # the end of a loop's body. Of a step that is no loop, these have their operands as they lie.
-def _shared_operands(program: TracedProgram) -> Iterator[tuple[int, int, list[Use]]]:
+def _shared_operands(program: TracedProgram) -> Iterator[tuple[int, int, Use]]:
     delayed = {id(product): until for product, _, until in _delayed(program)}
     uses: dict[tuple[int, int], list[tuple[int, Use]]] = collections.defaultdict(list)
     operations = iter(program.operations)
@@ -280,7 +280,7 @@ def _shared_operands(program: TracedProgram) -> Iterator[tuple[int, int, list[Us
     for found in uses.values():
         if len(found) > 1:
             times, read = zip(*found, strict=True)
-            yield min(times), max(times), list(read)
+            yield min(times), max(times), read[0]
 
 
 def _products(program: TracedProgram) -> dict[int, Operation]:
