@@ -41,6 +41,7 @@ class Work:
     its result is read or written beside, to bring it from one order in memory to another.
     `only_moves`: it takes time for exchanges alone, and is computed where its result is used.
     `runs`: how many runs of a loop only add its result up, so that it is summed over devices once.
+    `one_by_one`: rows that it adds to a table each by itself.
     """
 
     heavy: bool
@@ -61,6 +62,7 @@ class Work:
     copies: float = 0.0
     only_moves: bool = False
     runs: int = 1
+    one_by_one: int = 0
 
 
 class WorkOf:
@@ -72,6 +74,7 @@ class WorkOf:
     def __init__(self, program: TracedProgram, groups: DimGroups, kept: Collection[int], tpu: bool):
         self._program, self._groups, self._kept = program, groups, frozenset(kept)
         self._copied = _copied_weights(program) if tpu else frozenset()
+        self._tpu = tpu
         self._uses: collections.Counter[tuple[int, int, str]] = collections.Counter()
         for operation in program.operations:
             if operation.primitive in HEAVY:
@@ -119,6 +122,7 @@ class WorkOf:
             _COPIES if self._copied.intersection(operation.outputs) else 0.0,
             takes_apart(self._program, operation) and self._kept.isdisjoint(operation.outputs),
             max((self._program.accumulated.get(v, 1) for v in operation.outputs), default=1),
+            _rows_one_by_one(self._program, operation) if self._tpu else 0,
         )
 
 
@@ -133,6 +137,20 @@ def takes_apart(program: TracedProgram, operation: Operation) -> bool:
         math.prod(program.shapes[values[0]]) for values in (operation.inputs, operation.outputs)
     )
     return max(first, second) >= 2 * min(first, second)
+
+
+def _rows_one_by_one(program: TracedProgram, operation: Operation) -> int:
+    """How many rows a TPU adds to a table in a loop, one in a run.
+
+    It does where they keep the dim that says which they are, as those that `vmap` makes of a slice:
+    the gradients of `vmap(equinox.nn.Embedding)`, of tables of penzai.
+    """
+    if not operation.primitive.startswith("scatter"):
+        return 0
+    dims = operation.eqn.params["dimension_numbers"]
+    if set(dims.scatter_dims_to_operand_dims) <= {*dims.inserted_window_dims}:
+        return 0
+    return math.prod(program.shapes[operation.inputs[1]][:-1])
 
 
 def _product_sides(operation: Operation) -> tuple[dict[int, str], ...]:

@@ -169,13 +169,15 @@ class Layouts:
     def around(self, number: int) -> tuple[list[PartitionSpec], list[PartitionSpec], bool] | None:
         """How an operation needs its inputs and makes its outputs; `None` where it is left alone.
 
-        `number` is that of the operation in the program. The last of three: whether it is cut by
-        queries.
+        `number` is that of the operation in the program. The last of three: whether all of that is
+        to be said. So of what is cut by queries, and of rows that are added to a table one by one:
+        the partitioner would cut the table rather than the rows, and each device add all of these.
         """
         operation = self.costs.program.operations[number]
         if operation.primitive not in PINNED:
             return None
-        way = self.costs.way(self.costs.work(operation), self.lists)
+        work = self.costs.work(operation)
+        way = self.costs.way(work, self.lists)
         shapes = self.costs.program.shapes
         specs = [
             spec_of(cut, len(shapes[value]), self.names)
@@ -188,4 +190,4 @@ class Layouts:
             for cut, value in zip(way.cuts, operation.values, strict=True)
             for dim in cut.values()
         )
-        return specs[:count], specs[count:], by_queries
+        return specs[:count], specs[count:], by_queries or bool(work.one_by_one)
