@@ -34,6 +34,7 @@ from meshwright.planning.plan_notes import (
     kernel_notes,
     memory_notes,
     sharding_notes,
+    slices_notes,
 )
 from meshwright.planning.plan_request import (
     check_options,
@@ -215,6 +216,7 @@ def plan(
             *notes,
             *constant_notes(step, limit, result.predicted.bytes),
             *sharding_notes(step),
+            *slices_notes(step, hardware.chip.family, result.predicted.seconds),
             *kernel_notes(chosen.program, hardware.num_devices),
             *context_notes(maker, found, checked, best),
             *(remat.lines() if remat is not None else ()),

@@ -14,7 +14,7 @@ from jax.sharding import Sharding
 
 from meshwright._compat import Eqn, source_line
 from meshwright._compat_lowering import equations, kernel_name
-from meshwright._text import amount, plural
+from meshwright._text import amount, duration, plural
 from meshwright.planning.plan_layouts import Layouts
 from meshwright.planning.step_plan import AxisChoice
 from meshwright.planning.stored_values import constants_of
@@ -25,6 +25,8 @@ _MOMENTS = re.compile(r"(^|/)(opt|opt_state|optimizer|mu|nu|trace|momentum)(/|$)
 _REMAT = ("checkpoint", "remat2")
 # Constants of more of the limit, or of what is predicted and of more bytes, are worth a note.
 _CONSTANTS, _SMALL_CONSTANTS = 0.01, 2**20
+_SLICE = 7e-6  # seconds of a TPU's loop for one slice
+_SLOW = 0.01  # of the time: slices that take less are not worth a note
 _SMALL_SAVING = 0.02  # of the limit: ways out that save less are not worth a line
 
 
@@ -79,6 +81,20 @@ def constant_notes(step: TracedStep, limit: float, predicted: float) -> list[str
     return [
         f"The step closes over arrays of {amount(held)}, {listed(constants, 3)}: constants, which "
         "are copied whole to every device and cannot be sharded. Pass them as arguments."
+    ]
+
+
+def slices_notes(step: TracedStep, family: str, predicted: float) -> list[str]:
+    """Say where gradients add rows to tables in a way that a TPU is slow at, which is mended."""
+    rows = sum(step.by_slices.values())
+    if family != "tpu" or rows * _SLICE < _SLOW * predicted:
+        return []
+    lines = dict.fromkeys(map(_shortened, step.by_slices))
+    return [
+        f"{listed(lines, 3)}: vmap looks slices up here, and adds their gradients to the table slice "
+        f"by slice; a TPU's compiler makes a loop of that, of {rows:,} runs and about "
+        f"{duration(rows * _SLICE)} if they are not cut. p.jit() adds all at once. Without it, "
+        "look rows up as table[ids]."
     ]
 
 
@@ -137,8 +153,11 @@ def listed(names: Collection[str], most: int) -> str:
 
 def short_line(eqn: Eqn) -> str:
     """The file and the line that an equation comes from, without folders and columns."""
-    file, line, *_ = source_line(eqn).split(" ")[0].rpartition("/")[2].split(":")
-    return f"{file}:{line}"
+    return _shortened(source_line(eqn))
+
+
+def _shortened(source: str) -> str:
+    return ":".join(source.split(" ")[0].rpartition("/")[2].split(":")[:2])
 
 
 def batch_rows(layouts: Layouts) -> int:

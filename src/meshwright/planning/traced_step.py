@@ -1,7 +1,4 @@
-"""`TracedStep`: a step, traced once: its jaxpr over the arrays among its arguments.
-
-Loops that JAX or its compilers write out run after run are written out in the jaxpr, too.
-"""
+"""`TracedStep`: a step, traced once: its jaxpr over the arrays among its arguments."""
 
 from __future__ import annotations
 
@@ -14,13 +11,10 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from meshwright._compat import Atom, Eqn, Jaxpr, Var, at_equation, is_literal, scan_counts
 from meshwright.errors import PlanningError
-from meshwright.pipelines.tracing import run_equation
 from meshwright.planning.carried_state import next_arguments
-from meshwright.planning.traced_program import inlined_program
+from meshwright.planning.written_forms import in_better_form, rows_by_slices
 from meshwright.trees.split import Split, as_shape, split_arrays
 from meshwright.trees.walk import variables_of
 
@@ -33,6 +27,7 @@ class TracedStep:
     it left in NNX variables of its arguments follow in the jaxpr's results, and `in_place` says for
     each which array of the arguments it replaces. `carried`: for results that are the next step's
     arguments (the new state), by number, the array of the arguments that each takes the place of.
+    `by_slices`: lines whose gradients added so many rows to tables slice by slice.
     """
 
     function: Callable[..., Any]
@@ -43,6 +38,7 @@ class TracedStep:
     donate_argnums: tuple[int, ...]
     names: tuple[str, ...]
     carried: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    by_slices: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def paths(self) -> list[str]:
@@ -95,7 +91,8 @@ def trace_step(
         seen.append((dataclasses.replace(returned, arrays=()), tuple(in_place)))
         return [*returned.arrays, *changed]
 
-    closed = write_out_loops(jax.make_jaxpr(called_as(flat, function))(*by_path(parts)))
+    given = jax.make_jaxpr(called_as(flat, function))(*by_path(parts))
+    closed = in_better_form(given)
     returned, in_place = seen[-1]
     shapes = [(aval.shape, aval.dtype) for aval in closed.out_avals]
     carried = next_arguments(
@@ -109,7 +106,15 @@ def trace_step(
         (len(returned.positions) + number, argument) for number, argument in enumerate(in_place)
     )
     return TracedStep(
-        function, closed, tuple(parts), returned, in_place, donate_argnums, tuple(names), carried
+        function,
+        closed,
+        tuple(parts),
+        returned,
+        in_place,
+        donate_argnums,
+        tuple(names),
+        carried,
+        rows_by_slices(given),
     )
 
 
@@ -165,99 +170,3 @@ def arrays_at(part: Split, tree: Any) -> list[Any]:
     """Return the leaves of a tree that are arrays in one of its structure."""
     leaves = jax.tree.leaves(tree)
     return [leaves[position] for position in part.positions]
-
-
-# In: a closed jaxpr. Out: the same, where every loop that JAX unrolls in full is written out, as it
-# is lowered, and every loop of one run, as compilers do; programs without one come back as they
-# are. Its stacks are made for others alone: what another written-out loop takes of them, run by
-# run, it takes from the run that made it, as compilers do. Example: scan(body, c, x, unroll=2) of
-# length 2 becomes body(body(c, x[0]), x[1]).
-def write_out_loops(closed: Any) -> Any:
-    """Write out the loops of a jaxpr that are unrolled in full."""
-    if not _holds_unrolled(closed.jaxpr):
-        return closed
-
-    def run(*args: Any) -> list[Any]:
-        return _run_written_out(closed.jaxpr, closed.consts, args)
-
-    return jax.make_jaxpr(run)(*closed.in_avals)
-
-
-def _is_unrolled(eqn: Eqn) -> bool:
-    if eqn.primitive.name != "scan":
-        return False
-    unroll, length = eqn.params["unroll"], eqn.params["length"]
-    return length == 1 or (unroll != 1 and (not unroll or unroll >= length))
-
-
-def _holds_unrolled(jaxpr: Jaxpr) -> bool:
-    """Whether one is in a jaxpr, or in what is called there; not in bodies of control flow."""
-    return any(
-        _is_unrolled(eqn) or ((held := _called(eqn)) is not None and _holds_unrolled(held[0]))
-        for eqn in jaxpr.eqns
-    )
-
-
-def _called(eqn: Eqn) -> tuple[Jaxpr, Sequence[Any]] | None:
-    """The program of an equation that does nothing but call it, now or in the backward pass."""
-    return None if eqn.primitive.name.startswith("custom") else inlined_program(eqn)
-
-
-def _run_written_out(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Evaluate a jaxpr with its unrolled loops written out."""
-    env: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
-    stacks: dict[Var, list[Any]] = {}  # by their parts, until something takes all of one
-
-    def read(atom: Atom) -> Any:
-        if is_literal(atom):
-            return atom.val
-        if atom not in env:
-            env[atom] = jnp.stack(stacks[atom])
-        return env[atom]
-
-    for eqn in jaxpr.eqns:
-        with at_equation(eqn):
-            if _is_unrolled(eqn):
-                _write_out(eqn, read, env, stacks)
-                continue
-            values = [read(atom) for atom in eqn.invars]
-        held = _called(eqn)
-        if held is None or not _holds_unrolled(held[0]):
-            results = run_equation(eqn, env)
-        elif "policy" in eqn.params:  # of a checkpoint
-            run = functools.partial(_run_written_out, *held)
-            inner: Any = jax.make_jaxpr(lambda *args, run=run: run(args))(*map(jax.typeof, values))
-            again = eqn.replace(params={**eqn.params, "jaxpr": inner.jaxpr})
-            results = run_equation(again, env)
-        else:
-            with at_equation(eqn):
-                results = _run_written_out(*held, values)
-        env.update(zip(eqn.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def _write_out(
-    eqn: Eqn, read: Callable[[Atom], Any], env: dict[Var, Any], stacks: dict[Var, list[Any]]
-) -> None:
-    """Evaluate an unrolled loop run by run."""
-    params, body = eqn.params, eqn.params["jaxpr"]
-    constants, count = scan_counts(params)
-    whole = constants + count
-    fixed = [read(atom) for atom in eqn.invars[:constants]]
-    carry = [read(atom) for atom in eqn.invars[constants:whole]]
-
-    def part(atom: Atom, run: int) -> Any:
-        if not is_literal(atom) and atom in stacks:
-            return stacks[atom][run]
-        return jax.lax.index_in_dim(read(atom), run, keepdims=False)
-
-    made: dict[int, list[Any]] = {}
-    order = range(params["length"])
-    for run in reversed(order) if params["reverse"] else order:
-        parts = [part(atom, run) for atom in eqn.invars[whole:]]
-        results = _run_written_out(body.jaxpr, body.consts, [*fixed, *carry, *parts])
-        carry, made[run] = results[:count], results[count:]
-    env.update(zip(eqn.outvars[:count], carry, strict=True))
-    for number, var in enumerate(eqn.outvars[count:]):
-        stacks[var] = [made[run][number] for run in order]
