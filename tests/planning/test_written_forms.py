@@ -233,3 +233,11 @@ def test_the_planned_step_adds_rows_at_once():
     plan = mw.plan(step, state, ids, mesh="fsdp:4, tp:2", donate_argnums=0, pipelines=False)
     assert all(dims_added(jax.make_jaxpr(plan.jit())(state, ids).jaxpr))
     assert_equal_to_one_device(with_lists(plan), state, ids)
+
+
+def test_a_loop_under_two_checkpoints_is_known():
+    def loss(w, x):
+        return layers(w, x, unroll=1, wrap=jax.checkpoint)[0].sum()
+
+    plan = mw.plan(jax.grad(jax.checkpoint(loss)), stack(), data(), mesh="dp:8", pipelines=False)
+    assert not plan.unknown

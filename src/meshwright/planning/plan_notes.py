@@ -91,8 +91,8 @@ def slices_notes(step: TracedStep, family: str, predicted: float) -> list[str]:
         return []
     lines = dict.fromkeys(map(_shortened, step.by_slices))
     return [
-        f"{listed(lines, 3)}: vmap looks slices up here, and adds their gradients to the table slice "
-        f"by slice; a TPU's compiler makes a loop of that, of {rows:,} runs and about "
+        f"{listed(lines, 3)}: vmap looks slices up here, and adds their gradients to the table "
+        f"slice by slice; a TPU's compiler makes a loop of that, of {rows:,} runs and about "
         f"{duration(rows * _SLICE)} if they are not cut. p.jit() adds all at once. Without it, "
         "look rows up as table[ids]."
     ]
