@@ -112,10 +112,12 @@ class PlannedEvaluation:
             }
         results = run_equation(eqn, {**env, **operands})
         # A product that lies as its operands make it needs no word, and compilers merge a softmax
-        # with one that has none (a tenth less memory, 2 to 4 % less time on TPUs).
+        # with one that has none (a tenth less memory, 2 to 4 % less time on TPUs). Neither needs one
+        # that is added up everywhere: without, what follows is merged with it (up to 15 % less).
         axes = set().union(*map(axes_of, needed))
+        is_product = eqn.primitive.name == "dot_general"
         implied = (
-            eqn.primitive.name == "dot_general"
+            is_product
             and all(
                 is_literal(atom) or axes_of(self.layouts.of_value(value)) <= axes_of(spec)
                 for atom, spec, value in zip(eqn.invars, needed, operation.inputs, strict=True)
@@ -127,7 +129,8 @@ class PlannedEvaluation:
             kept = []
             for result, spec, value in zip(results, made, operation.outputs, strict=True):
                 lies = self.layouts.of_value(value)
-                if implied and lies == spec:
+                summed = is_product and not in_full and not axes_of(lies)
+                if lies == spec and (implied or summed):
                     kept.append(result)
                     continue
                 for each in self.layouts.of_made(value, spec, in_full):
