@@ -112,8 +112,8 @@ class PlannedEvaluation:
             }
         results = run_equation(eqn, {**env, **operands})
         # A product that lies as its operands make it needs no word, and compilers merge a softmax
-        # with one that has none (a tenth less memory, 2 to 4 % less time on TPUs). Neither needs one
-        # that is added up everywhere: without, what follows is merged with it (up to 15 % less).
+        # with one that has none (a tenth less memory, 2 to 4 % less time on TPUs). Neither does one
+        # that is added up everywhere need it: what follows is merged with it (up to 15 % less).
         axes = set().union(*map(axes_of, needed))
         is_product = eqn.primitive.name == "dot_general"
         implied = (
