@@ -48,9 +48,8 @@ def test_how_sums_lie_is_said_before_other_axes_move(plan):
     assert layouts.of_made(head, jax.P(None, "b"), False) == (jax.P("a", "b"),)
     # Made with other axes: first the sums are scattered beside these, then those move.
     assert layouts.of_made(head, jax.P("b"), False) == (jax.P(("b", "a")), jax.P("a", "b"))
-    # A dim that is cut further: how it is made is said, too.
-    table = next(v for v in program.arguments if program.shapes[v] == (VOCAB, WIDTH))
-    lies = layouts.of_value(table)
-    assert lies == jax.P(None, ("a", "b"))
-    made = jax.P(None, "b")
-    assert layouts.of_made(table, made, False) == (made, lies)
+    # A dim of a product that is cut further: how it is made is said, too.
+    made, lies = jax.P(None, "b"), jax.P(None, ("a", "b"))
+    products = [op.outputs[0] for op in program.operations if op.primitive == "dot_general"]
+    gradient = next(value for value in products if layouts.of_value(value) == lies)
+    assert layouts.of_made(gradient, made, False) == (made, lies)
