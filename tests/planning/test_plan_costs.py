@@ -8,6 +8,7 @@ import meshwright as mw
 from meshwright.planning.exchange_costs import ExchangeCosts
 from meshwright.planning.made_plans import unasked_part
 from meshwright.planning.plan_search import speeds_on
+from meshwright.planning.written_forms import SLICE_SECONDS
 
 ROWS, WIDTH, HIDDEN = 512, 256, 1024
 
@@ -59,6 +60,46 @@ def test_a_tpu_gathers_what_it_multiplies_as_bf16(on, narrower):
     works = [p.costs.work(each) for each in p.costs.program.operations]
     most = max(sum(p.costs.way(work, lists).gathered) for work in works if work.multiplies)
     assert most == WIDTH * HIDDEN * 4 / narrower
+
+
+def slices_added(table, ids, rows):
+    # What is outside is dropped, so that this stays as it is written.
+    numbers = jax.lax.ScatterDimensionNumbers((1, 2), (), (0,))
+    return table + jax.lax.scatter_add(jnp.zeros_like(table), ids[:, None], rows, numbers)
+
+
+SLICES = [((4096, 256), "float32"), ((8192,), "int32"), ((8192, 1, 256), "float32")]
+
+
+def by_slices_args():
+    return [jax.ShapeDtypeStruct(*each) for each in SLICES]
+
+
+@pytest.fixture(scope="module")
+def by_slices():
+    options = {"mesh": "dp:8", "donate_argnums": 0, "pipelines": False, "progress": False}
+    return mw.plan(slices_added, *by_slices_args(), on="v5e:2x4", **options)
+
+
+def test_a_tpu_adds_slices_one_by_one_so_that_their_rows_are_cut(by_slices):
+    costs, program = by_slices.costs, by_slices.costs.program
+    number = next(n for n, op in enumerate(program.operations) if op.primitive == "scatter-add")
+    work = costs.work(program.operations[number])
+    assert work.one_by_one == 8192
+    assert by_slices.predicted.compute >= 8192 / 8 * SLICE_SECONDS
+    operands, made, in_full = by_slices.layouts.around(number)
+    assert in_full
+    assert [*operands, *made] == [jax.P(), jax.P("dp"), jax.P("dp"), jax.P()]
+    gpu = mw.plan(slices_added, *by_slices_args(), on="h100:8", mesh="dp:8", progress=False)
+    assert not any(gpu.costs.work(op).one_by_one for op in gpu.costs.program.operations)
+
+
+@pytest.mark.compilers
+def test_the_compiler_of_a_tpu_adds_only_a_devices_own_slices(by_slices):
+    found = by_slices.rehearse(codegen=False, progress=False)
+    (loop,) = (line for line in found.text.splitlines() if " while(" in line)
+    assert "s32[1024" in loop  # of 8,192
+    assert found.time.total == pytest.approx(by_slices.predicted.seconds, rel=0.4)
 
 
 def test_data_parallelism_sums_every_gradient_once():

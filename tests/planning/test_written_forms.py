@@ -10,7 +10,7 @@ import pytest
 from forced_plans import assert_equal_to_one_device, with_lists
 
 import meshwright as mw
-from meshwright.planning.written_forms import in_better_form
+from meshwright.planning.written_forms import in_better_form, rows_by_slices
 
 LAYERS, WIDE, ROWS = 3, 64, 32
 
@@ -241,3 +241,39 @@ def test_a_loop_under_two_checkpoints_is_known():
 
     plan = mw.plan(jax.grad(jax.checkpoint(loss)), stack(), data(), mesh="dp:8", pipelines=False)
     assert not plan.unknown
+
+
+@pytest.mark.parametrize(
+    ("column", "sorts", "unique"), [((0, 1), True, False), ((1, 0), False, False)]
+)
+def test_what_is_promised_of_indices_holds_only_as_far_as_they_are_kept(column, sorts, unique):
+    numbers = jax.lax.ScatterDimensionNumbers((1, 2), (), column)
+
+    def added(table, ids, rows):
+        promises = {"indices_are_sorted": True, "unique_indices": True}
+        clip = jax.lax.GatherScatterMode.CLIP
+        return jax.lax.scatter_add(table, ids, rows, numbers, mode=clip, **promises)
+
+    args = jnp.zeros((WORDS, 6)), jnp.zeros((4, 2), "int32"), jnp.ones((4, 1, 6))
+    (eqn,) = in_better_form(jax.make_jaxpr(added)(*args)).jaxpr.eqns[-1:]
+    assert eqn.invars[1].aval.shape == (4, 1)
+    assert (eqn.params["indices_are_sorted"], eqn.params["unique_indices"]) == (sorts, unique)
+
+
+def test_a_jit_stays_one_with_its_shardings():
+    def step(w, x):
+        return jax.grad(lambda w: layers(w, x, unroll=True)[0].sum())(w)
+
+    mesh = mw.mesh("dp:8")
+    cut = jax.NamedSharding(mesh, jax.P("dp"))
+    jitted = jax.jit(step, in_shardings=(None, cut))
+    plan = mw.plan(jitted, stack(), data(), mesh="dp:8", pipelines=False)
+    assert any("in_shardings" in note for note in plan.notes)
+
+
+def test_rows_in_a_loop_count_in_every_run():
+    def gradient(table, ids):
+        return jax.grad(lambda table: in_a_loop(table, ids).sum())(table)
+
+    closed = jax.make_jaxpr(gradient)(jnp.zeros((WORDS, 6)), jnp.zeros(8, "int32"))
+    assert list(rows_by_slices(closed).values()) == [8]

@@ -6,7 +6,8 @@ partitioner guesses the rest, and was up to nine times slower. Two are left out:
 gathered, and that partial sums are added up before they are scattered. The partitioner does both
 anyway, and where it may choose how, it does so beside the product (on a TPU, piece by piece). In a
 product of scores that are cut by their queries both are said: pieces of the scores would be copied,
-and a step take half as long again.
+and a step take half as long again. Of a product nothing is said that lies as its operands make it,
+or that is added up everywhere: compilers merge what follows with it.
 
 Pallas kernels are no business of the partitioner: each device runs them on its part of the grid.
 """

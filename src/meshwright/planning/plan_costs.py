@@ -32,6 +32,7 @@ from meshwright.planning.operation_work import Work, WorkOf, takes_apart
 from meshwright.planning.plan_memory import ON_CHIP, During, live_sets
 from meshwright.planning.stored_values import kept_values, tile_padding
 from meshwright.planning.traced_program import Operation, TracedProgram
+from meshwright.planning.written_forms import SLICE_SECONDS
 from meshwright.rehearsal.kernel_speeds import speeds
 
 Lists = tuple[tuple[int, ...], ...]  # per axis, kinds of dims in the order in which they take it
@@ -45,7 +46,6 @@ _PER_ENTRY = 0.01  # part of the time by which a list must be better to be longe
 # (queries to a key, halves of a head): partitioners then exchange in more and larger pieces than
 # needed, a tenth of a step's time and more.
 _PER_DOUBLE = 0.03
-_ROW_KERNELS = 6  # that a TPU starts for each row which it adds to a table by itself
 _OVER = 10.0  # how much a plan costs for being over the limit, times the part it is over
 
 
@@ -184,13 +184,8 @@ class PlanCosts:
     def _alone(self, work: Work) -> float:
         """Seconds of an operation on one device."""
         moved = sum(size for _, size in work.values)
-        return max(self._multiplying(work, 1), moved / self.speeds.bytes) + self._one_by_one(
-            work, 1
-        )
-
-    def _one_by_one(self, work: Work, ways: int) -> float:
-        """Seconds of a loop that adds one row to a table in a run, of rows cut so many ways."""
-        return work.one_by_one / ways * _ROW_KERNELS * self.speeds.start
+        seconds = max(self._multiplying(work, 1), moved / self.speeds.bytes)
+        return seconds + work.one_by_one * SLICE_SECONDS
 
     def _multiplying(self, work: Work, ways: int) -> float:
         if not work.flops and not work.exponentials:
@@ -353,7 +348,7 @@ class PlanCosts:
             seconds += self.exchanging.move(size, cuts[number], lies, log)
         compute = max(product, 0.0 if work.only_moves else moved / self.speeds.bytes)
         if work.one_by_one:
-            compute += self._one_by_one(work, divided(cuts[1]))
+            compute += work.one_by_one / divided(cuts[1]) * SLICE_SECONDS
         hidden = 0.0
         if work.multiplies or (self.tpu and not work.scatters):
             hidden = min(beside.seconds, compute)

@@ -94,7 +94,7 @@ def live_sets(
         if tpu and operation.primitive == "gather" and looks_up(operation) == "table"
     }
     result = []
-    shared = list(_shared_operands(program)) if tpu else []
+    shared = list(_shared_operands(program, lives.delayed)) if tpu else []
     for time, values, during in _worst_moments(program, lives, stored):
         waiting = sorted(value for value in values if lives.waits(value, time))
         looked_up = sorted(value for value in values.difference(waiting) if value in tables)
@@ -136,7 +136,8 @@ class _Lives:
                 self.last[value] = time
         self._used = dict(self.last)  # until when it is there for what does not wait
         self.products: dict[int, list[Operation]] = collections.defaultdict(list)
-        for product, value, time in _delayed(program):
+        self.delayed = _delayed(program)
+        for product, value, time in self.delayed:
             for source in sources.of(value):
                 self._stays_until(source, time)
                 self.products[source].append(product)
@@ -265,15 +266,17 @@ class _Clock:
 # them run, the first, and the operand's number in it. What is gathered for the first is kept for
 # the others: weights from a forward pass to its backward pass, rows for the gradients that wait for
 # the end of a loop's body. Of a step that is no loop, these have their operands as they lie.
-def _shared_operands(program: TracedProgram) -> Iterator[tuple[int, int, Use]]:
-    delayed = {id(product): until for product, _, until in _delayed(program)}
+def _shared_operands(
+    program: TracedProgram, delayed: Iterable[tuple[Operation, int, int]]
+) -> Iterator[tuple[int, int, Use]]:
+    ends = {id(product): until for product, _, until in delayed}
     uses: dict[tuple[int, int], list[tuple[int, Use]]] = collections.defaultdict(list)
     operations = iter(program.operations)
     for time, (kind, _, _) in enumerate(program.events):
         if kind != "op":
             continue
         operation = next(operations)
-        until = delayed.get(id(operation), time)
+        until = ends.get(id(operation), time)
         if operation.primitive == "dot_general" and (until == time or operation.body):
             for number, value in enumerate(operation.inputs):
                 uses[value, operation.body].append((until, (operation, number)))

@@ -20,12 +20,12 @@ from meshwright.planning.step_plan import AxisChoice
 from meshwright.planning.stored_values import constants_of
 from meshwright.planning.traced_program import TracedProgram
 from meshwright.planning.traced_step import TracedStep
+from meshwright.planning.written_forms import SLICE_SECONDS
 
 _MOMENTS = re.compile(r"(^|/)(opt|opt_state|optimizer|mu|nu|trace|momentum)(/|$)")
 _REMAT = ("checkpoint", "remat2")
 # Constants of more of the limit, or of what is predicted and of more bytes, are worth a note.
 _CONSTANTS, _SMALL_CONSTANTS = 0.01, 2**20
-_SLICE = 7e-6  # seconds of a TPU's loop for one slice
 _SLOW = 0.01  # of the time: slices that take less are not worth a note
 _SMALL_SAVING = 0.02  # of the limit: ways out that save less are not worth a line
 
@@ -87,13 +87,14 @@ def constant_notes(step: TracedStep, limit: float, predicted: float) -> list[str
 def slices_notes(step: TracedStep, family: str, predicted: float) -> list[str]:
     """Say where gradients add rows to tables in a way that a TPU is slow at, which is mended."""
     rows = sum(step.by_slices.values())
-    if family != "tpu" or rows * _SLICE < _SLOW * predicted:
+    seconds = rows * SLICE_SECONDS
+    if family != "tpu" or seconds < _SLOW * predicted:
         return []
     lines = dict.fromkeys(map(_shortened, step.by_slices))
     return [
         f"{listed(lines, 3)}: vmap looks slices up here, and adds their gradients to the table "
         f"slice by slice; a TPU's compiler makes a loop of that, of {rows:,} runs and about "
-        f"{duration(rows * _SLICE)} if they are not cut. p.jit() adds all at once. Without it, "
+        f"{duration(seconds)} if they are not cut. p.jit() adds all at once. Without it, "
         "look rows up as table[ids]."
     ]
 

@@ -56,7 +56,6 @@ def kept_values(program: TracedProgram, family: str = "") -> set[int]:
     """
     tpu = family == "tpu"
     kept = {*program.arguments, *program.results}
-
     views = _product_slices(program)
 
     def written(values: Iterable[int]) -> Iterator[int]:

@@ -98,13 +98,14 @@ def _answer_when_scheduled(path: Path, job: Job) -> None:
         time.sleep(_LOOK)
         for file in path.joinpath(SCHEDULED).glob(_WRITTEN):
             before, size = size, file.stat().st_size
-            if size and size == before:  # nothing was added since the last look
+            # Nothing was added since the last look, and the memory's report is there.
+            if size and size == before and (memory := _assigned(path)):
                 module = module_of_proto(file.read_bytes())
                 text = Path(str(file).removesuffix(_PROTO) + ".txt").read_text(encoding="utf-8")
                 outcome = Outcome(
                     "compiled",
                     text=text,
-                    memory=_assigned(path),
+                    memory=memory,
                     seconds=time.monotonic() - began,
                     compiler=f"{_compiler(job)}, without code",
                     constants=_constants(text, module),

@@ -107,8 +107,8 @@ def constant_bytes(program: Program) -> int:
     """Bytes of the constants that lie in a device's memory."""
     return sum(
         bytes_in(instruction, 0)
-        for name in program.runs
-        for instruction in program.computations[name].instructions
+        for computation in running(program)
+        for instruction in computation.instructions
         if instruction.opcode == "constant"
     )
 
