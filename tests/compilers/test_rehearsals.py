@@ -69,6 +69,7 @@ def test_memory_and_program_are_those_of_jit(on, spec, slices, cache):
     if on.startswith("v5"):  # what is assigned, which `jit` does not say
         options = {"slices": slices, "donate_argnums": 0, "cache": cache, "codegen": False}
         scheduled = mw.rehearse(step, SHAPES, BATCH, mesh=spec, on=on, **options)
+        assert scheduled.compiler == f"{found.compiler}, without code"
         without_code = found.memory.peak - found.memory.code
         assert without_code == pytest.approx(scheduled.memory.peak, rel=0.01)
         buffers = sum(buffer.bytes for buffer in found.memory.buffers)

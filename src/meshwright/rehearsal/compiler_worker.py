@@ -47,6 +47,8 @@ def main(folder: str) -> None:
     outcome = compile_job(job, devices)
     if outcome.memory and job.site.platform == "tpu":
         outcome = dataclasses.replace(outcome, memory={**outcome.memory, **_assigned(path)})
+        if not job.codegen:  # of a small program there was code before the other thread looked
+            outcome = _scheduled(path, job, outcome.seconds) or outcome
     _answer(path, outcome)
 
 
@@ -98,19 +100,29 @@ def _answer_when_scheduled(path: Path, job: Job) -> None:
         time.sleep(_LOOK)
         for file in path.joinpath(SCHEDULED).glob(_WRITTEN):
             before, size = size, file.stat().st_size
-            # Nothing was added since the last look, and the memory's report is there.
-            if size and size == before and (memory := _assigned(path)):
-                module = module_of_proto(file.read_bytes())
-                text = Path(str(file).removesuffix(_PROTO) + ".txt").read_text(encoding="utf-8")
-                outcome = Outcome(
-                    "compiled",
-                    text=text,
-                    memory=memory,
-                    seconds=time.monotonic() - began,
-                    compiler=f"{_compiler(job)}, without code",
-                    constants=_constants(text, module),
-                )
-                _answer(path, outcome)
+            # Nothing was added since the last look.
+            if size and size == before:
+                outcome = _scheduled(path, job, time.monotonic() - began)
+                if outcome is not None:
+                    _answer(path, outcome)
+
+
+def _scheduled(path: Path, job: Job, seconds: float) -> Outcome | None:
+    """The program as it was scheduled, or None where that or its memory's report is not there."""
+    files = list(path.joinpath(SCHEDULED).glob(_WRITTEN))
+    memory = _assigned(path)
+    if not files or not memory:
+        return None
+    module = module_of_proto(files[0].read_bytes())
+    text = Path(str(files[0]).removesuffix(_PROTO) + ".txt").read_text(encoding="utf-8")
+    return Outcome(
+        "compiled",
+        text=text,
+        memory=memory,
+        seconds=seconds,
+        compiler=f"{_compiler(job)}, without code",
+        constants=_constants(text, module),
+    )
 
 
 def _devices_or_error(site: Site) -> list[Any] | Exception:
