@@ -70,6 +70,32 @@ def test_copies_to_the_memory_on_chip_run_beside_kernels():
     assert time.memory == pytest.approx(2 * 512**2 / 0.82e12 / part)
 
 
+def test_slices_for_the_memory_on_chip_run_beside_kernels():
+    slices = """\
+%slices (p: bf16[512,512]) -> bf16[128,512] {
+  %p = bf16[512,512] parameter(0)
+  ROOT %part = bf16[128,512]{1,0:S(1)} slice(%p), slice={[0:128], [0:512]}
+}
+
+"""
+    start = "((bf16[512,512]{1,0}), bf16[128,512]{1,0:S(1)}, s32[]{:S(2)}) async-start(%a)"
+    body = f"""\
+  %s = {start}, calls=%slices
+  %d = bf16[128,512]{{1,0:S(1)}} async-done(%s)
+  ROOT %c = bf16[128,512] copy(%d)
+"""
+    time = step_time(program(body, slices), Collectives(()), CHIPS["v6e"])
+    part = CHIPS["v6e"].speeds["part memory"]
+    assert time.memory == pytest.approx(2 * 128 * 512 / 1.6e12 / part)
+
+
+def test_a_slice_reads_what_it_takes():
+    sliced = program("  ROOT %c = bf16[128,512] slice(%a), slice={[0:128], [0:512]}\n")
+    time = step_time(sliced, Collectives(()), CHIPS["v5p"])
+    part = CHIPS["v5p"].speeds["part memory"]
+    assert time.memory == pytest.approx(2 * 2 * 128 * 512 / 2.765e12 / part)
+
+
 def test_the_end_of_a_collective_that_kernels_carry_is_no_kernel():
     ends = """\
 %ends (p: bf16[512,512]) -> bf16[512,512] {

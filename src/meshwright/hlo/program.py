@@ -224,6 +224,17 @@ class Program:
         """`{computation: how often it runs}`, without those that are never called."""
         return count_runs(self.dataflow, self.entry.name)
 
+    @functools.cached_property
+    def started(self) -> frozenset[str]:
+        """Computations that only start, and run beside others: a TPU's slices for its own chip."""
+        return frozenset(
+            name
+            for computation in self.computations.values()
+            for instruction in computation.instructions
+            if instruction.opcode == "async-start"
+            for _, name in instruction.called
+        )
+
     def run_count(self, computation: str) -> RunCount:
         """Return how often a computation runs when the program runs once."""
         return self.runs.get(computation, RunCount(0))

@@ -445,7 +445,7 @@ class PlanCosts:
 
 
 def _summed_apart(work: Work, lies: Sequence[Cut]) -> bool:
-    """Whether each operand of a product lies cut along the sum by an axis that the other has not."""
+    """Whether each operand of a product lies cut along the sum by an axis the other has not."""
     one, other = (
         {axis for axis, dim in cut.items() if sides.get(dim) == "sum"}
         for cut, sides in zip(lies[:2], work.sides, strict=False)

@@ -48,9 +48,10 @@ class Kernel:
     (`memory_access`), `row_operations` what one that reduces rows computes on their elements,
     `beside_result` the bytes of a product's result and of what is added to it. `zeros`: half of
     what it multiplies are zeros, which take less power. `fused_before`: bytes of kernels that a
-    library's product has beside it, where this one has them fused. `slow` counts what
-    other units than multipliers and memory may bound: elements of transcendental functions by
-    HLO's opcode, and what `_irregular` names.
+    library's product has beside it, where this one has them fused. `started`: it is in a
+    computation that starts and ends apart. `slow` counts what other units than multipliers and
+    memory may bound: elements of transcendental functions by HLO's opcode, and what `_irregular`
+    names.
     """
 
     instruction: Instruction
@@ -64,6 +65,7 @@ class Kernel:
     slow: Mapping[str, float] = dataclasses.field(default_factory=dict)
     zeros: bool = False
     fused_before: float = 0.0
+    started: bool = False
 
     @property
     def looped(self) -> float:
@@ -83,8 +85,8 @@ class Kernel:
 
     @property
     def beside(self) -> bool:
-        """Whether it only starts a copy on the device, beside which others run."""
-        return self.instruction.opcode.endswith("-start") and not self.flops
+        """Whether it only starts a copy on the device, beside which others run, or is that copy."""
+        return (self.started or self.instruction.opcode.endswith("-start")) and not self.flops
 
 
 # In: a computation that runs. Out: its kernels in order, each with floating-point operations and
@@ -93,6 +95,7 @@ class Kernel:
 # reads x and w and writes its result; what the dot hands to the addition stays on chip.
 def kernels(program: Program, computation: Computation) -> Iterator[Kernel]:
     """List the kernels of a computation."""
+    started = computation.name in program.started
     for instruction in computation.instructions:
         if _is_free(instruction) or _is_communication(program, instruction):
             continue
@@ -113,7 +116,8 @@ def kernels(program: Program, computation: Computation) -> Iterator[Kernel]:
         traffic *= tile_traffic(program, computation, instruction) if work else 1.0
         before = fused_before(program, instruction) if work else 0.0
         yield Kernel(
-            *(instruction, work, traffic, dtype, None, access, rows, beside, slow, zeros, before)
+            *(instruction, work, traffic, dtype, None, access, rows, beside, slow, zeros, before),
+            started,
         )
 
 
@@ -171,8 +175,9 @@ def _traffic(program: Program, computation: Computation, instruction: Instructio
     operands = computation.operands(instruction)
     if instruction.opcode == "copy-start":
         return 2.0 * sum(map(_main_memory, operands))
-    if instruction.opcode == "dynamic-slice":
-        return 2.0 * _main_memory(instruction)
+    if instruction.opcode in ("slice", "dynamic-slice"):  # what it takes, and not all that is there
+        taken = instruction.shape.bytes if _main_memory(operands[0]) else 0
+        return float(taken + _main_memory(instruction))
     if instruction.opcode == "dynamic-update-slice":
         return 2.0 * _main_memory(operands[1])
     if instruction.opcode == "scatter":  # in place: what is there is read and written
