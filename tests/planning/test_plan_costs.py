@@ -230,6 +230,57 @@ def test_the_compiler_of_a_tpu_exchanges_so(name):
     assert {entry.kind for entry in made if entry.bytes > 2**16} == {kind}
 
 
+# Rows of which the width is summed over: it lies cut by one axis, that of the weights by another.
+APART = "bse,ef->bsf", (16, 2048, 4096), (4096, 14336), ((16, 4096), (14336, 4096))
+
+
+def test_the_larger_of_two_operands_that_are_summed_over_apart_is_taken_in_pieces():
+    p = product(*APART)
+    seconds = {entry.bytes: entry.seconds for entry, _, _ in p.exchanges()}
+    larger, smaller = 16 * 2048 * 4096 * 2 / 4, 4096 * 14336 * 2 / 4
+    assert seconds.keys() == {larger, smaller}
+    (work,) = {work for _, work, _ in p.exchanges()}
+    hidden = p.costs.way(work, p.lists).hidden
+    assert hidden == pytest.approx(0.9 * seconds[larger])
+
+
+@pytest.mark.compilers
+def test_the_compiler_of_a_tpu_takes_the_larger_in_pieces():
+    made = product(*APART).rehearse(progress=False, codegen=False).collectives
+    kinds = {(entry.kind, entry.over) for entry in made if entry.bytes > 2**20}
+    assert {kind for kind, over in kinds if "tp" in over} == {"collective-permute"}
+    assert {kind for kind, over in kinds if "dp" in over} == {"all-gather"}
+
+
+def gates(count):
+    """So many products of the same rows, whose width lies cut."""
+
+    def multiply(x, weights):
+        return [x @ w for w in weights]
+
+    x = jax.ShapeDtypeStruct((16, 2048, 4096), "bfloat16")
+    weights = [jax.ShapeDtypeStruct((4096, 14336), "bfloat16")] * count
+    p = mw.plan(
+        multiply, x, weights, on="v5e:4x4", mesh="dp:4, tp:4", progress=False, pipelines=False
+    )
+    kinds = {size: kind for kind, sizes in enumerate(p.costs.groups.sizes) for size in sizes}
+    p.layouts.lists = ((kinds[16],), (kinds[14336], kinds[4096]))
+    return p
+
+
+@pytest.mark.parametrize(("count", "hides"), [(1, True), (2, False)])
+def test_what_several_products_need_is_gathered_whole(count, hides):
+    p = gates(count)
+    assert (p.costs.totals(p.lists).hidden > 0) == hides
+
+
+@pytest.mark.compilers
+@pytest.mark.parametrize(("count", "kind"), [(1, "collective-permute"), (2, "all-gather")])
+def test_the_compiler_of_a_tpu_gathers_for_several_products_once(count, kind):
+    made = gates(count).rehearse(progress=False, codegen=False).collectives
+    assert {entry.kind for entry in made if entry.bytes > 2**20} == {kind}
+
+
 # Rows on one axis, and the sequence on the other: the gradient of a weight is summed over both.
 SUMMED = "bsf,bse->fe", (16, 8192, 14336), (16, 8192, 4096), ((16, 14336), (8192,))
 

@@ -21,8 +21,8 @@ Cut = dict[int, int]  # axis -> dim of a value
 # What of gathers and scatters runs beside the product that they belong to, at most its time. CUDA's
 # compiler starts them early; a TPU's takes product and exchange piece by piece, one for each device
 # that has a part, if these are no more than 32, even of small arrays. A piece is some kernels. What
-# several products need is gathered whole, once, and so are operands that lie cut along the sum by
-# different axes.
+# several products need is gathered whole, once, and so is the smaller of two operands that lie cut
+# along the sum by different axes.
 _HIDDEN = {"tpu": 0.9, "gpu": 0.6}
 MOST_PIECES, _LEAST_IN_PIECES = 32, 2**18
 _HIDDEN_OF_MANY = {"v5e": 0.35}  # among more devices, by kind of TPU; none on others
@@ -90,14 +90,14 @@ class Beside:
     `loops`: into how many parts each loop of the product is cut; `product`: its own seconds.
     `multiplies`: a product of matrices, and not a convolution.
     `shared`: by how many products the array at hand is used; `sides`: the loops of its dims.
-    `apart`: one operand lies cut along the sum by an axis, the other by another one. `rounds`: how
-    often the result is read and written, to add a piece of the sum to it. `in_full`: nothing is
-    taken in pieces, and what is gathered is so before, beside other work.
+    `whole`: a TPU gathers the array at hand before. `rounds`: how often the result is read and
+    written, to add a piece of the sum to it. `in_full`: nothing is taken in pieces, and what is
+    gathered is so before, beside other work.
     """
 
     __slots__ = (
-        "apart", "in_full", "loops", "multiplies", "pieces", "product", "rounds", "seconds",
-        "shared", "sides",
+        "in_full", "loops", "multiplies", "pieces", "product", "rounds", "seconds", "shared",
+        "sides", "whole",
     )  # fmt: skip
 
     def __init__(
@@ -110,7 +110,7 @@ class Beside:
         self.loops = frozenset() if in_full else loops
         self.product, self.multiplies, self.in_full, self.shared = product, multiplies, in_full, 1
         self.sides: dict[int, str] = {}
-        self.apart = False
+        self.whole = False
         self.seconds = self.pieces = self.rounds = 0.0
 
     def add(self, pieces: int, seconds: float) -> None:
@@ -201,7 +201,7 @@ class ExchangeCosts:
             elif beside is not None and kind == "all-gather" and not inner:
                 side = beside.sides.get(dim)
                 alone = not any(beside.sides.get(other) == side for other in want.values())
-                alone = alone and beside.shared == 1 and not beside.apart
+                alone = alone and not beside.whole
                 if (alone or not self._tpu) and self._beside(beside, parts, local, taken):
                     beside.rounds += (side == "sum" and beside.multiplies) * parts
             if log is not None:

@@ -312,8 +312,12 @@ class PlanCosts:
         # Where queries are cut, keys and values are gathered before, and written down as such.
         by_queries = any(work.dims[number][1] >= self._first_query for number in taken)
         beside = Beside(frozenset(taken.values()), product, work.multiplies, by_queries)
+        smaller = -1
         if self.tpu and work.multiplies:
-            beside.apart = _summed_apart(work, [self.cut(each, lists) for each, _ in work.values])
+            lying = [self.cut(layout, lists) for layout, _ in work.values]
+            if _summed_apart(work, lying):
+                one, other = (work.values[n][1] / self.exchanging.divided(cuts[n]) for n in (0, 1))
+                smaller = int(other < one) if one != other else -1
         divided = self.exchanging.divided
         read = 1.0 if work.heavy else _FUSED
         narrow = 0.5 if self.tpu and work.dtype == "f32" else 1.0
@@ -329,7 +333,7 @@ class PlanCosts:
                     continue
                 entries: list[Exchange] | None = [] if log is not None else None
                 shared = work.shared[number]
-                beside.shared = shared
+                beside.shared, beside.whole = shared, shared > 1 or number == smaller
                 beside.sides = work.sides[number] if work.sides else {}
                 need = self.exchanging.move(size, lies, cuts[number], entries, beside)
                 if need:
