@@ -76,7 +76,9 @@ def compare(case: Case, check: int) -> dict[str, Any]:
     plans = [each for each in checked.alternatives if each.compiled is not None]
     # Without a check no context parallel plan is returned, however good it is predicted to be.
     first = next((each for each in plans if (each.sizes, each.lists) == chosen(top)), None)
-    first_seconds = first.compiled if first else top.rehearse(**codegen(case)).time.total
+    alone = None if first else top.rehearse(**codegen(case)).time
+    # None where the compiler refuses the plan for its memory.
+    first_seconds = first.compiled if first else alone and alone.total
     hand = {}
     for mesh in case.meshes:
         try:
@@ -101,7 +103,7 @@ def compare(case: Case, check: int) -> dict[str, Any]:
         "best_hand_mesh": best_mesh,
         "best_hand": best,
         "hand": hand,
-        "top1": first_seconds / best,
+        "top1": first_seconds and first_seconds / best,
         "top1_seconds": first_seconds,
         "best_of": r.time.total / best,
         "fits": checked.fits,
@@ -178,9 +180,11 @@ def codegen(case: Case) -> dict[str, bool]:
 
 def line(row: dict[str, Any]) -> str:
     peak = row["predicted_bytes"][0] / row["compiled_bytes"][0]
+    ratios = ("refused" if row["top1"] is None else f"{row['top1']:.3f}", f"{row['best_of']:.3f}")
+    seconds = "" if row["top1"] is None else f"{duration(row['top1_seconds'])} "
     return (
-        f"{row['case']:22} top-1 {row['top1']:.3f} best {row['best_of']:.3f}  "
-        f"{duration(row['top1_seconds'])} {row['top1_mesh']} | {row['mesh']} against "
+        f"{row['case']:22} top-1 {ratios[0]} best {ratios[1]}  "
+        f"{seconds}{row['top1_mesh']} | {row['mesh']} against "
         f"{duration(row['best_hand'])} {row['best_hand_mesh']}; exchange "
         f"{ratio(row, 'exchange'):.2f} bytes {ratio(row, 'moved'):.2f} computing "
         f"{ratio(row, 'compute'):.2f} peak {peak:.2f}"
@@ -203,7 +207,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
             for p, c in zip(row["predicted_bytes"], row["compiled_bytes"], strict=True)
         ]
         near = sum(abs(peak - 1) <= 0.1 for peak in peaks) / len(peaks)
-        top, best = [row["top1"] for row in chosen], [row["best_of"] for row in chosen]
+        top = [row["top1"] for row in chosen if row["top1"] is not None]
+        best = [row["best_of"] for row in chosen]
         moved = statistics.median(ratio(row, "moved") for row in chosen)
         cells.append(
             [
