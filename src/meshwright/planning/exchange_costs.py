@@ -161,6 +161,18 @@ class ExchangeCosts:
             return True
         return False
 
+    def smaller_apart(self, work: Work, lies: Sequence[Cut], needed: Sequence[Cut]) -> int | None:
+        """Of two operands that lie cut along the sum, each by an axis that the other has not, the
+        number of the smaller one as they are needed; `None` where there are none, or equal ones."""
+        one, other = (
+            {axis for axis, dim in lies[n].items() if work.sides[n].get(dim) == "sum"}
+            for n in (0, 1)
+        )
+        if one <= other or other <= one:
+            return None
+        first, second = (work.values[n][1] / self.divided(needed[n]) for n in (0, 1))
+        return None if first == second else int(second < first)
+
     def move(
         self,
         size: float,
@@ -200,8 +212,8 @@ class ExchangeCosts:
                 beside.add(0, self._hidden * taken)
             elif beside is not None and kind == "all-gather" and not inner:
                 side = beside.sides.get(dim)
-                alone = not any(beside.sides.get(other) == side for other in want.values())
-                alone = alone and not beside.whole
+                rivals = any(beside.sides.get(other) == side for other in want.values())
+                alone = not (rivals or beside.whole)
                 if (alone or not self._tpu) and self._beside(beside, parts, local, taken):
                     beside.rounds += (side == "sum" and beside.multiplies) * parts
             if log is not None:

@@ -312,12 +312,10 @@ class PlanCosts:
         # Where queries are cut, keys and values are gathered before, and written down as such.
         by_queries = any(work.dims[number][1] >= self._first_query for number in taken)
         beside = Beside(frozenset(taken.values()), product, work.multiplies, by_queries)
-        smaller = -1
+        smaller: int | None = None
         if self.tpu and work.multiplies:
             lying = [self.cut(layout, lists) for layout, _ in work.values]
-            if _summed_apart(work, lying):
-                one, other = (work.values[n][1] / self.exchanging.divided(cuts[n]) for n in (0, 1))
-                smaller = int(other < one) if one != other else -1
+            smaller = self.exchanging.smaller_apart(work, lying, cuts)
         divided = self.exchanging.divided
         read = 1.0 if work.heavy else _FUSED
         narrow = 0.5 if self.tpu and work.dtype == "f32" else 1.0
@@ -446,15 +444,6 @@ class PlanCosts:
                 self.way(work, lists, log)
                 found += [(entry, work, times // entry.runs) for entry in log]
         return found
-
-
-def _summed_apart(work: Work, lies: Sequence[Cut]) -> bool:
-    """Whether each operand of a product lies cut along the sum by an axis the other has not."""
-    one, other = (
-        {axis for axis, dim in cut.items() if sides.get(dim) == "sum"}
-        for cut, sides in zip(lies[:2], work.sides, strict=False)
-    )
-    return not (one <= other or other <= one)
 
 
 def _exchanges_heaviest(work: Work, takers: Sequence[int | None]) -> bool:

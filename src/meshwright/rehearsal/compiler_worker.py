@@ -100,8 +100,7 @@ def _answer_when_scheduled(path: Path, job: Job) -> None:
         time.sleep(_LOOK)
         for file in path.joinpath(SCHEDULED).glob(_WRITTEN):
             before, size = size, file.stat().st_size
-            # Nothing was added since the last look.
-            if size and size == before:
+            if size and size == before:  # nothing was added since the last look
                 outcome = _scheduled(path, job, time.monotonic() - began)
                 if outcome is not None:
                     _answer(path, outcome)
@@ -109,12 +108,12 @@ def _answer_when_scheduled(path: Path, job: Job) -> None:
 
 def _scheduled(path: Path, job: Job, seconds: float) -> Outcome | None:
     """The program as it was scheduled, or None where that or its memory's report is not there."""
-    files = list(path.joinpath(SCHEDULED).glob(_WRITTEN))
+    file = next(path.joinpath(SCHEDULED).glob(_WRITTEN), None)
     memory = _assigned(path)
-    if not files or not memory:
+    if file is None or not memory:
         return None
-    module = module_of_proto(files[0].read_bytes())
-    text = Path(str(files[0]).removesuffix(_PROTO) + ".txt").read_text(encoding="utf-8")
+    module = module_of_proto(file.read_bytes())
+    text = Path(str(file).removesuffix(_PROTO) + ".txt").read_text(encoding="utf-8")
     return Outcome(
         "compiled",
         text=text,

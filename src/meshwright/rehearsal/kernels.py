@@ -117,7 +117,7 @@ def kernels(program: Program, computation: Computation) -> Iterator[Kernel]:
         before = fused_before(program, instruction) if work else 0.0
         yield Kernel(
             *(instruction, work, traffic, dtype, None, access, rows, beside, slow, zeros, before),
-            started,
+            started=started,
         )
 
 
