@@ -130,7 +130,7 @@ def test_private_jax_stays_behind_compat(path):
 
 # Names that tell what a file is in its room, whichever that is.
 SHARED_BASENAMES = ("__init__", "__main__", "api", "types", "named", "report")
-MOST_FILES = 186  # of all rooms but these, which have a limit of their own
+MOST_FILES = 187  # of all rooms but these, which have a limit of their own
 MOST_FILES_OF = {"calibration": 13, "planning": 42}
 MOST_INNER_IMPORTS = 20  # of our own modules, inside of functions
 SHORT_FILE = 60

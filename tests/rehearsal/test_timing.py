@@ -174,6 +174,40 @@ def test_communication_hides_behind_what_runs_meanwhile():
     assert exposed.total - hidden.total == pytest.approx(exposed.exposed)
 
 
+AROUND = [(0, 1), (1, 2), (2, 3), (3, 0)]
+BACK = [(b, a) for a, b in AROUND]
+SWAPPED = [(0, 1), (1, 0), (2, 3), (3, 2)]
+
+
+@pytest.mark.parametrize(
+    ("chip", "one", "other", "together"),
+    [
+        ("v5e", AROUND, BACK, True),
+        ("v5e", AROUND, AROUND, False),  # over the same links
+        ("v5e", SWAPPED, SWAPPED, False),
+        ("h100", AROUND, BACK, False),  # NCCL runs one collective after the other
+    ],
+)
+def test_permutes_to_and_fro_run_together_on_a_tpu(chip, one, other, together):
+    def pairs(found):
+        return "{" + ",".join(f"{{{a},{b}}}" for a, b in found) + "}"
+
+    body = "  %b = f32[1048576] constant(0)\n"
+    for name, found in (("x", one), ("y", other)):
+        body += (
+            f"  %{name} = (f32[1048576], f32[1048576]) collective-permute-start(%b), "
+            f"channel_id={ord(name)}, source_target_pairs={pairs(found)}\n"
+        )
+    body += "".join(f"  %{n}d = f32[1048576] collective-permute-done(%{n})\n" for n in "xy")
+    read = program(body + "  ROOT %end = bf16[4096,4096] copy(%a)\n")
+    collectives = analyze(read, mw.place("dp:4", "v5e:2x2" if chip == "v5e" else "h100:4"))
+    time = step_time(read, collectives, CHIPS[chip])
+    first, second = (entry.seconds for entry in collectives)
+    assert first > 0
+    assert time.exposed == pytest.approx(max(first, second) if together else first + second)
+    assert time.hidden + time.exposed == pytest.approx(first + second)
+
+
 @pytest.mark.parametrize("target", ["Forward", "BackwardInput", "BackwardFilter"])
 def test_gradients_of_convolutions_by_cudnn_have_the_products_of_the_convolution(target):
     shapes = {"x": "f32[8,16,16,32]", "k": "f32[64,3,3,32]", "y": "f32[8,16,16,64]"}

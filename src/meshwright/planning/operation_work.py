@@ -21,6 +21,10 @@ _HEAVIER = 4
 # How often a TPU reads or writes a new weight of a convolution, and each of its moments, beside the
 # update, to bring it into the order of its gradient and back (a UNet on v6e, 3.2 ms for 149 MB).
 _COPIES = 7.0
+# A TPU gathers an operand once for the products of a step that need it, and once more for those
+# that run later by this part of the step's events, as weights for the backward pass. In a loop's
+# body it is gathered once.
+_LATER = 0.3
 _PARTS = frozenset({"split", "slice", "pad"})
 
 
@@ -29,8 +33,9 @@ class Work:
     """One operation, without its place in the program: equal ones are costed once.
 
     `values`: layout and bytes of inputs and outputs. `dims`: kind of iteration, kind of dims, the
-    size that a cut must divide, and where it is. `shared`: by how many operations of a loop each
-    input is used, so that what is exchanged once is not counted for all. `multiplies`: a product of
+    size that a cut must divide, and where it is. `shared`: with how many operations each input is
+    exchanged at once, this one counted, so that it is not counted for all; `uses`: by how many of
+    the loop or the step it is used at all. `multiplies`: a product of
     matrices, beside which compilers exchange its operands; beside a convolution only TPUs' do.
     `scatters`: whether partial sums are scattered where the result lies cut. Those of convolutions
     are added up everywhere, and sliced, but for what a TPU takes in pieces. `looks_up`: a gather or
@@ -54,6 +59,7 @@ class Work:
     flops: float
     dtype: str
     shared: tuple[int, ...]
+    uses: tuple[int, ...]
     looped: bool = False
     heaviest: int = -1
     sides: tuple[dict[int, str], ...] = dataclasses.field(default=(), compare=False)
@@ -75,11 +81,7 @@ class WorkOf:
         self._program, self._groups, self._kept = program, groups, frozenset(kept)
         self._copied = _copied_weights(program) if tpu else frozenset()
         self._tpu = tpu
-        self._uses: collections.Counter[tuple[int, int, str]] = collections.Counter()
-        for operation in program.operations:
-            if operation.primitive in HEAVY:
-                for value in set(operation.inputs):
-                    self._uses[value, operation.body, operation.primitive] += 1
+        self._uses, self._shared = _uses(program, tpu)
 
     def resized(self, program: TracedProgram, groups: DimGroups) -> WorkOf:
         """Tell the work of the same program where its arrays have other sizes."""
@@ -111,6 +113,7 @@ class WorkOf:
             dims,
             operation.flops,
             _multiplied(self._program, operation) if operation.flops else "",
+            tuple(self._shared.get((operation.outputs[0], v), 1) for v in operation.inputs),
             tuple(
                 self._uses[v, operation.body, operation.primitive] or 1 for v in operation.inputs
             ),
@@ -124,6 +127,33 @@ class WorkOf:
             max((self._program.accumulated.get(v, 1) for v in operation.outputs), default=1),
             _rows_one_by_one(self._program, operation) if self._tpu else 0,
         )
+
+
+# In: a program. Out: how many operations of a kind use each value in a loop's body, or the step;
+# and for each operation, by what it makes, with how many an input is exchanged at once.
+# Example: of a weight that a forward and a backward pass use, two uses, each for itself.
+def _uses(
+    program: TracedProgram, tpu: bool
+) -> tuple[collections.Counter[tuple[int, int, str]], dict[tuple[int, int], int]]:
+    uses = collections.defaultdict[tuple[int, int, str], list[tuple[int, int]]](list)
+    operations = iter(program.operations)
+    for time, (kind, _, _) in enumerate(program.events):
+        operation = next(operations) if kind == "op" else None
+        if operation is not None and operation.primitive in HEAVY:
+            for value in set(operation.inputs):
+                uses[value, operation.body, operation.primitive].append(
+                    (time, operation.outputs[0])
+                )
+    later = _LATER * len(program.events)
+    shared: dict[tuple[int, int], int] = {}
+    for (value, body, _), found in uses.items():
+        runs = [found[:1]]
+        for use in found[1:]:
+            if tpu and not body and use[0] - runs[-1][-1][0] > later:
+                runs.append([])
+            runs[-1].append(use)
+        shared.update(((made, value), len(run)) for run in runs for _, made in run)
+    return collections.Counter({key: len(found) for key, found in uses.items()}), shared
 
 
 def takes_apart(program: TracedProgram, operation: Operation) -> bool:

@@ -318,7 +318,8 @@ class PlanCosts:
             smaller = self.exchanging.smaller_apart(work, lying, cuts)
         divided = self.exchanging.divided
         read = 1.0 if work.heavy else _FUSED
-        narrow = 0.5 if self.tpu and work.dtype == "f32" else 1.0
+        # A TPU multiplies in bf16, and gathers what it multiplies as that.
+        narrow = 0.5 if self.tpu and work.dtype == "f32" and work.sides else 1.0
         for number, (layout, size) in enumerate(work.values):
             is_input = number < work.inputs
             local = size / divided(cuts[number])
@@ -331,9 +332,10 @@ class PlanCosts:
                     continue
                 entries: list[Exchange] | None = [] if log is not None else None
                 shared = work.shared[number]
-                beside.shared, beside.whole = shared, shared > 1 or number == smaller
+                beside.shared = shared
+                beside.whole = work.uses[number] > 1 or number == smaller
                 beside.sides = work.sides[number] if work.sides else {}
-                need = self.exchanging.move(size, lies, cuts[number], entries, beside)
+                need = self.exchanging.move(size * narrow, lies, cuts[number], entries, beside)
                 if need:
                     gathered[number] = local * narrow
                 seconds += need / shared

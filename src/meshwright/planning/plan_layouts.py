@@ -95,17 +95,25 @@ class Layouts:
         self.costs, self.lists, self.names = costs, lists, tuple(names)
         self.smallest = smallest  # bytes: what is smaller is whole, or left to the partitioner
         self.data = frozenset(data)  # values that are cut however small they are
-        self._of_data = {kind for value in data for kind, _ in costs.groups.layout[value]}
+        layout, program = costs.groups.layout, costs.program
+        self._of_data = {kind for value in data for kind, _ in layout[value]}
+        parameters = {layout[value] for value in program.arguments if value not in self.data}
+        self._of_a_layer = {  # of a stack of parameters, what a loop takes of it in one run: bytes
+            layout[stack]: program.bytes[part]
+            for part, stack in program.stack_of.items()
+            if layout[stack] in parameters
+        }
 
     def of_value(self, value: int) -> PartitionSpec:
         """How a value lies.
 
-        One that is small is cut only where activations with its dims are, too: a bias whose
-        channels an axis cuts, but not one that is gathered for its use.
+        One that is small, or a stack of those of all layers, is cut only where activations with its
+        dims are, too: a bias whose channels an axis cuts, but not one that is gathered for its use.
         """
         layout = self.costs.groups.layout[value]
         cut = self.costs.cut(layout, self.lists)
-        if self.costs.program.bytes[value] < self.smallest and value not in self.data:
+        size = self._of_a_layer.get(layout, self.costs.program.bytes[value])
+        if size < self.smallest and value not in self.data:
             cut = {axis: dim for axis, dim in cut.items() if self._is_cut(layout[dim][0], axis)}
         return spec_of(cut, len(layout), self.names)
 

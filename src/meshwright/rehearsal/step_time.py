@@ -15,16 +15,14 @@ from meshwright._html import TIME, Html, Lane, Part, bars, join, legend
 from meshwright._show import Sheet, Shown, Table, short_repr
 from meshwright._text import amount, duration, table
 from meshwright.hardware.chips import Chip
-from meshwright.hlo.dataflow import runs_per_call
-from meshwright.hlo.instructions import Computation, Instruction
 from meshwright.hlo.kernel_work import Trust
 from meshwright.hlo.program import Program
 from meshwright.rehearsal.collectives.types import Collectives
 from meshwright.rehearsal.gpu_fusions import goes_to_library
-from meshwright.rehearsal.host_transfers import Direction, HostTransfer, transfers_of
 from meshwright.rehearsal.kernel_speeds import Speeds, speeds
-from meshwright.rehearsal.kernels import Kernel, kernels, running
+from meshwright.rehearsal.kernels import Kernel, running
 from meshwright.rehearsal.memory import CPU_ESTIMATE
+from meshwright.rehearsal.program_runs import PARTS, ProgramRuns
 from meshwright.rehearsal.repeated_work import RepeatedWork, work_inside
 
 # In the names of operations that `jax.checkpoint` has computed again for the backward pass.
@@ -36,10 +34,11 @@ class StepTime(Shown):
     """Seconds of a step on one device, by the model. Prints itself; `to_json()`.
 
     `compute` and `memory`: kernels that wait for the one or the other. `exposed`: communication
-    that nothing hides; `hidden` runs beside kernels and is not in the total. `start`: the launches
-    of kernels. `compiler` is the compiler's own estimate of its kernels, where it gives one; it
-    leaves custom kernels out, which are added as modelled here, and if `compiler_partial` others
-    too, since it was ended before it generated code. `custom` lists those.
+    that nothing hides; `hidden` runs beside kernels (or on a TPU, of two permutes to and fro,
+    beside the other) and is not in the total. `start`: the launches of kernels. `compiler` is the
+    compiler's own estimate of its kernels, where it gives one; it leaves custom kernels out, which
+    are added as modelled here, and if `compiler_partial` others too, since it was ended before it
+    generated code. `custom` lists those.
     `host_exposed` and `host_hidden` are those of transfers to and from the host. `repeated` are
     products that several devices compute alike, `recomputed` the operations that rematerialisation
     does again; both are in `flops` and in the times. `recomputed_bytes` is what it writes of all
@@ -274,10 +273,6 @@ def custom_rows(entries: Sequence[CustomKernel]) -> list[list[str]]:
     return rows
 
 
-_WAITED = ("compute", "memory", "start", "exposed", "host_exposed")  # that make up the total
-_PARTS = (*_WAITED, "hidden", "host_hidden", "flops", "bytes")
-
-
 # In: a scheduled program, its collectives and a chip. Out: the modelled time of one run on one
 # device. Invariant: every kernel, collective and transfer counts once for each time that it runs.
 # A transfer to the host reads the device's memory beside the kernels: its bytes are counted, and
@@ -295,8 +290,8 @@ def step_time(
     `scheduled` says that a TPU's compiler was ended before it estimated its kernels.
     """
     speed = speeds(chip, scheduled).in_step(program)
-    runs = _Runs(program, collectives, speed)
-    parts = dict.fromkeys(_PARTS, 0.0)
+    runs = ProgramRuns(program, collectives, speed)
+    parts = dict.fromkeys(PARTS, 0.0)
     custom: list[CustomKernel] = []
     recomputed = written = 0.0
     library = 0
@@ -364,122 +359,3 @@ def _compilers_estimate(program: Program, chip: Chip, custom: list[CustomKernel]
     if clock is None or (cycles is None and not custom):
         return None
     return (cycles or 0) / clock + sum(kernel.seconds for kernel in custom)
-
-
-class _Runs:
-    """One run of each computation of a program: its parts, and how long it takes as a whole."""
-
-    def __init__(self, program: Program, collectives: Collectives, speed: Speeds):
-        self.program, self.speed = program, speed
-        self.by_name = {name: entry for entry in collectives for name in entry.instructions}
-        self.met: set[int] = set()  # the collectives that are instructions of their own
-        self.transfers = transfers_of(program)
-        self.bodies = {each.body for entries in self.transfers.values() for each in entries}
-        self._parts: dict[str, dict[str, float]] = {}
-        self._whole: dict[str, float] = {}
-
-    def kernels(self, computation: Computation) -> list[Kernel]:
-        """The kernels of a computation; transfers to and from the host are none."""
-        starts = {transfer.start for transfer in self.transfers.get(computation.name, ())}
-        return [each for each in kernels(self.program, computation) if each.name not in starts]
-
-    def parts(self, computation: Computation) -> dict[str, float]:
-        """The parts of one run, without those of the computations that it calls."""
-        if computation.name not in self._parts:
-            self._parts[computation.name] = _one_run(self, computation)
-        return self._parts[computation.name]
-
-    def called(self, instruction: Instruction) -> float:
-        """Seconds of the computations that an instruction runs, e.g. of all rounds of a loop."""
-        if not instruction.only_calls:
-            return 0.0
-        return sum(
-            self._seconds(name) * runs_per_call(how, instruction, self.program.dataflow).count
-            for how, name in instruction.called
-            if name not in self.bodies and (how != "to_apply" or instruction.opcode == "call")
-        )
-
-    def rounds(self, instruction: Instruction, seconds: float) -> float:
-        """Seconds that starting the rounds of a loop adds, where that was measured."""
-        if instruction.opcode != "while" or not self.speed.iteration:
-            return 0.0
-        count = runs_per_call("body", instruction, self.program.dataflow).count
-        return count * self.speed.next_round(seconds / max(1, count))
-
-    def _seconds(self, name: str) -> float:
-        """Seconds of one run of a computation and of all that it calls."""
-        if name not in self._whole:
-            computation = self.program.computations[name]
-            own = self.parts(computation)
-            nested = sum(map(self.called, computation.instructions))
-            self._whole[name] = nested + sum(own[part] for part in _WAITED)
-        return self._whole[name]
-
-
-class _Clock:
-    """How far one run is. What passes between a start and an end hides that much of a wait.
-
-    `work` counts kernels and waits for the host, beside which collectives run; `now` counts
-    everything, beside which transfers to and from the host run. Transfers one way queue up.
-    """
-
-    def __init__(self) -> None:
-        self.work = self.now = 0.0
-        self.free: dict[Direction, float] = {"to host": 0.0, "to device": 0.0}
-        self.ends: dict[str, float] = {}  # by the instruction that ends the transfer
-
-    def begin(self, transfer: HostTransfer, seconds: float) -> None:
-        self.free[transfer.direction] = max(self.now, self.free[transfer.direction]) + seconds
-        self.ends[transfer.end] = self.free[transfer.direction]
-
-    def wait(self, end: str) -> float:
-        """Wait for the end of a transfer, and return for how long."""
-        waited = max(0.0, self.ends.pop(end) - self.now)
-        self.work += waited
-        self.now += waited
-        return waited
-
-
-def _one_run(runs: _Runs, computation: Computation) -> dict[str, float]:
-    """The parts of one run of a computation; the collectives that are here are added to `met`."""
-    parts = dict.fromkeys(_PARTS, 0.0)
-    work = {kernel.name: kernel for kernel in runs.kernels(computation)}
-    transfers = {each.start: each for each in runs.transfers.get(computation.name, ())}
-    started: dict[int, float] = {}  # when, by the clock's `work`
-    clock, on_bus = _Clock(), 0.0
-    for instruction in computation.instructions:
-        if (transfer := transfers.get(instruction.name)) is not None:
-            seconds = runs.speed.host(transfer.bytes, transfer.direction)
-            clock.begin(transfer, seconds)
-            on_bus += seconds
-            parts["bytes"] += transfer.bytes
-        if instruction.name in clock.ends:
-            parts["host_exposed"] += clock.wait(instruction.name)
-        elif (entry := runs.by_name.get(instruction.name)) is not None:
-            runs.met.add(id(entry))
-            began = started.setdefault(id(entry), clock.work)
-            if instruction.name == entry.instructions[-1]:
-                hidden = min(entry.seconds, clock.work - began)
-                parts["hidden"] += hidden
-                parts["exposed"] += entry.seconds - hidden
-                clock.now += entry.seconds - hidden
-        elif (kernel := work.get(instruction.name)) is not None:
-            compute, memory = runs.speed.kernel(kernel)
-            seconds, start = max(compute, memory), runs.speed.launch(max(compute, memory))
-            parts["compute" if compute > memory else "memory"] += seconds
-            parts["start"] += start
-            parts["flops"] += kernel.flops
-            parts["bytes"] += kernel.bytes
-            clock.work += seconds
-            clock.now += seconds + start
-        else:
-            seconds = runs.called(instruction)
-            start = runs.rounds(instruction, seconds)
-            parts["start"] += start
-            clock.work += seconds
-            clock.now += seconds + start
-    if computation is runs.program.entry:
-        parts["start"] += runs.speed.step
-    hidden = on_bus - parts["host_exposed"]
-    parts["host_hidden"] = hidden if hidden > 1e-9 * on_bus else 0.0  # not what rounding leaves
-    return parts
