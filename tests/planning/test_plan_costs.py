@@ -53,13 +53,51 @@ def compiled(p):
     return by_kind((entry.kind, entry.total_bytes) for entry in r.collectives if entry.bytes > 4096)
 
 
+def fsdp_on(on):
+    p = mw.plan(step, *shapes(), on=on, mesh="fsdp:8", donate_argnums=0, progress=False)
+    p.layouts.lists = (tuple(p.groups.index(name) for name in ("batch", "embed")),)
+    return p
+
+
 @pytest.mark.parametrize(("on", "narrower"), [("v5e:2x4", 2), ("h100:8", 1)])
 def test_a_tpu_gathers_what_it_multiplies_as_bf16(on, narrower):
-    p = mw.plan(step, *shapes(), on=on, mesh="fsdp:8", donate_argnums=0, progress=False)
-    lists = (tuple(p.groups.index(name) for name in ("batch", "embed")),)
+    p = fsdp_on(on)
     works = [p.costs.work(each) for each in p.costs.program.operations]
-    most = max(sum(p.costs.way(work, lists).gathered) for work in works if work.multiplies)
-    assert most == WIDTH * HIDDEN * 4 / narrower
+    most = max(sum(p.costs.way(work, p.lists).gathered) for work in works if work.multiplies)
+    weight = WIDTH * HIDDEN * 4
+    assert most == weight / narrower
+    sent = predicted(p)
+    assert sent["all-gather"] == pytest.approx(2 * weight / narrower)
+    assert sent["reduce-scatter"] == pytest.approx(2 * weight)  # as it is added up
+
+
+@pytest.mark.compilers
+def test_the_compiler_of_a_tpu_gathers_so():
+    made = fsdp_on("v5e:2x4").rehearse(codegen=False, progress=False).collectives
+    gathered = [entry for entry in made if entry.kind == "all-gather" and entry.bytes > 2**16]
+    assert {(entry.dtype, entry.bytes) for entry in gathered} == {("bf16", WIDTH * HIDDEN * 2)}
+
+
+@pytest.mark.parametrize("layers", [1, 32])
+def test_weights_are_gathered_once_more_for_a_backward_pass_that_is_far(layers):
+    def deep(params, x):
+        def loss(params):
+            y = x
+            for w in params:
+                y = jnp.tanh(y @ w)
+            return (y**2).mean()
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    weights = [jax.ShapeDtypeStruct((WIDTH, WIDTH), "bfloat16")] * layers
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), "bfloat16")
+    p = mw.plan(deep, weights, x, on="v5e:2x4", mesh="fsdp:8", donate_argnums=0, progress=False)
+    kinds = {size: kind for kind, sizes in enumerate(p.costs.groups.sizes) for size in sizes}
+    p.layouts.lists = (
+        (kinds[ROWS], *(k for k in range(p.costs.groups.count) if k != kinds[ROWS])),
+    )
+    gathered = predicted(p)["all-gather"] / (WIDTH * WIDTH * 2)
+    assert gathered == 1 if layers == 1 else layers + 2 < gathered < 2 * layers
 
 
 def slices_added(table, ids, rows):

@@ -1,6 +1,7 @@
-"""What is said of products that sum over dims which lie cut by more axes."""
+"""How values lie under a plan, and what is said of products that sum over dims cut further."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 from forced_plans import with_lists
 
@@ -53,3 +54,28 @@ def test_how_sums_lie_is_said_before_other_axes_move(plan):
     products = [op.outputs[0] for op in program.operations if op.primitive == "dot_general"]
     gradient = next(value for value in products if layouts.of_value(value) == lies)
     assert layouts.of_made(gradient, made, False) == (made, lies)
+
+
+def test_of_a_stack_it_is_a_layers_part_that_is_small_or_large():
+    depth, width = 24, 1024
+
+    def step(params, x):
+        def layer(x, parts):
+            return jnp.tanh(x * parts["scale"] @ parts["kernel"]) + parts["bias"], None
+
+        def loss(params):
+            return jnp.sum(jax.lax.scan(layer, x, params)[0] ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    params = {
+        "kernel": jax.ShapeDtypeStruct((depth, width, width), "float32"),
+        "scale": jax.ShapeDtypeStruct((depth, width), "float32"),  # 96 KiB, of a layer 4
+        "bias": jax.ShapeDtypeStruct((depth, width), "float32"),
+    }
+    x = jax.ShapeDtypeStruct((512, width), "float32")
+    p = mw.plan(step, params, x, on="v5e:2x4", mesh="fsdp:8", donate_argnums=0, progress=False)
+    fsdp = ["batch", *(name for name in p.groups if name != "batch")]
+    plan = with_lists(p, [fsdp], smallest=2**16)
+    cut = {name: plan.in_shardings[0][name].spec for name in params}
+    assert "fsdp" in cut["kernel"] and cut["scale"] == cut["bias"] == jax.P()

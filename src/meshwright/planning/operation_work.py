@@ -22,9 +22,9 @@ _HEAVIER = 4
 # update, to bring it into the order of its gradient and back (a UNet on v6e, 3.2 ms for 149 MB).
 _COPIES = 7.0
 # A TPU gathers an operand once for the products of a step that need it, and once more for those
-# that run later by this part of the step's events, as weights for the backward pass. In a loop's
-# body it is gathered once.
-_LATER = 0.3
+# that run later by this part of the step's events, and by so many, as weights for the backward pass
+# of users' models (not all of them). In a loop's body it is gathered once.
+_LATER, _AT_LEAST = 0.3, 50
 _PARTS = frozenset({"split", "slice", "pad"})
 
 
@@ -144,7 +144,7 @@ def _uses(
                 uses[value, operation.body, operation.primitive].append(
                     (time, operation.outputs[0])
                 )
-    later = _LATER * len(program.events)
+    later = max(_AT_LEAST, _LATER * len(program.events))
     shared: dict[tuple[int, int], int] = {}
     for (value, body, _), found in uses.items():
         runs = [found[:1]]
