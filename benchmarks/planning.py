@@ -25,6 +25,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs: no accelerator is looked for
+
 import jax
 import optax
 from _planning_cases import CASES, Case
@@ -44,7 +46,6 @@ def main() -> None:
     parser.add_argument("--compiler", help="of all cases, in place of each one's own")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs: no accelerator is looked for
     rows = []
     for case in CASES:
         if options.only.lower() not in case.name.lower():

@@ -26,6 +26,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs: no accelerator is looked for
+
 from _fit_speeds import ROW, parts_of, report
 from _published_rows import CannotBuild, Run, build, read_rows
 
@@ -46,7 +48,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--parts", type=Path, help="also write what `_fit_speeds.py` works on")
     options = parser.parse_args()
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs: no accelerator is looked for
     results = []
     print(f"{'run':30} {'published':>10} {'modelled':>10} {'error':>7}  peak of limit")
     for name, row in read_rows(options.rows):

@@ -261,6 +261,9 @@ class ExchangeCosts:
                 kind, size = "all-reduce", local / thinner
                 if axis in lies and work.scatters:  # a dim that is cut already: summed up whole
                     size *= _WHOLE
+                elif axis in lies and self._tpu:  # of convolutions some are, with all of that dim
+                    parts = [self.sizes[each] for each, dim in made.items() if dim == lies[axis]]
+                    size *= math.sqrt(math.prod(parts))
                 thinner *= self.sizes[axis]
                 taken = self.axes[axis].seconds(kind, size)
                 if self._hidden and axis not in lies:  # once, after the loop that adds them up

@@ -17,6 +17,9 @@ from meshwright.planning.traced_program import Operation
 from meshwright.planning.traced_step import TracedStep
 
 SMALLEST = 2**16  # bytes, by default
+# How many times as large rows may be that meet much larger weights, as of a time embedding, to be
+# whole on axes that cut these: their exchanges take their start alone, and all are there sooner.
+_FEW_ROWS = 16
 
 
 def spec_of(cut: Cut, rank: int, names: Sequence[str]) -> PartitionSpec:
@@ -98,6 +101,13 @@ class Layouts:
         layout, program = costs.groups.layout, costs.program
         self._of_data = {kind for value in data for kind, _ in layout[value]}
         parameters = {layout[value] for value in program.arguments if value not in self.data}
+        self._few_rows = {
+            value
+            for operation in program.operations
+            if operation.primitive == "dot_general" and costs.work(operation).heaviest >= 0
+            for value in operation.values
+            if program.bytes[value] < _FEW_ROWS * smallest and layout[value] not in parameters
+        }
         self._of_a_layer = {  # of a stack of parameters, what a loop takes of it in one run: bytes
             layout[stack]: program.bytes[part]
             for part, stack in program.stack_of.items()
@@ -109,12 +119,19 @@ class Layouts:
 
         One that is small, or a stack of those of all layers, is cut only where activations with its
         dims are, too: a bias whose channels an axis cuts, but not one that is gathered for its use.
+        So are few rows of a product, but by an axis of data alone.
         """
         layout = self.costs.groups.layout[value]
         cut = self.costs.cut(layout, self.lists)
         size = self._of_a_layer.get(layout, self.costs.program.bytes[value])
-        if size < self.smallest and value not in self.data:
-            cut = {axis: dim for axis, dim in cut.items() if self._is_cut(layout[dim][0], axis)}
+        few_rows = value in self._few_rows
+        if (size < self.smallest or few_rows) and value not in self.data:
+            cut = {
+                axis: dim
+                for axis, dim in cut.items()
+                if self._is_cut(layout[dim][0], axis)
+                or (few_rows and self._of_data.issuperset(self.lists[axis]))
+            }
         return spec_of(cut, len(layout), self.names)
 
     def _is_cut(self, kind: int, axis: int) -> bool:
