@@ -2,12 +2,14 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 import meshwright as mw
 from meshwright.hardware.chips import CHIPS
 from meshwright.hlo.program import read_program
 from meshwright.rehearsal.collectives.analyze import analyze
+from meshwright.rehearsal.collectives.costs import beside_back, grid_coords
 from meshwright.rehearsal.collectives.types import Collectives
 from meshwright.rehearsal.kernel_speeds import speeds
 from meshwright.rehearsal.kernels import kernels
@@ -179,33 +181,50 @@ BACK = [(b, a) for a, b in AROUND]
 SWAPPED = [(0, 1), (1, 0), (2, 3), (3, 2)]
 
 
-@pytest.mark.parametrize(
-    ("chip", "one", "other", "together"),
-    [
-        ("v5e", AROUND, BACK, True),
-        ("v5e", AROUND, AROUND, False),  # over the same links
-        ("v5e", SWAPPED, SWAPPED, False),
-        ("h100", AROUND, BACK, False),  # NCCL runs one collective after the other
-    ],
-)
-def test_permutes_to_and_fro_run_together_on_a_tpu(chip, one, other, together):
-    def pairs(found):
-        return "{" + ",".join(f"{{{a},{b}}}" for a, b in found) + "}"
-
+def permuted(chip, permutes, order):
+    """A step of permutes; `order`: `As` where A starts, `Ad` where it is done."""
     body = "  %b = f32[1048576] constant(0)\n"
-    for name, found in (("x", one), ("y", other)):
-        body += (
-            f"  %{name} = (f32[1048576], f32[1048576]) collective-permute-start(%b), "
-            f"channel_id={ord(name)}, source_target_pairs={pairs(found)}\n"
+    for each in order.split():
+        name, what = each
+        pairs = ",".join(f"{{{a},{b}}}" for a, b in permutes[name])
+        start = (
+            f"(f32[1048576], f32[1048576]) collective-permute-start(%b), "
+            f"channel_id={ord(name)}, source_target_pairs={{{pairs}}}"
         )
-    body += "".join(f"  %{n}d = f32[1048576] collective-permute-done(%{n})\n" for n in "xy")
+        done = f"f32[1048576] collective-permute-done(%{name})"
+        body += f"  %{name} = {start}\n" if what == "s" else f"  %{name}d = {done}\n"
     read = program(body + "  ROOT %end = bf16[4096,4096] copy(%a)\n")
     collectives = analyze(read, mw.place("dp:4", "v5e:2x2" if chip == "v5e" else "h100:4"))
-    time = step_time(read, collectives, CHIPS[chip])
-    first, second = (entry.seconds for entry in collectives)
-    assert first > 0
-    assert time.exposed == pytest.approx(max(first, second) if together else first + second)
-    assert time.hidden + time.exposed == pytest.approx(first + second)
+    return step_time(read, collectives, CHIPS[chip]), collectives[0].seconds
+
+
+@pytest.mark.parametrize(
+    ("chip", "permutes", "order", "exposed"),
+    [
+        ("v5e", {"A": AROUND, "B": BACK}, "As Bs Ad Bd", 1),
+        ("v5e", {"A": AROUND, "B": BACK}, "As Ad Bs Bd", 2),
+        ("v5e", {"A": AROUND, "B": AROUND}, "As Bs Ad Bd", 2),  # over the same links
+        ("v5e", {"A": SWAPPED, "B": SWAPPED}, "As Bs Ad Bd", 2),
+        ("h100", {"A": AROUND, "B": BACK}, "As Bs Ad Bd", 2),  # NCCL: one after the other
+        # What is waited for hides one that goes back, and not two of them.
+        ("v5e", {"A": AROUND, "B": BACK, "C": AROUND}, "As Cs Bs Bd Ad Cd", 2),
+        ("v5e", {"A": AROUND, "B": BACK, "C": AROUND}, "As Bs Cs Ad Bd Cd", 2),
+    ],
+)
+def test_permutes_to_and_fro_run_together_on_a_tpu(chip, permutes, order, exposed):
+    time, once = permuted(chip, permutes, order)
+    assert once > 0
+    assert time.exposed == pytest.approx(exposed * once, rel=1e-3)
+    assert time.hidden + time.exposed == pytest.approx(len(permutes) * once)
+
+
+def test_a_line_of_chips_has_no_way_back_free():
+    placed = mw.place("dp:16", "v5e:4x4")
+    around = np.array([(n, (n + 1) % 16) for n in range(16)])
+    assert beside_back(around, placed) == pytest.approx(1.0)
+    # Row by row, over chips whose last one is not beside the first.
+    rows = np.lexsort(grid_coords(placed).T[::-1])
+    assert beside_back(rows[around], placed) == pytest.approx(0.0, abs=1e-3)
 
 
 @pytest.mark.parametrize("target", ["Forward", "BackwardInput", "BackwardFilter"])

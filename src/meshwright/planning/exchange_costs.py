@@ -261,7 +261,8 @@ class ExchangeCosts:
                 kind, size = "all-reduce", local / thinner
                 if axis in lies and work.scatters:  # a dim that is cut already: summed up whole
                     size *= _WHOLE
-                elif axis in lies and self._tpu:  # of convolutions some are, with all of that dim
+                elif axis in lies and self._tpu:
+                    # Of a convolution as it is, or with all of that dim: the mean of both.
                     parts = [self.sizes[each] for each, dim in made.items() if dim == lies[axis]]
                     size *= math.sqrt(math.prod(parts))
                 thinner *= self.sizes[axis]

@@ -10,6 +10,9 @@ import copy
 import dataclasses
 import math
 from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
 
 from meshwright.planning.dim_groups import HEAVY, DimGroups, Layout
 from meshwright.planning.stored_values import looks_up
@@ -46,7 +49,8 @@ class Work:
     its result is read or written beside, to bring it from one order in memory to another.
     `only_moves`: it takes time for exchanges alone, and is computed where its result is used.
     `runs`: how many runs of a loop only add its result up, so that it is summed over devices once.
-    `one_by_one`: rows that it adds to a table each by itself.
+    `one_by_one`: rows that it adds to a table each by itself. `sent_as`: for each input, how many
+    times its bytes are sent where it is gathered.
     """
 
     heavy: bool
@@ -69,6 +73,7 @@ class Work:
     only_moves: bool = False
     runs: int = 1
     one_by_one: int = 0
+    sent_as: tuple[float, ...] = ()
 
 
 class WorkOf:
@@ -113,7 +118,7 @@ class WorkOf:
             dims,
             operation.flops,
             _multiplied(self._program, operation) if operation.flops else "",
-            tuple(self._shared.get((operation.outputs[0], v), 1) for v in operation.inputs),
+            tuple(self._shared.get((operation.outputs, v), 1) for v in operation.inputs),
             tuple(
                 self._uses[v, operation.body, operation.primitive] or 1 for v in operation.inputs
             ),
@@ -126,26 +131,37 @@ class WorkOf:
             takes_apart(self._program, operation) and self._kept.isdisjoint(operation.outputs),
             max((self._program.accumulated.get(v, 1) for v in operation.outputs), default=1),
             _rows_one_by_one(self._program, operation) if self._tpu else 0,
+            tuple(self._sent_as(operation, value) for value in operation.inputs),
         )
+
+    def _sent_as(self, operation: Operation, value: int) -> float:
+        """How many times its bytes an operand is sent: a TPU gathers what it multiplies in bf16."""
+        rounded = (
+            self._tpu
+            and operation.primitive in ("dot_general", "conv_general_dilated")
+            and self._program.dtypes[value] == "float32"
+            and _by_default(operation.eqn.params.get("precision"))
+        )
+        return 0.5 if rounded else 1.0
 
 
 # In: a program. Out: how many operations of a kind use each value in a loop's body, or the step;
 # and for each operation, by what it makes, with how many an input is exchanged at once.
-# Example: of a weight that a forward and a backward pass use, two uses, each for itself.
+# Example: a weight of a TPU's step without loops has two uses, forward and backward, each for
+# itself if they are far from each other. Memory has it from one to the other all the same, since
+# not all programs gather again: measured peaks are nearer so.
 def _uses(
     program: TracedProgram, tpu: bool
-) -> tuple[collections.Counter[tuple[int, int, str]], dict[tuple[int, int], int]]:
-    uses = collections.defaultdict[tuple[int, int, str], list[tuple[int, int]]](list)
+) -> tuple[collections.Counter[tuple[int, int, str]], dict[tuple[tuple[int, ...], int], int]]:
+    uses = collections.defaultdict[tuple[int, int, str], list[tuple[int, tuple[int, ...]]]](list)
     operations = iter(program.operations)
     for time, (kind, _, _) in enumerate(program.events):
         operation = next(operations) if kind == "op" else None
         if operation is not None and operation.primitive in HEAVY:
             for value in set(operation.inputs):
-                uses[value, operation.body, operation.primitive].append(
-                    (time, operation.outputs[0])
-                )
+                uses[value, operation.body, operation.primitive].append((time, operation.outputs))
     later = max(_AT_LEAST, _LATER * len(program.events))
-    shared: dict[tuple[int, int], int] = {}
+    shared: dict[tuple[tuple[int, ...], int], int] = {}
     for (value, body, _), found in uses.items():
         runs = [found[:1]]
         for use in found[1:]:
@@ -154,6 +170,12 @@ def _uses(
             runs[-1].append(use)
         shared.update(((made, value), len(run)) for run in runs for _, made in run)
     return collections.Counter({key: len(found) for key, found in uses.items()}), shared
+
+
+def _by_default(precision: Any) -> bool:
+    """Whether a product is as precise as hardware makes it by default."""
+    asked = precision if isinstance(precision, tuple) else (precision,)
+    return all(each in (None, jax.lax.Precision.DEFAULT) for each in asked)
 
 
 def takes_apart(program: TracedProgram, operation: Operation) -> bool:

@@ -318,8 +318,6 @@ class PlanCosts:
             smaller = self.exchanging.smaller_apart(work, lying, cuts)
         divided = self.exchanging.divided
         read = 1.0 if work.heavy else _FUSED
-        # A TPU multiplies in bf16, and gathers what it multiplies as that.
-        narrow = 0.5 if self.tpu and work.dtype == "f32" and work.sides else 1.0
         for number, (layout, size) in enumerate(work.values):
             is_input = number < work.inputs
             local = size / divided(cuts[number])
@@ -335,9 +333,10 @@ class PlanCosts:
                 beside.shared = shared
                 beside.whole = work.uses[number] > 1 or number == smaller
                 beside.sides = work.sides[number] if work.sides else {}
-                need = self.exchanging.move(size * narrow, lies, cuts[number], entries, beside)
+                sent_as = work.sent_as[number]
+                need = self.exchanging.move(size * sent_as, lies, cuts[number], entries, beside)
                 if need:
-                    gathered[number] = local * narrow
+                    gathered[number] = local * sent_as
                 seconds += need / shared
                 if log is not None:
                     log += [

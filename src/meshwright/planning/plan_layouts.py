@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from meshwright.planning.dim_groups import PINNED
+from meshwright.planning.dim_groups import PINNED, Layout
 from meshwright.planning.exchange_costs import Cut
 from meshwright.planning.plan_costs import Lists, PlanCosts
 from meshwright.planning.stored_values import looks_up
@@ -17,8 +17,10 @@ from meshwright.planning.traced_program import Operation
 from meshwright.planning.traced_step import TracedStep
 
 SMALLEST = 2**16  # bytes, by default
-# How many times as large rows may be that meet much larger weights, as of a time embedding, to be
-# whole on axes that cut these: their exchanges take their start alone, and all are there sooner.
+# How many times as large a stack may be of which each layer's part is small, so that it is whole.
+_STACKED = 64
+# How many times as large rows may be that meet much larger weights, as of a time embedding, so that
+# they are whole on axes that cut these: to exchange so few takes as long as to start to.
 _FEW_ROWS = 16
 
 
@@ -99,27 +101,45 @@ class Layouts:
         self.smallest = smallest  # bytes: what is smaller is whole, or left to the partitioner
         self.data = frozenset(data)  # values that are cut however small they are
         layout, program = costs.groups.layout, costs.program
+        parameters = [value for value in program.arguments if value not in self.data]
         self._of_data = {kind for value in data for kind, _ in layout[value]}
-        parameters = {layout[value] for value in program.arguments if value not in self.data}
-        self._few_rows = {
-            value
-            for operation in program.operations
-            if operation.primitive == "dot_general" and costs.work(operation).heaviest >= 0
-            for value in operation.values
-            if program.bytes[value] < _FEW_ROWS * smallest and layout[value] not in parameters
-        }
-        self._of_a_layer = {  # of a stack of parameters, what a loop takes of it in one run: bytes
-            layout[stack]: program.bytes[part]
-            for part, stack in program.stack_of.items()
-            if layout[stack] in parameters
-        }
+        of_weights = {kind for value in parameters for kind, _ in layout[value]}
+        self._of_rows = self._of_data - of_weights
+        self._few_rows = self._rows_of_heavy_products(_FEW_ROWS * smallest)
+        # Of stacks of parameters what a loop takes of one in a run, in bytes; the least where a
+        # loop inside takes parts of that.
+        shaped = {layout[value] for value in parameters}
+        self._of_a_layer: dict[Layout, int] = {}
+        for part, stack in program.stack_of.items():
+            outer = stack
+            while outer in program.stack_of:
+                outer = program.stack_of[outer]
+            if layout[outer] in shaped and program.bytes[outer] < _STACKED * smallest:
+                size = min(program.bytes[part], self._of_a_layer.get(layout[outer], 2**63))
+                self._of_a_layer[layout[outer]] = size
+
+    def _rows_of_heavy_products(self, most: int) -> frozenset[int]:
+        """Values with rows of data that products with much larger weights read or make."""
+        layout, program = self.costs.groups.layout, self.costs.program
+        found: set[int] = set()
+        for operation in program.operations:
+            if operation.primitive != "dot_general":
+                continue
+            heaviest = self.costs.work(operation).heaviest
+            found.update(
+                value
+                for number, value in enumerate(operation.values)
+                if heaviest not in (-1, number) and program.bytes[value] < most
+                if any(kind in self._of_rows for kind, _ in layout[value])
+            )
+        return frozenset(found.difference(program.results))
 
     def of_value(self, value: int) -> PartitionSpec:
         """How a value lies.
 
         One that is small, or a stack of those of all layers, is cut only where activations with its
         dims are, too: a bias whose channels an axis cuts, but not one that is gathered for its use.
-        So are few rows of a product, but by an axis of data alone.
+        So are few rows that meet much larger weights, and by axes that cut no weights.
         """
         layout = self.costs.groups.layout[value]
         cut = self.costs.cut(layout, self.lists)
@@ -130,7 +150,7 @@ class Layouts:
                 axis: dim
                 for axis, dim in cut.items()
                 if self._is_cut(layout[dim][0], axis)
-                or (few_rows and self._of_data.issuperset(self.lists[axis]))
+                or (few_rows and self._of_rows.issuperset(self.lists[axis]))
             }
         return spec_of(cut, len(layout), self.names)
 

@@ -11,7 +11,6 @@ import collections
 from meshwright.hlo.dataflow import runs_per_call
 from meshwright.hlo.instructions import Computation, Instruction
 from meshwright.hlo.program import Program
-from meshwright.rehearsal.collectives.analyze import read_pairs
 from meshwright.rehearsal.collectives.types import Collective, Collectives
 from meshwright.rehearsal.host_transfers import Direction, HostTransfer, transfers_of
 from meshwright.rehearsal.kernel_speeds import Speeds
@@ -34,21 +33,11 @@ class ProgramRuns:
         self.bodies = {each.body for entries in self.transfers.values() for each in entries}
         self._parts: dict[str, dict[str, float]] = {}
         self._whole: dict[str, float] = {}
-        self._pairs: dict[int, Pairs] = {}
 
     def kernels(self, computation: Computation) -> list[Kernel]:
         """The kernels of a computation; transfers to and from the host are none."""
         starts = {transfer.start for transfer in self.transfers.get(computation.name, ())}
         return [each for each in kernels(self.program, computation) if each.name not in starts]
-
-    def pairs(self, entry: Collective, start: Instruction) -> Pairs:
-        """Senders and receivers of a permute that a TPU runs beside another; none of others."""
-        if entry.kind != "collective-permute" or self.speed.tpu is None:
-            return frozenset()
-        if id(entry) not in self._pairs:
-            text = start.attribute("source_target_pairs") or ""
-            self._pairs[id(entry)] = frozenset((a, b) for a, b in read_pairs(text).tolist())
-        return self._pairs[id(entry)]
 
     def parts(self, computation: Computation) -> dict[str, float]:
         """The parts of one run, without those of the computations that it calls."""
@@ -83,17 +72,24 @@ class ProgramRuns:
         return self._whole[name]
 
 
+def _back(permute: Collective) -> Pairs:
+    """The pairs of the permute that goes back; none of other collectives."""
+    return frozenset((receiver, sender) for sender, receiver in permute.pairs)
+
+
 class _Clock:
     """How far one run is. What passes between a start and an end hides that much of a wait.
 
     `work` counts kernels and waits for the host, beside which collectives run; `now` counts
     everything, beside which transfers to and from the host run. Transfers one way queue up.
-    `waited`: for permutes, by the way they go; one the other way runs meanwhile.
+    `waited`: for permutes, by the pairs of chips that they go between; one that goes back runs
+    meanwhile. `spent`: how much of that has hidden some that go between these pairs.
     """
 
     def __init__(self) -> None:
         self.work = self.now = 0.0
         self.waited = collections.defaultdict[Pairs, float](float)
+        self.spent = collections.defaultdict[Pairs, float](float)
         self.free: dict[Direction, float] = {"to host": 0.0, "to device": 0.0}
         self.ends: dict[str, float] = {}  # by the instruction that ends the transfer
 
@@ -101,10 +97,23 @@ class _Clock:
         self.free[transfer.direction] = max(self.now, self.free[transfer.direction]) + seconds
         self.ends[transfer.end] = self.free[transfer.direction]
 
-    def beside(self, pairs: Pairs) -> float:
-        """What has passed beside a collective, a permute between these pairs if there are any."""
-        back = frozenset((receiver, sender) for sender, receiver in pairs)
-        return self.work + (self.waited[back] if back != pairs else 0.0)
+    def start(self, entry: Collective) -> tuple[float, float]:
+        """When a collective starts: by what works, and by what is waited for that goes back."""
+        return self.work, self.waited[_back(entry)]
+
+    def end(self, entry: Collective, start: tuple[float, float]) -> float:
+        """Wait for the end of a collective; return how much of it ran beside something else."""
+        worked, waited = start
+        hidden = min(entry.seconds, self.work - worked)
+        if entry.beside_back:
+            since = max(waited, self.spent[entry.pairs])
+            beside = (self.waited[_back(entry)] - since) * entry.beside_back
+            taken = max(0.0, min(entry.seconds - hidden, beside))
+            self.spent[entry.pairs] = since + taken / entry.beside_back
+            hidden += taken
+        self.now += entry.seconds - hidden
+        self.waited[entry.pairs] += entry.seconds - hidden
+        return hidden
 
     def wait(self, end: str) -> float:
         """Wait for the end of a transfer, and return for how long."""
@@ -119,7 +128,7 @@ def _one_run(runs: ProgramRuns, computation: Computation) -> dict[str, float]:
     parts = dict.fromkeys(PARTS, 0.0)
     work = {kernel.name: kernel for kernel in runs.kernels(computation)}
     transfers = {each.start: each for each in runs.transfers.get(computation.name, ())}
-    started: dict[int, float] = {}  # when, by the clock's `beside`
+    started: dict[int, tuple[float, float]] = {}
     clock, on_bus = _Clock(), 0.0
     for instruction in computation.instructions:
         if (transfer := transfers.get(instruction.name)) is not None:
@@ -131,29 +140,27 @@ def _one_run(runs: ProgramRuns, computation: Computation) -> dict[str, float]:
             parts["host_exposed"] += clock.wait(instruction.name)
         elif (entry := runs.by_name.get(instruction.name)) is not None:
             runs.met.add(id(entry))
-            pairs = runs.pairs(entry, instruction)
-            began = started.setdefault(id(entry), clock.beside(pairs))
+            start = started.setdefault(id(entry), clock.start(entry))
             if instruction.name == entry.instructions[-1]:
-                hidden = min(entry.seconds, clock.beside(pairs) - began)
+                hidden = clock.end(entry, start)
                 parts["hidden"] += hidden
                 parts["exposed"] += entry.seconds - hidden
-                clock.now += entry.seconds - hidden
-                clock.waited[pairs] += entry.seconds - hidden
         elif (kernel := work.get(instruction.name)) is not None:
             compute, memory = runs.speed.kernel(kernel)
-            seconds, start = max(compute, memory), runs.speed.launch(max(compute, memory))
+            seconds = max(compute, memory)
+            launch = runs.speed.launch(seconds)
             parts["compute" if compute > memory else "memory"] += seconds
-            parts["start"] += start
+            parts["start"] += launch
             parts["flops"] += kernel.flops
             parts["bytes"] += kernel.bytes
             clock.work += seconds
-            clock.now += seconds + start
+            clock.now += seconds + launch
         else:
             seconds = runs.called(instruction)
-            start = runs.rounds(instruction, seconds)
-            parts["start"] += start
+            launch = runs.rounds(instruction, seconds)
+            parts["start"] += launch
             clock.work += seconds
-            clock.now += seconds + start
+            clock.now += seconds + launch
     if computation is runs.program.entry:
         parts["start"] += runs.speed.step
     hidden = on_bus - parts["host_exposed"]

@@ -21,6 +21,7 @@ from meshwright.placement.placement import AxisPlan, Placement
 from meshwright.rehearsal.collectives.causes import NO_BATCH, Batch, Causes, operation_served
 from meshwright.rehearsal.collectives.costs import (
     Cost,
+    beside_back,
     grid_coords,
     group_cost,
     pairs_cost,
@@ -73,7 +74,7 @@ class _Participants:
     """The devices that a collective joins: `groups` groups of `sizes` members.
 
     `plan` is how groups lie on the hardware, `pairs` the senders and receivers of a permutation;
-    one of the two is given.
+    one of the two is given. `beside_back` is that of the permutation.
     """
 
     axes: tuple[AxisPart, ...] | None
@@ -81,6 +82,13 @@ class _Participants:
     groups: int
     plan: AxisPlan | None
     pairs: np.ndarray | None = None
+    beside_back: float = 0.0
+
+    @functools.cached_property
+    def senders(self) -> frozenset[tuple[int, int]]:
+        """The pairs of a permutation as a set."""
+        listed = () if self.pairs is None else self.pairs.tolist()
+        return frozenset((sender, receiver) for sender, receiver in listed)
 
 
 class _Analyzer:
@@ -121,6 +129,8 @@ class _Analyzer:
             op.parts,
             cause.conflict,
             _dim(op),
+            participants.senders,
+            participants.beside_back,
         )
 
     def cost(self, kind: str, size: int, participants: _Participants) -> Cost:
@@ -161,7 +171,9 @@ class _Analyzer:
     def by_pairs(self, pairs: np.ndarray) -> _Participants:
         axes = axes_crossed(pairs, self.names, self.sizes)
         size = int(np.prod([part.size for part in axes], dtype=np.int64))
-        return _Participants(axes, (size,), self.placement.positions.size // size, None, pairs)
+        groups = self.placement.positions.size // size
+        together = beside_back(pairs, self.placement)
+        return _Participants(axes, (size,), groups, None, pairs, together)
 
 
 def _dim(op: HloCollective) -> int | None:

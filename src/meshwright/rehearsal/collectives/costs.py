@@ -85,6 +85,21 @@ def pairs_cost(size: int, pairs: np.ndarray, placement: Placement) -> Cost:
     return Cost(links, seconds)
 
 
+def beside_back(pairs: np.ndarray, placement: Placement) -> float:
+    """The part of a permutation's time for which the one back can run beside it.
+
+    Links go both ways, yet only a ring that wraps leaves one way free: on a line, what goes from
+    the last chip to the first goes back over all links. GPUs take one after the other.
+    """
+    topology = placement.topology
+    if topology.chip.family != "tpu" or not len(pairs):
+        return 0.0
+    there = grid_coords(placement)[pairs]
+    once, _ = permutation_cost(topology, there, PAYLOAD)
+    both, _ = permutation_cost(topology, np.concatenate([there, there[:, ::-1]]), PAYLOAD)
+    return max(0.0, min(1.0, 2 - both / once)) if once else 0.0
+
+
 def plan_of(
     placement: Placement, groups: Sequence[np.ndarray], axes: tuple[AxisPart, ...] | None
 ) -> AxisPlan:

@@ -111,7 +111,9 @@ class Collective:
     it when the group works as a ring. `axes` is `None` when the groups follow no axes of the mesh.
     `seconds` is the model's time for one run, with nothing to hide behind; `meanwhile` the
     operations (dots, convolutions) that the schedule puts between its start and its end. `shape`
-    is that of the largest array; `dim` the one along which an all-gather joins the pieces.
+    is that of the largest array; `dim` the one along which an all-gather joins the pieces. `pairs`:
+    senders and receivers of a permute, as positions of the mesh; `beside_back`: the part of its
+    time for which one that goes back between them can run beside it, since links go both ways.
     """
 
     kind: str
@@ -134,6 +136,8 @@ class Collective:
     instructions: tuple[str, ...]
     conflict: ShardingConflict | None = None
     dim: int | None = None
+    pairs: frozenset[tuple[int, int]] = frozenset()
+    beside_back: float = 0.0
 
     @property
     def group_size(self) -> int:
