@@ -71,6 +71,26 @@ def test_a_tpu_gathers_what_it_multiplies_as_bf16(on, narrower):
     assert sent["reduce-scatter"] == pytest.approx(2 * weight)  # as it is added up
 
 
+@pytest.mark.parametrize(
+    ("dtypes", "precision", "sent_as"),
+    [
+        (("float32", "float32"), None, (0.5, 0.5)),
+        (("float32", "float32"), "highest", (1.0, 1.0)),
+        (("float32", "bfloat16"), None, (0.5, 1.0)),
+        (("bfloat16", "bfloat16"), None, (1.0, 1.0)),
+    ],
+)
+def test_only_float32_operands_by_default_are_sent_narrower(dtypes, precision, sent_as):
+    def multiply(x, w):
+        dims = (((1,), (0,)), ((), ()))
+        return jax.lax.dot_general(x, w, dims, precision, preferred_element_type="float32")
+
+    args = (jax.ShapeDtypeStruct((512, 512), dtype) for dtype in dtypes)
+    p = mw.plan(multiply, *args, on="v5e:2x4", mesh="fsdp:8", progress=False, pipelines=False)
+    (work,) = {p.costs.work(op) for op in p.costs.program.operations if op.flops}
+    assert work.sent_as == sent_as
+
+
 @pytest.mark.compilers
 def test_the_compiler_of_a_tpu_gathers_so():
     made = fsdp_on("v5e:2x4").rehearse(codegen=False, progress=False).collectives

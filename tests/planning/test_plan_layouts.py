@@ -56,8 +56,9 @@ def test_how_sums_lie_is_said_before_other_axes_move(plan):
     assert layouts.of_made(gradient, made, False) == (made, lies)
 
 
-def test_of_a_stack_it_is_a_layers_part_that_is_small_or_large():
-    depth, width = 24, 1024
+@pytest.mark.parametrize(("depth", "whole"), [(24, True), (4096, False)])
+def test_of_a_stack_it_is_a_layers_part_that_is_small_or_large(depth, whole):
+    width = 1024
 
     def step(params, x):
         def layer(x, parts):
@@ -70,7 +71,7 @@ def test_of_a_stack_it_is_a_layers_part_that_is_small_or_large():
 
     params = {
         "kernel": jax.ShapeDtypeStruct((depth, width, width), "float32"),
-        "scale": jax.ShapeDtypeStruct((depth, width), "float32"),  # 96 KiB, of a layer 4
+        "scale": jax.ShapeDtypeStruct((depth, width), "float32"),  # 4 KiB of a layer
         "bias": jax.ShapeDtypeStruct((depth, width), "float32"),
     }
     x = jax.ShapeDtypeStruct((512, width), "float32")
@@ -78,4 +79,26 @@ def test_of_a_stack_it_is_a_layers_part_that_is_small_or_large():
     fsdp = ["batch", *(name for name in p.groups if name != "batch")]
     plan = with_lists(p, [fsdp], smallest=2**16)
     cut = {name: plan.in_shardings[0][name].spec for name in params}
-    assert "fsdp" in cut["kernel"] and cut["scale"] == cut["bias"] == jax.P()
+    assert "fsdp" in cut["kernel"] and cut["scale"] == cut["bias"]
+    assert (cut["scale"] == jax.P()) == whole
+
+
+def test_few_rows_that_meet_large_weights_are_whole_but_for_results():
+    def predict(params, x):
+        hidden = jnp.tanh(x @ params["first"])
+        return jnp.tanh(hidden @ params["second"]) @ params["head"]
+
+    params = {
+        name: jax.ShapeDtypeStruct((4096, 4096), "float32") for name in ("first", "second", "head")
+    }
+    x = jax.ShapeDtypeStruct((32, 4096), "float32")
+    options = {"mesh": "fsdp:8", "progress": False, "pipelines": False}
+    p = mw.plan(predict, params, x, on="v5e:2x4", **options)
+    program = p.costs.program
+    made = [op.outputs[0] for op in program.operations if op.primitive == "dot_general"]
+    fsdp = with_lists(p, [["batch", *(n for n in p.groups if n != "batch")]], smallest=2**16)
+    assert [fsdp.layouts.of_value(value) for value in made] == [jax.P(), jax.P(), jax.P("fsdp")]
+    assert fsdp.out_shardings.spec == jax.P("fsdp")
+    # By an axis that cuts no weights they are.
+    rows = with_lists(p, [["batch"]], smallest=2**16)
+    assert [rows.layouts.of_value(value) for value in made] == 3 * [jax.P("fsdp")]
