@@ -21,7 +21,7 @@ Cut = dict[int, int]  # axis -> dim of a value
 # What of gathers and scatters runs beside the product that they belong to, at most its time. CUDA's
 # compiler starts them early; a TPU's takes product and exchange piece by piece, one for each device
 # that has a part, if these are no more than 32, even of small arrays. A piece is some kernels. What
-# several products need is gathered whole, once, and so is the smaller of two operands that lie cut
+# several products need is gathered whole, and so is the smaller of two operands that lie cut
 # along the sum by different axes.
 _HIDDEN = {"tpu": 0.9, "gpu": 0.6}
 MOST_PIECES, _LEAST_IN_PIECES = 32, 2**18

@@ -36,10 +36,10 @@ class Work:
     """One operation, without its place in the program: equal ones are costed once.
 
     `values`: layout and bytes of inputs and outputs. `dims`: kind of iteration, kind of dims, the
-    size that a cut must divide, and where it is. `shared`: with how many operations each input is
-    exchanged at once, this one counted, so that it is not counted for all; `uses`: by how many of
-    the loop or the step it is used at all. `multiplies`: a product of
-    matrices, beside which compilers exchange its operands; beside a convolution only TPUs' do.
+    size that a cut must divide, and where it is. `uses`: by how many operations of its kind, in the
+    loop's body or the step, each input is used; `shared`: for how many of them it is exchanged at
+    once, so that it is not counted for all. `multiplies`: a product of matrices, beside which
+    compilers exchange its operands; beside a convolution only TPUs' do.
     `scatters`: whether partial sums are scattered where the result lies cut. Those of convolutions
     are added up everywhere, and sliced, but for what a TPU takes in pieces. `looks_up`: a gather or
     a scatter, in `rows` or in one `table`. `looped`: whether it is in a loop's body. `sides`: for
@@ -86,7 +86,7 @@ class WorkOf:
         self._program, self._groups, self._kept = program, groups, frozenset(kept)
         self._copied = _copied_weights(program) if tpu else frozenset()
         self._tpu = tpu
-        self._uses, self._shared = _uses(program, tpu)
+        self._uses = _uses(program, tpu)
 
     def resized(self, program: TracedProgram, groups: DimGroups) -> WorkOf:
         """Tell the work of the same program where its arrays have other sizes."""
@@ -108,6 +108,7 @@ class WorkOf:
             for dim in operation.dims
             if dim.at
         )
+        uses = [self._uses.get((operation.outputs, v), _ONE_USE) for v in operation.inputs]
         return Work(
             operation.primitive in HEAVY,
             operation.primitive == "dot_general",
@@ -118,10 +119,8 @@ class WorkOf:
             dims,
             operation.flops,
             _multiplied(self._program, operation) if operation.flops else "",
-            tuple(self._shared.get((operation.outputs, v), 1) for v in operation.inputs),
-            tuple(
-                self._uses[v, operation.body, operation.primitive] or 1 for v in operation.inputs
-            ),
+            tuple(use.shared for use in uses),
+            tuple(use.count for use in uses),
             bool(operation.body),
             _heaviest([sizes[v] for v in values]) if operation.primitive == "dot_general" else -1,
             _product_sides(operation),
@@ -145,31 +144,41 @@ class WorkOf:
         return 0.5 if rounded else 1.0
 
 
-# In: a program. Out: how many operations of a kind use each value in a loop's body, or the step;
-# and for each operation, by what it makes, with how many an input is exchanged at once.
-# Example: a weight of a TPU's step without loops has two uses, forward and backward, each for
-# itself if they are far from each other. Memory has it from one to the other all the same, since
-# not all programs gather again: measured peaks are nearer so.
-def _uses(
-    program: TracedProgram, tpu: bool
-) -> tuple[collections.Counter[tuple[int, int, str]], dict[tuple[tuple[int, ...], int], int]]:
-    uses = collections.defaultdict[tuple[int, int, str], list[tuple[int, tuple[int, ...]]]](list)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Use:
+    """An input of an operation: `uses` and `shared` of its `Work`."""
+
+    count: int
+    shared: int
+
+
+_ONE_USE = _Use(1, 1)
+
+
+# In: a program. Out: for each input of an operation, by what that makes and by the input, how often
+# it is used. Example: a weight of a TPU's step without loops has two uses, forward and backward,
+# each for itself if they are far from each other. Memory has it from one to the other all the same,
+# since not all programs gather again: measured peaks are nearer so.
+def _uses(program: TracedProgram, tpu: bool) -> dict[tuple[tuple[int, ...], int], _Use]:
+    readers = collections.defaultdict[tuple[int, int, str], list[tuple[int, tuple[int, ...]]]](list)
     operations = iter(program.operations)
     for time, (kind, _, _) in enumerate(program.events):
         operation = next(operations) if kind == "op" else None
         if operation is not None and operation.primitive in HEAVY:
             for value in set(operation.inputs):
-                uses[value, operation.body, operation.primitive].append((time, operation.outputs))
+                key = value, operation.body, operation.primitive
+                readers[key].append((time, operation.outputs))
     later = max(_AT_LEAST, _LATER * len(program.events))
-    shared: dict[tuple[tuple[int, ...], int], int] = {}
-    for (value, body, _), found in uses.items():
+    uses: dict[tuple[tuple[int, ...], int], _Use] = {}
+    for (value, body, _), found in readers.items():
         runs = [found[:1]]
-        for use in found[1:]:
-            if tpu and not body and use[0] - runs[-1][-1][0] > later:
+        for reader in found[1:]:
+            if tpu and not body and reader[0] - runs[-1][-1][0] > later:
                 runs.append([])
-            runs[-1].append(use)
-        shared.update(((made, value), len(run)) for run in runs for _, made in run)
-    return collections.Counter({key: len(found) for key, found in uses.items()}), shared
+            runs[-1].append(reader)
+        for run in runs:
+            uses.update(((made, value), _Use(len(found), len(run))) for _, made in run)
+    return uses
 
 
 def _by_default(precision: Any) -> bool:

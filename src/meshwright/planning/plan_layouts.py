@@ -103,20 +103,24 @@ class Layouts:
         layout, program = costs.groups.layout, costs.program
         parameters = [value for value in program.arguments if value not in self.data]
         self._of_data = {kind for value in data for kind, _ in layout[value]}
-        of_weights = {kind for value in parameters for kind, _ in layout[value]}
-        self._of_rows = self._of_data - of_weights
+        self._of_rows = self._of_data - {kind for v in parameters for kind, _ in layout[v]}
         self._few_rows = self._rows_of_heavy_products(_FEW_ROWS * smallest)
-        # Of stacks of parameters what a loop takes of one in a run, in bytes; the least where a
-        # loop inside takes parts of that.
-        shaped = {layout[value] for value in parameters}
-        self._of_a_layer: dict[Layout, int] = {}
+        self._of_a_layer = self._layers_of({layout[value] for value in parameters})
+
+    def _layers_of(self, parameters: Collection[Layout]) -> dict[Layout, int]:
+        """Of stacks that are no larger than they may be to be whole: the bytes of one layer's part.
+
+        That is the least that a loop takes of it in a run, or a loop inside of that one.
+        """
+        layout, program = self.costs.groups.layout, self.costs.program
+        found: dict[Layout, int] = {}
         for part, stack in program.stack_of.items():
-            outer = stack
-            while outer in program.stack_of:
-                outer = program.stack_of[outer]
-            if layout[outer] in shaped and program.bytes[outer] < _STACKED * smallest:
-                size = min(program.bytes[part], self._of_a_layer.get(layout[outer], 2**63))
-                self._of_a_layer[layout[outer]] = size
+            while stack in program.stack_of:
+                stack = program.stack_of[stack]
+            key = layout[stack]
+            if key in parameters and program.bytes[stack] < _STACKED * self.smallest:
+                found[key] = min(program.bytes[part], found.get(key, program.bytes[part]))
+        return found
 
     def _rows_of_heavy_products(self, most: int) -> frozenset[int]:
         """Values with rows of data that products with much larger weights read or make."""

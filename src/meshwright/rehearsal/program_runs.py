@@ -73,8 +73,9 @@ class ProgramRuns:
 
 
 def _back(permute: Collective) -> Pairs:
-    """The pairs of the permute that goes back; none of other collectives."""
-    return frozenset((receiver, sender) for sender, receiver in permute.pairs)
+    """The pairs of the permute that goes back; none where nothing may run beside it."""
+    pairs = permute.pairs if permute.beside_back else ()
+    return frozenset((receiver, sender) for sender, receiver in pairs)
 
 
 class _Clock:
